@@ -1,0 +1,67 @@
+# Every target works from a fresh clone with nothing but Python 3.11 or later:
+#   make demo          make PYTHON=python3.13 test          make test ARGS="-k planner"
+
+PYTHON      ?= python3
+WORKERS     ?= 2
+ARGS        ?=
+DEMO_MEMORY ?= 16MiB
+
+BIN   := .venv/bin
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+.PHONY: help
+help:  ## show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+# torch goes first: the other packages then find their pin satisfied and never replace its build.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "anybatch needs Python 3.11 or later, and '$(PYTHON)' is not: make PYTHON=python3.12 ..." >&2; \
+	    exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+.PHONY: demo
+demo: $(STAMP)  ## train digits with a batch that its memory budget does not hold in one piece
+	@rm -rf runs/demo
+	$(BIN)/anybatch train digits --global-batch 512 --memory $(DEMO_MEMORY) --out runs/demo
+
+.PHONY: test
+test: $(STAMP)  ## run the tests that need no GPU
+	$(BIN)/pytest -n $(WORKERS) -m "not gpu" $(ARGS)
+
+.PHONY: check
+check: $(STAMP)  ## style, types, import floors, completeness of the public types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports --no-logo
+	PATH="$(CURDIR)/$(BIN):$$PATH" pyright --verifytypes anybatch --ignoreexternal
+
+.PHONY: bench
+bench: $(STAMP)  ## rerun every benchmark
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[bench]"
+	@set -e; for script in benchmarks/*/run.py; do \
+	    test -e "$$script" || { echo "There are no benchmarks/*/run.py to run." >&2; exit 1; }; \
+	    echo "== $$script"; \
+	    $(BIN)/python "$$script"; \
+	done
+
+.PHONY: gpu-check
+gpu-check: $(STAMP)  ## prove on this machine's GPUs what the tests prove on its CPU
+	$(BIN)/python -m benchmarks.gpu_check
+
+.PHONY: docs
+docs: $(STAMP)  ## run the examples of the documentation
+	$(BIN)/pytest tests/docs $(ARGS)
+
+.PHONY: clean
+clean:  ## remove .venv, caches and build output; runs/ stays
+	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,188 @@
+"""How near is the predicted peak to the one that the operating system measures? One command:
+
+    python benchmarks/memory/run.py [--only NAME] [--threads N]
+
+Each cell (a model under a variant) trains three steps in a process of its own, under a budget that is
+held, and compares what was predicted with what the kernel counted. Beside it stand torch's MemTracker
+and Accelerate's estimator, asked about the same model, batch and optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "results"
+VARIANTS = ("plain", "accumulated", "recomputed", "bf16")
+BUDGET = "6GiB"
+TINY_BYTES = 16 << 20
+BLOCKS = {"u-net": "down.*,join.*"}
+
+
+def measure(name: str, variant: str) -> dict[str, Any]:
+    """One cell; called in a process of its own."""
+    from models import KINDS
+
+    import anybatch as ab
+
+    kind = KINDS[name]
+    task = kind.task(name)
+    plan = ab.plan(
+        task,
+        memory=BUDGET,
+        precision="bf16" if variant == "bf16" else "fp32",
+        micro_batch=kind.batch // 4 if variant == "accumulated" else kind.batch,
+        recompute=BLOCKS.get(name, "all") if variant == "recomputed" else "none",
+    )
+    ended = ab.train(task, plan=plan).ended
+    return {
+        "model": name,
+        "variant": variant,
+        "predicted_bytes": ended.predicted_peak_bytes,
+        "measured_bytes": ended.measured_peak_bytes,
+    }
+
+
+def others(name: str, variant: str) -> dict[str, Any]:
+    """What the other two say of a cell; None where they fail or have no such variant."""
+    found: dict[str, Any] = {}
+    for other, ask in (("mem_tracker_bytes", _mem_tracker), ("accelerate_bytes", _accelerate)):
+        try:
+            found[other] = ask(name, variant)
+        except Exception as error:
+            found[other] = None
+            print(f"{name}, {variant}: {other}: {type(error).__name__}: {error}", file=sys.stderr)
+    return found
+
+
+def _mem_tracker(name: str, variant: str) -> int | None:
+    """MemTracker around the same step as a plain loop, on fake tensors; not asked of recompute."""
+    import torch
+    from models import KINDS
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    if variant == "recomputed":
+        return None
+    kind = KINDS[name]
+    size = kind.batch // 4 if variant == "accumulated" else kind.batch
+    shapes = [(tuple(t.shape[1:]), t.dtype) for t in kind.samples(2)]
+    with FakeTensorMode():
+        model = kind.model()
+        optimizer = kind.optimizer(model.parameters())
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
+        with tracker:
+            for _ in range(2):
+                for _ in range(kind.batch // size):
+                    batch = [torch.zeros((size, *shape), dtype=dtype) for shape, dtype in shapes]
+                    with torch.autocast("cpu", torch.bfloat16, enabled=variant == "bf16"):
+                        total = kind.loss(model, batch).sum
+                    total.backward()
+                    del batch, total
+                    tracker.reset_mod_stats()  # it does not follow a module through several passes
+                optimizer.step()
+                optimizer.zero_grad()
+    snapshot = tracker.get_tracker_snapshot("peak")
+    return int(max(sizes["Total"] for sizes in snapshot.values()))
+
+
+def _accelerate(name: str, variant: str) -> int:
+    """What `accelerate estimate-memory` prints for training with Adam, whatever batch and optimizer."""
+    import torch
+    from accelerate.commands.estimate import estimate_training_usage
+    from accelerate.utils import calculate_maximum_sizes
+    from models import KINDS
+
+    with torch.device("meta"):
+        total, _ = calculate_maximum_sizes(KINDS[name].model())
+    mixed = "bf16" if variant == "bf16" else None
+    return int(max(estimate_training_usage(total, mixed).values()))
+
+
+def _in_process(name: str, variant: str, what: str, threads: int) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, __file__, "--cell", name, variant, what],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        timeout=900,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{name}, {variant}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _error(cell: dict[str, Any], key: str = "predicted_bytes") -> float | None:
+    told = cell.get(key)
+    return None if told is None else told / cell["measured_bytes"] - 1
+
+
+def table(cells: list[dict[str, Any]], threads: int) -> str:
+    """The results as Markdown."""
+    lines = [
+        "| model | variant | measured MiB | predicted MiB | error | MemTracker | Accelerate |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for cell in cells:
+        errors = [_error(cell, key) for key in ("mem_tracker_bytes", "accelerate_bytes")]
+        rest = " | ".join("-" if e is None else f"{e:+.0%}" for e in errors)
+        lines.append(
+            f"| {cell['model']} | {cell['variant']} | {cell['measured_bytes'] / 2**20:.1f}"
+            f" | {cell['predicted_bytes'] / 2**20:.1f} | {_error(cell):+.2%} | {rest} |"
+        )
+    large = [c for c in cells if c["measured_bytes"] >= TINY_BYTES]
+    errors = [e for c in large if (e := _error(c)) is not None]
+    below = sum((_error(c) or 0) < 0 for c in cells)
+    summary = (
+        f"{len(large)} cells of 16 MiB and more: median error"
+        f" {statistics.median(map(abs, errors)):.2%}, largest {max(errors, key=abs):+.2%}."
+        f" Below the measured one: {below} of all {len(cells)} cells."
+    )
+    lines += [
+        "",
+        summary,
+        "",
+        f"{platform.processor() or platform.machine()}, {threads} threads, {platform.platform()}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run all cells, print the table, and write it to benchmarks/results/memory.md and .json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="one model")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--cell", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.cell:
+        name, variant, what = given.cell
+        print(json.dumps(measure(name, variant) if what == "own" else others(name, variant)))
+        return
+    from models import KINDS
+
+    cells: list[dict[str, Any]] = []
+    for name in [given.only] if given.only else KINDS:
+        for variant in VARIANTS:
+            cell = _in_process(name, variant, "own", given.threads)
+            cell |= _in_process(name, variant, "others", given.threads)
+            cells.append(cell)
+            print(f"{name}, {variant}: {_error(cell):+.2%}", flush=True)
+    text = table(cells, given.threads)
+    print(text)
+    if not given.only:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "memory.md").write_text(text, encoding="utf-8")
+        (RESULTS / "memory.json").write_text(json.dumps(cells, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

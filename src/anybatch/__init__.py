@@ -1,0 +1,146 @@
+"""Train at any batch size on the GPUs you have.
+
+    task = anybatch.Task(model=..., loss=..., optimizer=..., train=..., global_batch=4096, epochs=3)
+    result = anybatch.train(task, memory="10GiB")
+
+The public names are loaded when they are first used, so importing the package is quick and does not
+import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from anybatch.compute.causal_lm import causal_lm_loss as causal_lm_loss
+    from anybatch.compute.lm_loss import lm_loss as lm_loss
+    from anybatch.errors import AnybatchError as AnybatchError
+    from anybatch.errors import DataError as DataError
+    from anybatch.errors import InputError as InputError
+    from anybatch.errors import LaunchError as LaunchError
+    from anybatch.errors import LossError as LossError
+    from anybatch.errors import NoPlanFits as NoPlanFits
+    from anybatch.errors import PeerFailed as PeerFailed
+    from anybatch.errors import PeerLost as PeerLost
+    from anybatch.errors import Stopped as Stopped
+    from anybatch.machine import Machine as Machine
+    from anybatch.metrics import Metrics as Metrics
+    from anybatch.parallel.data_parallel import BalancedDataParallel as BalancedDataParallel
+    from anybatch.parallel.data_parallel import DataParallelCriterion as DataParallelCriterion
+    from anybatch.parallel.data_parallel import DataParallelModel as DataParallelModel
+    from anybatch.parallel.data_parallel import gather as gather
+    from anybatch.parallel.group import Wish as Wish
+    from anybatch.planning import plan as plan
+    from anybatch.plans import Exchange as Exchange
+    from anybatch.plans import Outer as Outer
+    from anybatch.plans import Plan as Plan
+    from anybatch.plans import Recompute as Recompute
+    from anybatch.proof import Verdict as Verdict
+    from anybatch.proof import verify as verify
+    from anybatch.recipes.schedules import warmup_constant as warmup_constant
+    from anybatch.recipes.schedules import warmup_cosine as warmup_cosine
+    from anybatch.recipes.schedules import warmup_linear as warmup_linear
+    from anybatch.run import Result as Result
+    from anybatch.run import train as train
+    from anybatch.session import Session as Session
+    from anybatch.state import load_weights as load_weights
+    from anybatch.state import save_weights as save_weights
+    from anybatch.step import Outcome as Outcome
+    from anybatch.step import Step as Step
+    from anybatch.task import Loss as Loss
+    from anybatch.task import Progress as Progress
+    from anybatch.task import Task as Task
+
+_HOMES = {
+    "compute.causal_lm": ("causal_lm_loss",),
+    "compute.lm_loss": ("lm_loss",),
+    "errors": (
+        "AnybatchError",
+        "DataError",
+        "InputError",
+        "LaunchError",
+        "LossError",
+        "NoPlanFits",
+        "PeerFailed",
+        "PeerLost",
+        "Stopped",
+    ),
+    "machine": ("Machine",),
+    "metrics": ("Metrics",),
+    "parallel.data_parallel": (
+        "BalancedDataParallel",
+        "DataParallelCriterion",
+        "DataParallelModel",
+        "gather",
+    ),
+    "parallel.group": ("Wish",),
+    "plans": ("Exchange", "Outer", "Plan", "Recompute"),
+    "recipes.schedules": ("warmup_constant", "warmup_cosine", "warmup_linear"),
+    "planning": ("plan",),
+    "run": ("Result", "train"),
+    "session": ("Session",),
+    "state": ("load_weights", "save_weights"),
+    "step": ("Outcome", "Step"),
+    "task": ("Loss", "Progress", "Task"),
+    "proof": ("Verdict", "verify"),
+}
+_WHERE = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "AnybatchError",
+    "BalancedDataParallel",
+    "DataError",
+    "DataParallelCriterion",
+    "DataParallelModel",
+    "Exchange",
+    "InputError",
+    "LaunchError",
+    "Loss",
+    "LossError",
+    "Machine",
+    "Metrics",
+    "NoPlanFits",
+    "Outcome",
+    "Outer",
+    "PeerFailed",
+    "PeerLost",
+    "Plan",
+    "Progress",
+    "Recompute",
+    "Result",
+    "Session",
+    "Step",
+    "Stopped",
+    "Task",
+    "Verdict",
+    "Wish",
+    "causal_lm_loss",
+    "gather",
+    "lm_loss",
+    "load_weights",
+    "plan",
+    "save_weights",
+    "train",
+    "verify",
+    "warmup_constant",
+    "warmup_cosine",
+    "warmup_linear",
+]
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("anybatch")
+    if name not in _WHERE:
+        raise AttributeError(f"module 'anybatch' has no attribute {name!r}")
+    value = getattr(import_module(f"anybatch.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

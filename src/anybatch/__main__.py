@@ -1,0 +1,5 @@
+"""`python -m anybatch`"""
+
+from anybatch.cli import main
+
+main()

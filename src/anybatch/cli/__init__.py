@@ -1,0 +1,111 @@
+"""The command line: one file per command, each parses, calls and prints.
+
+Commands import what they need when they run, so `anybatch --help` answers at once and never loads
+torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import typer
+
+from anybatch.cli.memory import memory
+from anybatch.cli.plan import plan
+from anybatch.cli.recipes import recipes
+from anybatch.cli.report import report
+from anybatch.cli.submit import submit
+from anybatch.cli.train import train
+from anybatch.cli.verify import verify
+from anybatch.errors import AnybatchError
+
+_app = typer.Typer(
+    name="anybatch",
+    help="Train PyTorch models at any batch size on the GPUs you have.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_app.command()(train)
+_app.command()(plan)
+_app.command()(submit)
+_app.command()(memory)
+_app.command()(verify)
+_app.command()(report)
+_app.command()(recipes)
+
+STOPPED_BY_HAND = 130
+"""128 + SIGINT, as shells report it."""
+
+_STOPPED = "stopped by hand; nothing of the unfinished step was kept."
+
+# typer stands on click, or carries a copy of it, by version; this is the class of either.
+_UsageError: Any = typer.BadParameter.__base__
+
+
+@_app.callback(invoke_without_command=True)
+def _version(
+    version: bool = typer.Option(False, "--version", help="Show the version and exit."),
+) -> None:
+    if version:
+        from importlib.metadata import version as version_of
+
+        print(version_of("anybatch"))
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line and exit: 0 done, 2 bad input, 3 no plan fits, 1 anything else."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit status. Failures that a user can meet become one sentence
+    on standard error, with the lines of the user's own file where those raised; others keep their
+    traceback."""
+    try:
+        result = _app(arguments, standalone_mode=False, prog_name="anybatch", obj=arguments)
+    except AnybatchError as error:
+        return _tell(str(error), error.exit_status)
+    except _UsageError as error:
+        return _tell_usage(error)
+    except (typer.Abort, KeyboardInterrupt):
+        return _tell(_STOPPED, STOPPED_BY_HAND)
+    except BrokenPipeError:  # whoever read the output has gone (`anybatch plan ... | head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1  # as rich, which meets it first where a table is printed
+    except Exception as error:
+        from anybatch.recipes import own_traceback
+
+        trace = own_traceback(error)
+        if not trace:
+            raise  # a fault of anybatch
+        what = f"{type(error).__name__} was raised in the task's own code"
+        return _tell(f"{what}: see the traceback below and correct the file.\n{trace}", 2)
+    if result == STOPPED_BY_HAND:  # so some versions of typer report the interrupt
+        return _tell(_STOPPED, STOPPED_BY_HAND)
+    return result if isinstance(result, int) else 0
+
+
+def _tell(sentence: str, status: int) -> int:
+    print(f"anybatch: {sentence}", file=sys.stderr)
+    return status
+
+
+def _tell_usage(error: Any) -> int:
+    """A word on the command line that cannot be read: what and where, and how to see what can be."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return error.exit_code
+    where = error.ctx.command_path if error.ctx else "anybatch"
+    message = " ".join(error.format_message().split()).rstrip(".")
+    # Where typer reads values with pydantic, its sentence leaves out the value.
+    faults = error.__cause__.errors() if hasattr(error.__cause__, "errors") else []
+    if faults and repr(faults[0]["input"]) not in message:
+        message = f"{message.partition(': ')[0]}: {faults[0]['input']!r} is not valid"
+    end = " " if message.endswith("?") else "; "
+    return _tell(f"{message[:1].lower()}{message[1:]}{end}'{where} --help' shows what there is.", 2)

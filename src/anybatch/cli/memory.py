@@ -1,0 +1,84 @@
+"""anybatch memory"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anybatch.cli.options import (
+    DeviceName,
+    Devices,
+    GlobalBatch,
+    Memory,
+    MicroBatch,
+    PrecisionName,
+    RecomputeNames,
+    Settings,
+    TaskName,
+    load_task,
+    machine_of,
+)
+
+
+def memory(
+    task: TaskName,
+    global_batch: GlobalBatch = None,
+    memory: Memory = None,
+    device: DeviceName = None,
+    devices: Devices = None,
+    precision: PrecisionName = "fp32",
+    micro_batch: MicroBatch = None,
+    recompute: RecomputeNames = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Save all of it as JSON.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Save it as a page with plots.")
+    ] = None,
+    settings: Settings = None,
+) -> None:
+    """Show where each byte goes: by layer, by kind, and over one step."""
+    from dataclasses import asdict
+    from json import dumps
+
+    from rich.console import Console
+
+    from anybatch.errors import InputError, NoPlanFits
+    from anybatch.estimate import subject_of
+    from anybatch.machine import Machine
+    from anybatch.planner import account, smallest_micro_batch
+    from anybatch.planning import plan as make_plan
+    from anybatch.report import print_ledger, write_ledger, write_whole
+
+    loaded = load_task(task, settings, global_batch)
+    where = machine_of(device, devices) or Machine.here()
+    if memory is not None:
+        where = where.with_budget(memory)
+    wishes = {"precision": precision, "recompute": recompute}
+    subject = subject_of(loaded)
+    notice = ""
+    try:
+        chosen = make_plan(loaded, where, micro_batch=micro_batch, **wishes)
+    except NoPlanFits as error:  # all the more reason to see where the bytes go
+        notice = str(error)
+        chosen = make_plan(loaded, where, micro_batch=smallest_micro_batch(subject), **wishes)
+    if chosen.prediction is None:
+        raise InputError(f"nothing can be accounted for: {chosen.notices[-1]}")
+    found = account(subject, where, chosen)
+    if json is not None:
+        content = {
+            "plan": chosen.model_dump(mode="json"),
+            "ledger": found.ledger.to_dict(),
+            "knobs": [asdict(knob) for knob in found.knobs],
+        }
+        write_whole(json, dumps(content, indent=1) + "\n", "the ledger")
+    if html is not None:
+        write_ledger(html, chosen, found.ledger, found.knobs)
+    console = Console()
+    print_ledger(console, chosen, found.ledger, found.knobs)
+    if notice:
+        console.print(notice[:1].upper() + notice[1:], highlight=False, soft_wrap=True)
+    for file in filter(None, (json, html)):
+        console.print(f"Saved as {file}.", highlight=False)

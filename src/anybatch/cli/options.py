@@ -1,0 +1,131 @@
+"""The options that several commands share, and what they mean together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from anybatch.errors import InputError
+
+if TYPE_CHECKING:
+    from anybatch.machine import Machine
+    from anybatch.task import Task
+
+TaskName: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="TASK",
+        help="A recipe's name, or FILE.py[:function], a function that returns an anybatch.Task.",
+    ),
+]
+GlobalBatch: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--global-batch", metavar="N", help="Samples per optimizer step."),
+]
+Memory: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="Memory that training may use, such as 10GiB; enforced. Default: what is free.",
+    ),
+]
+PrecisionName: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--precision",
+        metavar="P",
+        help="fp32, tf32, bf16, fp16, bf16-weights, fp16-weights, bf16-pure, fp16-pure, fp8;"
+        " or O0 to O3.",
+    ),
+]
+MicroBatch: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--micro-batch", metavar="N", help="Samples per forward pass. Default: chosen."),
+]
+RecomputeNames: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--recompute",
+        metavar="WHAT",
+        help="none, all, nested, or names of modules separated by commas. Default: chosen.",
+    ),
+]
+Ranks: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        metavar="N",
+        help="Processes to train with on this machine, one per device. Default: one for each GPU.",
+    ),
+]
+ParallelName: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--parallel",
+        metavar="HOW",
+        help="single, replicate, ddp, shard or in-process. Default: chosen.",
+    ),
+]
+Settings: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("-s", "--set", metavar="KEY=VALUE", help="An argument of the task's function."),
+]
+DeviceName: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="D",
+        help="A GPU that is not here, by name (rtx-4090, h100-80gb) or memory (24GiB);"
+        " or cpu, cuda, cuda:N of this machine.",
+    ),
+]
+Devices: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--devices", metavar="N", help="Devices, or processes on a CPU. Default: 1."),
+]
+Why: TypeAlias = Annotated[bool, typer.Option("--why", help="Show every plan that was rejected.")]
+
+
+def machine_of(device: str | None, devices: int | None) -> Machine | None:
+    """What `--device` and `--devices` mean; None: this machine, as it is.
+
+    Raises `InputError` if there is no such device.
+    """
+    from anybatch.machine import Machine
+
+    if device is None and devices is None:
+        return None
+    if device is None or device.partition(":")[0] in ("cpu", "cuda"):
+        return Machine.here(device=device, count=1 if devices is None else devices)
+    return Machine.describe(device, count=devices)
+
+
+def load_task(name: str, settings: Sequence[str] | None, global_batch: int | None) -> Task:
+    """The task named `name`. The global batch is passed to the task's function where that takes one,
+    since other settings (the learning rate, say) may follow from it; else it is set in the task.
+
+    Raises `InputError` for anything that is not as it should be.
+    """
+    from dataclasses import replace
+
+    from anybatch.recipes import options_of, resolve
+
+    options: dict[str, str] = {}
+    for setting in settings or ():
+        key, equals, value = setting.partition("=")
+        if not equals or not key.strip():
+            raise InputError(
+                f"-s {setting!r} is not of the form KEY=VALUE: write -s epochs=3, say."
+            )
+        options[key.strip()] = value
+    if global_batch is None:
+        return resolve(name, options)
+    if global_batch < 1:
+        raise InputError(f"--global-batch is {global_batch}: give a whole number of at least 1.")
+    if any(option.name == "global_batch" for option in options_of(name)):
+        options.pop("global-batch", None)
+        return resolve(name, {**options, "global_batch": str(global_batch)})
+    return replace(resolve(name, options), global_batch=global_batch)

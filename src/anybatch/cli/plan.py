@@ -1,0 +1,73 @@
+"""anybatch plan"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anybatch.cli.options import (
+    DeviceName,
+    Devices,
+    GlobalBatch,
+    Memory,
+    MicroBatch,
+    PrecisionName,
+    RecomputeNames,
+    Settings,
+    TaskName,
+    Why,
+    load_task,
+    machine_of,
+)
+
+
+def plan(
+    task: TaskName,
+    global_batch: GlobalBatch = None,
+    memory: Memory = None,
+    device: DeviceName = None,
+    devices: Devices = None,
+    precision: PrecisionName = "fp32",
+    micro_batch: MicroBatch = None,
+    recompute: RecomputeNames = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Save the plan, to be run.")
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON, and nothing else.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw memory against time as an HTML page."),
+    ] = None,
+    settings: Settings = None,
+    why: Why = False,
+) -> None:
+    """Show how a task would be run, without running it."""
+    from rich.console import Console
+
+    from anybatch.planning import plan as make_plan
+    from anybatch.report import print_plan, write_frontier
+
+    chosen = make_plan(
+        load_task(task, settings, global_batch),
+        machine_of(device, devices),
+        memory=memory,
+        precision=precision,
+        micro_batch=micro_batch,
+        recompute=recompute,
+        frontier=plot is not None,
+    )
+    if out is not None:
+        chosen.save(out)
+    if plot is not None:
+        write_frontier(plot, chosen)
+    if json:
+        print(chosen.to_json(), end="")
+        return
+    console = Console()
+    print_plan(console, chosen, why)
+    for file in filter(None, (out, plot)):
+        console.print(f"Saved as {file}.", highlight=False)

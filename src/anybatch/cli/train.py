@@ -1,0 +1,227 @@
+"""anybatch train"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from anybatch.cli.early import end_with_status_75
+from anybatch.cli.options import (
+    GlobalBatch,
+    Memory,
+    MicroBatch,
+    ParallelName,
+    PrecisionName,
+    Ranks,
+    RecomputeNames,
+    Settings,
+    TaskName,
+    Why,
+    load_task,
+)
+
+if TYPE_CHECKING:
+    from anybatch.plans import Exchange
+
+
+def train(
+    context: typer.Context,
+    task: TaskName,
+    global_batch: GlobalBatch = None,
+    memory: Memory = None,
+    precision: PrecisionName = "fp32",
+    micro_batch: MicroBatch = None,
+    recompute: RecomputeNames = None,
+    ranks: Ranks = None,
+    parallel: ParallelName = None,
+    balance: Annotated[
+        str | None,
+        typer.Option(
+            "--balance",
+            metavar="HOW",
+            help="measured: shares follow the speed of the ranks; fixed. Default: measured on GPUs.",
+        ),
+    ] = None,
+    nodes: Annotated[
+        str,
+        typer.Option(
+            "--nodes",
+            metavar="N",
+            help="Machines, or the least and the most (2:4); the same command is given on each.",
+        ),
+    ] = "1",
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(
+            "--rendezvous",
+            metavar="HOST:PORT",
+            help="Where several machines meet: one of them, and a free port of it.",
+        ),
+    ] = None,
+    compress: Annotated[
+        str | None,
+        typer.Option(
+            "--compress",
+            metavar="HOW",
+            help="Send gradients in bf16, fp16 or as powersgd. Changes the result.",
+        ),
+    ] = None,
+    local_steps: Annotated[
+        int,
+        typer.Option(
+            "--local-steps",
+            metavar="N",
+            help="Let ranks take N steps by themselves, then average. Changes the result.",
+        ),
+    ] = 1,
+    stale: Annotated[
+        bool,
+        typer.Option("--stale", help="Apply gradients one step late. Changes the result."),
+    ] = False,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="Run this plan.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Run folder. Default: a new one in runs/."),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with the run in --out, from its newest checkpoint."),
+    ] = False,
+    checkpoint_every: Annotated[
+        str,
+        typer.Option(
+            "--checkpoint-every",
+            metavar="N|TIME",
+            help="Steps (500) or time (10min) between checkpoints, or never.",
+        ),
+    ] = "10min",
+    keep: Annotated[
+        int, typer.Option("--keep", metavar="N", help="Checkpoints that stay, beside the best.")
+    ] = 3,
+    restarts: Annotated[
+        int,
+        typer.Option(
+            "--restarts", metavar="N", help="How often killed or lost ranks are started again."
+        ),
+    ] = 3,
+    stall_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--stall-seconds",
+            metavar="S",
+            help="Without progress, after which a rank is named, shown and ended.",
+        ),
+    ] = None,
+    settings: Settings = None,
+    why: Why = False,
+) -> None:
+    """Plan a task, show the plan, and train it to the end."""
+    end_with_status_75()  # before anything slow
+
+    from rich.console import Console
+
+    from anybatch.launch import find, parse_nodes, run_command
+    from anybatch.parallel import exchange as tell
+    from anybatch.parallel import leads
+    from anybatch.planning import checked_ranks
+    from anybatch.plans import Plan, parse_balance, parse_exchange, parse_parallel
+    from anybatch.report import Progress, output_folder, print_plan, print_result, run_files
+    from anybatch.run import Keeping, choose_plan, num_processes
+    from anybatch.run import train as run_training
+    from anybatch.session import joined
+
+    way = parse_parallel(parallel)
+    exchange = parse_exchange(compress, local_steps, stale)
+    machines = parse_nodes(nodes)
+    balancing = parse_balance(balance)
+    if plan_file is not None:
+        _check_alone(memory, precision, micro_batch, recompute, parallel, balance, exchange)
+    checked_ranks(ranks, way)
+    keeping = Keeping(resume, checkpoint_every, keep, restarts, stall_seconds)
+    keeping.check(out)
+    given = None if plan_file is None else Plan.load(plan_file)
+    processes = num_processes(given, ranks, way)
+    if find() is None and (processes > 1 or machines != 1):
+        loaded = load_task(
+            task, settings, global_batch
+        )  # or says here, once, what is wrong with it
+        arguments = context.find_root().obj
+        if out is None:  # named here, since ranks that are started again must find it
+            arguments = [*arguments, "--out", str(_next_folder(Path("runs"), loaded.name))]
+        raise typer.Exit(
+            run_command(
+                arguments, processes, nodes=machines, rendezvous=rendezvous, restarts=restarts
+            )
+        )
+    with joined(), contextlib.ExitStack() as stack:
+        console = Console(quiet=not leads())
+        loaded = load_task(task, settings, global_batch)
+        # That of rank 0: ranks on other machines may find other names taken.
+        folder = Path(tell(str(out or _next_folder(Path("runs"), loaded.name)))[0])
+        if leads():
+            stack.enter_context(output_folder(folder, keeping.resumes))
+        options = {
+            "memory": memory,
+            "parallel": way,
+            "precision": precision,
+            "micro_batch": micro_batch,
+            "recompute": recompute,
+            "exchange": exchange,
+            "balance": balancing,
+        }
+        chosen = given or choose_plan(loaded, folder, keeping.resumes, ranks, options)
+        print_plan(console, chosen, why)
+        with Progress(console) as progress:
+            result = run_training(
+                loaded,
+                plan=chosen,
+                out=folder,
+                resume=resume,
+                checkpoint_every=checkpoint_every,
+                keep=keep,
+                stall_seconds=stall_seconds,
+                sinks=[progress],
+            )
+        print_result(console, result.started, result.ended, result.evaluation, run_files(folder))
+
+
+def _check_alone(
+    memory: str | None,
+    precision: str,
+    micro_batch: int | None,
+    recompute: str | None,
+    parallel: str | None,
+    balance: str | None,
+    exchange: Exchange | None,
+) -> None:
+    """Raises `InputError` if an option is given that a plan has settled."""
+    from anybatch.errors import InputError
+
+    options = {
+        "--memory": memory,
+        "--precision": None if precision == "fp32" else precision,
+        "--micro-batch": micro_batch,
+        "--recompute": recompute,
+        "--parallel": parallel,
+        "--balance": balance,
+        "an exchange": exchange and exchange.describe(),
+    }
+    given = [f"{name} {value}" for name, value in options.items() if value is not None]
+    if given:
+        raise InputError(
+            f"--plan and {' and '.join(given)} are both given, but the plan says all of it: leave"
+            " one of them out, or change the plan's file."
+        )
+
+
+def _next_folder(parent: Path, name: str) -> Path:
+    """The first of NAME-1, NAME-2, ... that is not there yet."""
+    number = 1
+    while (folder := parent / f"{name}-{number}").exists():
+        number += 1
+    return folder

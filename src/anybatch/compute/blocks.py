@@ -1,0 +1,97 @@
+"""Which modules of a model are its blocks: the repeated parts that recompute and sharding work on.
+
+A plan names blocks, so that a person can read and edit it. Names are those of `named_modules`; `*`
+matches any characters, and `"."` is the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from anybatch.errors import InputError, listed
+
+ROOT = "."
+_CONTAINERS = (nn.Sequential, nn.ModuleList)
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """The names of the blocks of `model`, in order of definition.
+
+    A block is the largest module that repeats: a child of a list of modules (the layers of a
+    transformer, the residual blocks of a convolutional network), or a sequence of plain layers. The
+    model itself is never one; a single layer is not either, since checkpointing it saves nothing.
+    """
+    return list(_blocks(model, prefix=""))
+
+
+def find_chains(model: nn.Module) -> list[str]:
+    """The names of the longest `nn.Sequential` modules, none inside another: what can be recomputed
+    as a tree."""
+    if isinstance(model, nn.Sequential) and len(model) > 2:
+        return [ROOT]
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.Sequential) and len(module) > 2 and not inside:
+            found.append(name)
+    return found
+
+
+def match_blocks(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
+    """The modules that `patterns` name, by name, none of them inside another.
+
+    Raises `InputError` for a pattern that matches no module, or a list of modules, which has no
+    forward pass of its own.
+    """
+    modules = {name or ROOT: module for name, module in model.named_modules()}
+    matched: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        names = [name for name in modules if fnmatchcase(name, pattern)]
+        # `*` crosses dots in fnmatch: of a module and the modules inside it, the outer one is meant.
+        names = [n for n in names if n == pattern or n.count(".") == pattern.count(".")]
+        if not names:
+            known = find_blocks(model) or [name for name, _ in model.named_children()] or [ROOT]
+            raise InputError(
+                f"recompute names {pattern!r}, but the model has no such module: name"
+                f" {listed(known)}, say."
+            )
+        for name in names:
+            if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
+                raise InputError(
+                    f"recompute names {pattern!r}, but {name!r} is a list of modules, which is never"
+                    f" run itself: name its modules, {name + '.*'!r}."
+                )
+            matched[name] = modules[name]
+    if ROOT in matched:
+        return {ROOT: model}
+    return {
+        name: module
+        for name, module in matched.items()
+        if not any(name.startswith(f"{outer}.") for outer in matched)
+    }
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
+    for name, child in module.named_children():
+        full = f"{prefix}{name}"
+        if _is_leaf(child):
+            continue
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) or _holds_blocks(child):
+            yield from _blocks(child, prefix=f"{full}.")
+        else:
+            yield full
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return next(module.children(), None) is None
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Whether `module` is, or has inside, a list of modules that have parts of their own."""
+    return any(
+        isinstance(part, _CONTAINERS) and sum(not _is_leaf(child) for child in part.children()) > 1
+        for part in module.modules()
+    )

@@ -1,0 +1,209 @@
+"""Buckets: gradients in flat storage, so that many ranks can add them up in few, large pieces.
+
+`param.grad` of every parameter that was reached is a view into a bucket; autograd adds to it in place.
+Buckets are filled from the last parameter to the first, the order in which backward makes gradients,
+so the first bucket is complete, and can cross the network, while backward still works on the others:
+
+    backward   | layer 4 | layer 3 | layer 2 | layer 1 |
+    bucket 0   | ........ complete: its sum over the ranks begins
+    bucket 1             | .................. complete
+
+Nothing is set to zero between steps: the first gradient of a step is written over what is left of the
+step before, and only what no pass has reached is cleared before it crosses. A parameter that no pass
+of the step used must not be updated (momentum and weight decay would move it), though its gradient
+here is zeros rather than None: `used` tells which ones were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.errors import InputError
+
+FIRST_BYTES, BUCKET_BYTES, CPU_BUCKET_BYTES = 1 << 20, 25 << 20, 4 << 20
+"""The first bucket is small so that the sum over the ranks begins early; 1 and 25 MiB are what
+DistributedDataParallel found good (Li et al. 2020, "PyTorch Distributed", section 5.3). On gloo smaller
+buckets are faster, since several under way fill the cable in both directions
+(benchmarks/communication)."""
+
+_ALIGNED = 64  # bytes: what vector instructions and kernels over many tensors like
+
+
+@final
+class Buckets:
+    """The gradients of `parameters`, as views into flat tensors. `close` gives the gradients back to
+    autograd.
+
+    Args:
+        parameters: what the optimizer works on.
+        leaves: for a parameter that is a master copy, the one that autograd knows.
+
+    Attributes:
+        flats: the buckets, in the order in which they become complete; 1-D, one dtype each.
+        views: the place of each parameter's gradient, in its shape.
+        used: for each parameter, whether a backward pass has reached it since `drop`.
+        norms: 2-norms of the first buckets, as far as somebody computed them since `drop`.
+        late: whether a gradient was still added to after its bucket had been given away. It happens
+            with reentrant checkpoints, where one backward pass reaches a parameter more than once.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        leaves: Mapping[nn.Parameter, nn.Parameter] | None = None,
+    ) -> None:
+        self._parameters = list(parameters)
+        self.flats: list[Tensor] = []
+        self.views: list[Tensor] = [torch.empty(0)] * len(self._parameters)
+        self.used: list[bool] = [False] * len(self._parameters)
+        self.norms: list[Tensor] = []
+        self.late: bool = False
+        self._bucket_of: list[int] = [0] * len(self._parameters)
+        self._sizes: list[int] = []  # parameters per bucket
+        self._give: Callable[[int], None] | None = None
+        self._missing: list[int] = []
+        self._given = 0
+        self._lay_out()
+        self._handles: list[Any] = []
+        for i, param in enumerate(self._parameters):
+            leaf = (leaves or {}).get(param, param)
+            if leaf is not param:  # its gradient is added to what the master has
+                self._handles.append(leaf.register_hook(self._before(i)))
+            self._handles.append(leaf.register_post_accumulate_grad_hook(self._hook(i)))
+        self.drop()
+
+    def drop(self) -> None:
+        """No gradients, none used."""
+        for param in self._parameters:
+            param.grad = None
+        self.used = [False] * len(self._parameters)
+        self.norms.clear()
+        self.late = False
+
+    def complete(self) -> None:
+        """Before buckets leave: zeros where no pass has written. Takes no memory."""
+        if not all(self.used):
+            left = [view for view, used in zip(self.views, self.used, strict=True) if not used]
+            torch._foreach_zero_(left)
+
+    def measure(self, number: int) -> None:
+        """Compute the norm of bucket `number`, which holds sums over all ranks now. For the buckets in
+        their order: it is hidden behind the crossing of those that follow."""
+        if number == len(self.norms) and self.flats[number].itemsize >= 4:
+            self.norms.append(torch.linalg.vector_norm(self.flats[number]))
+
+    @contextmanager
+    def giving(self, give: Callable[[int], None]) -> Iterator[None]:
+        """Around the last backward pass of a step: `give(number)` is called for each bucket as it
+        becomes complete, in their order."""
+        self._give, self._missing, self._given = give, list(self._sizes), 0
+        try:
+            yield
+        finally:
+            self._give = None
+
+    def attach(self) -> None:
+        """What is in the buckets is the gradient of every parameter."""
+        self.drop_unused([True] * len(self._parameters))
+
+    def drop_unused(self, used: Sequence[bool]) -> None:
+        """Let those parameters have a gradient, what is in the buckets, for which `used` holds: the
+        optimizer passes over the others, as in a plain loop."""
+        for param, view, kept in zip(self._parameters, self.views, used, strict=True):
+            param.grad = view if kept else None
+
+    def close(self) -> None:
+        """Give the gradients back to autograd."""
+        for handle in self._handles:
+            handle.remove()
+        for param in self._parameters:
+            param.grad = None
+
+    def _lay_out(self) -> None:
+        room: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}  # bucket, elements in it
+        lengths: list[int] = []
+        kinds: list[tuple[torch.dtype, torch.device]] = []
+        offsets = [0] * len(self._parameters)
+        for i in reversed(range(len(self._parameters))):
+            param = self._parameters[i]
+            kind = param.dtype, param.device
+            number, filled = room.get(kind, (-1, 0))
+            later = CPU_BUCKET_BYTES if param.device.type == "cpu" else BUCKET_BYTES
+            most = FIRST_BYTES if number == 0 else later
+            if number < 0 or filled * param.itemsize >= most:
+                number, filled = len(lengths), 0
+                lengths.append(0)
+                kinds.append(kind)
+                self._sizes.append(0)
+            self._bucket_of[i], offsets[i] = number, filled
+            self._sizes[number] += 1
+            step = max(1, _ALIGNED // param.itemsize)
+            filled += -(-param.numel() // step) * step
+            lengths[number] = filled
+            room[kind] = number, filled
+        self.flats = [
+            torch.zeros(length, dtype=dtype, device=device)
+            for length, (dtype, device) in zip(lengths, kinds, strict=True)
+        ]
+        for i, param in enumerate(self._parameters):
+            flat = self.flats[self._bucket_of[i]]
+            # In the layout of the parameter (channels last, say), which is what autograd makes too.
+            dense = torch.empty_like(param, device="meta").stride()
+            self.views[i] = flat.as_strided(param.shape, dense, offsets[i])
+
+    def _hook(self, i: int) -> Callable[[Tensor], None]:
+        param, view = self._parameters[i], self.views[i]
+
+        def ready(_: Tensor) -> None:
+            if param.grad is not view:
+                self._take(param, view)
+            self.used[i] = True
+            if self._give is None:
+                return
+            bucket = self._bucket_of[i]
+            if bucket < self._given or self._missing[bucket] == 0:
+                self.late = True
+                return
+            self._missing[bucket] -= 1
+            # Strictly in order: all ranks must add up the same bucket at the same time.
+            while self._given < len(self._missing) and self._missing[self._given] == 0:
+                self._given += 1
+                self._give(self._given - 1)
+
+        return ready
+
+    def _before(self, i: int) -> Callable[[Tensor], None]:
+        param, view = self._parameters[i], self.views[i]
+
+        def fresh(_: Tensor) -> None:
+            if param.grad is None:
+                param.grad = view.zero_()
+
+        return fresh
+
+    @staticmethod
+    @torch.no_grad()
+    def _take(param: nn.Parameter, view: Tensor) -> None:
+        """Move the gradient that autograd has put in a place of its own to `view`."""
+        made = param.grad
+        if made is None:  # a hook of the user's has taken it
+            view.zero_()
+        else:
+            view.copy_(made.to_dense() if made.is_sparse else made)
+        param.grad = view
+
+
+def check_dense(model: nn.Module) -> None:
+    """Raises `InputError` if a module of `model` makes sparse gradients, which have no place in a
+    bucket."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise InputError(
+                f"the embedding {name!r} makes sparse gradients, which cannot be added up over several"
+                " ranks: build it with sparse=False, or train on one device."
+            )

@@ -1,0 +1,51 @@
+"""What a user's functions built: placed on a device, and checked before anything is done with it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from anybatch.errors import InputError
+from anybatch.task import parameters_in
+
+
+def place(model: nn.Module, device: torch.device) -> nn.Module:
+    """`model` on `device`. Raises `InputError` if its parameters are on several devices."""
+    homes = {str(p.device): name for name, p in model.named_parameters()}
+    if len(homes) > 1:
+        listing = ", ".join(f"{name!r} on {home}" for home, name in homes.items())
+        raise InputError(
+            f"the model has parameters on several devices ({listing}): leave it on one; anybatch moves"
+            " it to where the plan says."
+        )
+    if "meta" in homes:
+        raise InputError(
+            f"the parameters of the model ({homes['meta']!r}, for one) are on the device 'meta', where"
+            " they have no values: build the model on the CPU, or give a function that does."
+        )
+    return model.to(device)
+
+
+def checked_optimizer(optimizer: object, model: nn.Module) -> Optimizer:
+    """`optimizer`, if it is one on parameters of `model`. Raises `InputError` otherwise."""
+    if not isinstance(optimizer, Optimizer):
+        raise InputError(
+            f"the optimizer function returned a value of type {type(optimizer).__name__}: return a"
+            " torch.optim.Optimizer made from the parameters it was given."
+        )
+    own = {id(p) for p in model.parameters()}
+    foreign = [p for p in parameters_in(optimizer.param_groups) if id(p) not in own]
+    if foreign:
+        raise InputError(
+            f"the optimizer has {len(foreign)} parameter{'s' if len(foreign) > 1 else ''} that the"
+            f" model does not have (the first of shape {tuple(foreign[0].shape)}): make it from the"
+            " parameters that the optimizer function is given, and whatever is trained a part of the"
+            " model."
+        )
+    if isinstance(optimizer, LBFGS):
+        raise InputError(
+            "the optimizer is LBFGS, which computes the loss several times per step through a closure"
+            " of its own: give one that takes a gradient, such as SGD or AdamW."
+        )
+    return optimizer

@@ -1,0 +1,721 @@
+"""lm_loss: cross-entropy over a large vocabulary, without the logits in memory.
+
+Logits of 8,000 tokens over 40,000 words are 1.28 GB in float32, and a plain loss holds three of that
+size at once in backward. None of them is needed whole: here a chunk of logits becomes its part of the
+loss and of the gradients, and its memory is used again.
+
+    by tokens        |W |        a chunk is some tokens against the whole vocabulary. The gradients are
+                  h  |xx|        computed in forward, while the chunk is there: 3 products, as in a
+                     |  |        plain loss. The weight's gradient is a sum over chunks.
+    by vocabulary    |W |        a chunk is all tokens against some words. Forward keeps one number per
+                  h  |x |        token, backward computes the logits once more: 4 products. Each row of
+                     |x |        the weight's gradient is computed whole, in one product.
+
+A sum over chunks is as good as the dtype it is held in. So float32 and float64 go by tokens; half
+precision goes by vocabulary, where nothing of the weight is added up, no float32 copy of its gradient
+is needed, and the loss scale of float16 is applied before numbers are rounded, as in a plain loss.
+
+torch has the first of the two from 2.13 on (`functional.linear_cross_entropy`): without smoothing,
+z-loss or weights, with sums rounded to the dtype of its input, and as one operation that a trace on
+fake tensors cannot look into. It can be asked for, and in a trace ours stands for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+
+from anybatch.errors import DataError, InputError, listed
+from anybatch.task import Loss
+
+Backend: TypeAlias = Literal["auto", "plain", "tokens", "vocabulary", "torch", "liger", "cce"]
+
+PLAIN_LOGITS = 1 << 20
+"""Up to so many logits `auto` is plain: chunks would save less than 12 MiB (three times the logits in
+float32), and the plain loss is the faster one (benchmarks/vocabulary/README.md)."""
+
+_CHUNK_BYTES = 16 << 20
+"""Logits of a chunk, in float32: large enough for the products, small enough for the caches."""
+_LEAST_TOKENS = {"cpu": 256, "cuda": 1024}
+"""Every chunk of tokens reads the weight and adds to its gradient, so it should not be thin."""
+_LEAST_WORDS = 128
+
+_HALF = (torch.bfloat16, torch.float16)
+_autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+_keeps_graph: Callable[[], bool] = getattr(
+    _autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
+
+
+def lm_loss(
+    hidden: Tensor,
+    head: nn.Module | Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    weights: Tensor | None = None,
+    chunk: int | None = None,
+    backend: Backend = "auto",
+) -> Loss:
+    """Cross-entropy between `hidden @ weight.T + bias` and `targets`: the sum over all tokens that are
+    not ignored, and their number. So it is exact under accumulation, however unequal micro-batches are.
+
+    Computed in the dtype of autocast, or of the weight without it; softmax and sums in float32 (float64
+    where the weight is float64). Gradients reach `hidden`, weight and bias; in chunks they cannot be
+    differentiated again, with `backend="plain"` they can.
+
+    Args:
+        hidden: what the head is applied to, `[..., tokens, hidden]`.
+        head: a `nn.Linear`, a tied `nn.Embedding`, or the weight itself, `[vocabulary, hidden]`.
+        targets: ids of words, int64, `[..., tokens]`: one for each vector of `hidden`.
+        bias: `[vocabulary]`. A linear layer brings its own.
+        ignore_index: a target that counts nothing.
+        label_smoothing: share of each target that is spread evenly over all words, 0 to 1.
+        z_loss: factor of the squared log of softmax's denominator, which is added for each token and
+            keeps it near one (Chowdhery et al. 2022, "PaLM", section 5).
+        softcap: logits become `softcap * tanh(logits / softcap)` first, as in Gemma 2.
+        weights: importance of each token, `[..., tokens]`, not below zero; the weight of the loss is
+            their sum over the tokens that are not ignored.
+        chunk: tokens per chunk, or words per chunk by vocabulary; chosen by size where not given.
+        backend: `plain` (all logits at once), `tokens`, `vocabulary`, or the kernels of others:
+            `torch` (2.13 and newer), `liger` (liger-kernel) and `cce` (cut-cross-entropy), the two
+            latter on CUDA. `auto`: plain up to `PLAIN_LOGITS` logits, else by tokens, or by vocabulary
+            in half precision.
+
+    Raises:
+        DataError: a target is no word of the vocabulary. On an accelerator, where looking would stop
+            the step, the loss is NaN instead; a step refuses that, and `wrong_target` tells which.
+        InputError: shapes that do not fit, a head with a forward of its own, an option that the
+            backend does not have.
+    """
+    weight, bias = _weight_of(head, bias)
+    _check_shapes(hidden, weight, bias, targets, weights)
+    options = _Options(label_smoothing, z_loss, softcap)
+    words = weight.size(0)
+    hidden, weight, bias = _in_compute_dtype(hidden.flatten(0, -2), weight, bias)
+    aims = _aims(targets, words, ignore_index, weights, weight.dtype)
+    job = _Job(hidden, weight, bias, aims, options)
+    return aims.loss(_sum_of(job, _chosen(backend, job), chunk))
+
+
+def loss_of_logits(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Loss:
+    """The same of logits `[..., tokens, vocabulary]` that are there already. Arguments and errors as in
+    `lm_loss`."""
+    options = _Options(label_smoothing, z_loss, None)
+    _check_targets(targets, logits.shape[:-1])
+    aims = _aims(targets, logits.size(-1), ignore_index, None, logits.dtype)
+    with torch.autocast(logits.device.type, enabled=False):
+        return aims.loss(_of_logits(logits.flatten(0, -2), aims, options))
+
+
+def wrong_target() -> str | None:
+    """The first target that was no word of its vocabulary and could not be told at once, since it is on
+    an accelerator: a sentence, or None. Waits for the device, and forgets."""
+    for device, seen in list(_SEEN.items()):
+        del _SEEN[device]
+        found, place, value, words = seen.tolist()
+        if found:
+            return _wrong_sentence(f"number {place} of its micro-batch", value, words)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What is added to a plain cross-entropy. Raises `InputError` for values that make no sense."""
+
+    smoothing: float
+    z_loss: float
+    softcap: float | None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.smoothing <= 1:
+            raise InputError(f"label_smoothing is {self.smoothing}: it is a share, from 0 to 1.")
+        if not 0 <= self.z_loss < float("inf"):
+            raise InputError(f"z_loss is {self.z_loss}: give a factor that is not below zero.")
+        if self.softcap is not None and not 0 < self.softcap < float("inf"):
+            raise InputError(f"softcap is {self.softcap}: give a bound above zero, or None.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Aims:
+    """What is counted, of N tokens.
+
+    Attributes:
+        words: id of the target `[N]`, 0 where nothing is counted.
+        counted: `[N]`.
+        scale: importance `[N]`, 0 where nothing is counted, in the dtype of the sums.
+        total: of the importance.
+        weighed: whether tokens differ in importance.
+        poison: None, or a factor of the loss: NaN where a target is wrong.
+    """
+
+    words: Tensor
+    counted: Tensor
+    scale: Tensor
+    total: Tensor
+    weighed: bool
+    poison: Tensor | None
+
+    def loss(self, value: Tensor) -> Loss:
+        return Loss(value if self.poison is None else value * self.poison, self.total)
+
+
+def _aims(
+    targets: Tensor, words: int, ignore_index: int, weights: Tensor | None, dtype: torch.dtype
+) -> _Aims:
+    shape, targets = targets.shape, targets.reshape(-1)
+    counted = targets != ignore_index
+    wrong = counted & ((targets < 0) | (targets >= words))
+    poison = _look(wrong, targets, shape, words)
+    counted = counted & ~wrong
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    if weights is None:
+        scale, total = counted.to(precise), counted.sum()
+    else:
+        scale = torch.where(counted, weights.reshape(-1).to(precise), 0.0)
+        total = scale.sum()
+    return _Aims(targets.where(counted, 0), counted, scale, total, weights is not None, poison)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One loss to compute: hidden `[N, H]`, weight `[V, H]` and bias in the dtype of the products."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    aims: _Aims
+    options: _Options
+
+    @property
+    def is_half(self) -> bool:
+        return self.weight.dtype in _HALF
+
+    @property
+    def targets(self) -> Tensor:
+        """As cross-entropy functions take them."""
+        return self.aims.words.where(self.aims.counted, -100)
+
+    def precise(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden, weight and bias in the dtype of the sums."""
+        to = self.aims.scale.dtype
+        bias = None if self.bias is None else self.bias.to(to)
+        return self.hidden.to(to), self.weight.to(to), bias
+
+    def tokens_per_chunk(self) -> int:
+        """By size, of logits in the dtype of the sums."""
+        fitting = _CHUNK_BYTES // (self.weight.size(0) * self.aims.scale.element_size())
+        return max(fitting, _LEAST_TOKENS.get(self.weight.device.type, 1024))
+
+
+def _chosen(backend: Backend, job: _Job) -> Backend:
+    """The backend to run, which can do what is asked for."""
+    if backend not in _BACKENDS and backend != "auto":
+        raise InputError(f"backend is {backend!r}: choose 'auto', {listed(_BACKENDS)}.")
+    chunked: Backend = "vocabulary" if job.is_half else "tokens"
+    if backend == "auto":
+        small = job.hidden.size(0) * job.weight.size(0) <= PLAIN_LOGITS
+        return "plain" if small else chunked
+    if backend in ("torch", "liger", "cce"):
+        _check_kernel(backend, job)
+        if isinstance(job.hidden, FakeTensor):
+            return "tokens" if backend == "torch" else chunked
+    return backend
+
+
+def _check_kernel(backend: Backend, job: _Job) -> None:
+    lacks: dict[str, bool] = {"weights": job.aims.weighed}
+    if backend != "liger":
+        lacks |= {"label_smoothing": job.options.smoothing > 0, "z_loss": job.options.z_loss > 0}
+    if backend == "torch":
+        lacks["softcap"] = job.options.softcap is not None
+    if backend == "cce":
+        lacks["float32"] = not job.is_half
+        lacks["weights"] = False
+    if asked := [name for name, is_asked in lacks.items() if is_asked]:
+        raise InputError(
+            f"backend {backend!r} does not do {listed(asked)}: use 'tokens', 'vocabulary' or 'auto'."
+        )
+    if backend == "torch":
+        if not hasattr(nn, "LinearCrossEntropyOptions"):
+            raise InputError(
+                f"backend 'torch' needs torch 2.13, and this is {torch.__version__}: use 'tokens'."
+            )
+        return
+    module, package = _PACKAGES[backend]
+    if importlib.util.find_spec(module) is None:
+        raise InputError(
+            f"backend {backend!r} needs {package}: pip install {package}, or use 'auto'."
+        )
+    if job.hidden.device.type != "cuda":
+        raise InputError(
+            f"backend {backend!r} runs on CUDA, and these tensors are on {job.hidden.device}:"
+            " use 'auto'."
+        )
+
+
+def _sum_of(job: _Job, backend: Backend, chunk: int | None) -> Tensor:
+    if chunk is not None and chunk < 1:
+        raise InputError(f"chunk is {chunk}: give at least 1 token (or word), or None.")
+    if not job.hidden.size(0):
+        return (job.hidden.sum() + job.weight[:1].sum() * 0).to(job.aims.scale.dtype)
+    with torch.autocast(job.hidden.device.type, enabled=False):
+        return _BACKENDS[backend](job, chunk)
+
+
+# ------------------------------------------------------------------------------------- backends
+
+
+def _plain(job: _Job, _chunk: int | None) -> Tensor:
+    """All logits at once, as everybody writes it."""
+    logits = F.linear(job.hidden, job.weight, job.bias)
+    return _of_logits(logits, job.aims, job.options)
+
+
+def _of_logits(logits: Tensor, aims: _Aims, options: _Options) -> Tensor:
+    logits = logits.to(aims.scale.dtype)
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    together = not aims.weighed and not options.z_loss
+    losses = F.cross_entropy(
+        logits,
+        aims.words.where(aims.counted, -100),
+        reduction="sum" if together else "none",
+        label_smoothing=options.smoothing,
+    )
+    if together:
+        return losses
+    if options.z_loss:
+        losses = losses + options.z_loss * torch.logsumexp(logits, 1).square()
+    return torch.where(aims.counted, losses * aims.scale, 0.0).sum()
+
+
+def _by_tokens(job: _Job, chunk: int | None) -> Tensor:
+    """In float32 (or 64) whatever the precision: the weight's gradient is a sum over chunks."""
+    size = min(chunk or job.tokens_per_chunk(), job.hidden.size(0))
+    apply: Callable[..., Tensor] = _ByTokens.apply
+    return apply(*job.precise(), job.aims, job.options, size, torch.is_grad_enabled())
+
+
+def _by_vocabulary(job: _Job, chunk: int | None) -> Tensor:
+    if chunk is None:
+        chunk = max(_CHUNK_BYTES // (job.hidden.size(0) * 4), _LEAST_WORDS)
+    apply: Callable[..., Tensor] = _ByVocabulary.apply
+    size = min(chunk, job.weight.size(0))
+    return apply(job.hidden, job.weight, job.bias, job.aims, job.options, size)
+
+
+def _torch(job: _Job, chunk: int | None) -> Tensor:
+    """In float32 whatever the precision: its sums have the dtype of its input, and the loss of a few
+    thousand tokens is out of the range of float16."""
+    hidden, weight, bias = job.precise()
+    options: Any = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk or job.tokens_per_chunk())
+    return F.linear_cross_entropy(
+        hidden, weight, job.targets, linear_bias=bias, reduction="sum", options=options
+    )
+
+
+def _liger(job: _Job, _chunk: int | None) -> Tensor:
+    from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
+        functional as liger,
+    )
+
+    return liger.liger_fused_linear_cross_entropy(
+        job.hidden,
+        job.weight,
+        job.targets,
+        bias=job.bias,
+        ignore_index=-100,
+        lse_square_scale=job.options.z_loss,
+        label_smoothing=job.options.smoothing,
+        reduction="sum",
+        softcap=job.options.softcap,
+    ).to(job.aims.scale.dtype)
+
+
+def _cce(job: _Job, _chunk: int | None) -> Tensor:
+    """Without its filter, which leaves out small gradients: a plan must not change the mathematics."""
+    from cut_cross_entropy import (  # pyright: ignore[reportMissingImports]
+        linear_cross_entropy,
+    )
+
+    losses = linear_cross_entropy(
+        job.hidden,
+        job.weight,
+        job.targets,
+        bias=job.bias,
+        ignore_index=-100,
+        softcap=job.options.softcap,
+        reduction="none",
+        filter_eps=None,
+    )
+    return (losses.to(job.aims.scale.dtype) * job.aims.scale).sum()
+
+
+_PACKAGES = {
+    "liger": ("liger_kernel", "liger-kernel"),
+    "cce": ("cut_cross_entropy", "cut-cross-entropy"),
+}
+_BACKENDS: dict[str, Callable[[_Job, int | None], Tensor]] = {
+    "plain": _plain,
+    "tokens": _by_tokens,
+    "vocabulary": _by_vocabulary,
+    "torch": _torch,
+    "liger": _liger,
+    "cce": _cce,
+}
+
+
+class _ByTokens(torch.autograd.Function):
+    """See the module. One buffer `[chunk, V]` is logits, softmax and gradient of the logits in turn."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        aims: _Aims,
+        options: _Options,
+        chunk: int,
+        with_gradient: bool,
+    ) -> Tensor:
+        wanted = [with_gradient and needed for needed in ctx.needs_input_grad[:3]]
+        to_hidden = torch.empty_like(hidden) if wanted[0] else None
+        to_weight = torch.zeros_like(weight) if wanted[1] else None
+        to_bias = torch.zeros_like(bias) if wanted[2] and bias is not None else None
+        targets, scale = aims.words, aims.scale
+        losses = torch.empty_like(scale)
+        buffer = hidden.new_empty(chunk, weight.size(0))
+        for start in range(0, hidden.size(0), chunk):
+            part = slice(start, start + chunk)
+            vectors = hidden[part]
+            logits = buffer[: vectors.size(0)]
+            if bias is None:
+                torch.mm(vectors, weight.t(), out=logits)
+            else:
+                torch.addmm(bias, vectors, weight.t(), out=logits)
+            losses[part] = _to_gradient(logits, targets[part], scale[part], options, any(wanted))
+            if to_hidden is not None:
+                torch.mm(logits, weight, out=to_hidden[part])
+            if to_weight is not None:
+                to_weight.addmm_(logits.t(), vectors)
+            if to_bias is not None:
+                to_bias.add_(logits.sum(0))
+        ctx.save_for_backward(to_hidden, to_weight, to_bias)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _check_once()
+        # In place where this is the last use: the weight's gradient is the largest thing here.
+        scaled = torch.mul if _keeps_graph() else Tensor.mul_
+        parts = [None if p is None else scaled(p, gradients[0]) for p in ctx.saved_tensors]
+        return (*parts, None, None, None, None)
+
+
+def _check_once() -> None:
+    if torch.is_grad_enabled():  # only with create_graph
+        raise InputError(
+            "the gradient of lm_loss in chunks cannot be differentiated again (create_graph=True): use"
+            " backend='plain'."
+        )
+
+
+def _to_gradient(
+    logits: Tensor, targets: Tensor, scale: Tensor, options: _Options, wanted: bool
+) -> Tensor:
+    """The losses of a chunk of tokens `[n]`; the logits `[n, V]` become their gradient, in place."""
+    scale, targets = scale[:, None], targets[:, None]
+    slope = _cap(logits, options.softcap, wanted)
+    at_target = logits.gather(1, targets)
+    mean = logits.mean(1, keepdim=True) if options.smoothing else None
+    highest = logits.amax(1, keepdim=True)
+    total = logits.sub_(highest).exp_().sum(1, keepdim=True)
+    normaliser = total.log().add_(highest)
+    losses = _losses(normaliser, at_target, mean, scale, options)
+    if wanted:
+        logits.mul_(_rise(normaliser, scale, options) / total)
+        _fall(logits, targets, scale, options, logits.size(1))
+        if slope is not None:
+            logits.mul_(slope)
+    return losses
+
+
+class _ByVocabulary(torch.autograd.Function):
+    """See the module. Between forward and backward only softmax's denominators are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        aims: _Aims,
+        options: _Options,
+        chunk: int,
+    ) -> Tensor:
+        targets, scale, words = aims.words, aims.scale, weight.size(0)
+        column, precise = (hidden.size(0), 1), scale.dtype
+        highest = hidden.new_full(column, -torch.inf, dtype=precise)
+        total = hidden.new_zeros(column, dtype=precise)
+        at_target = hidden.new_zeros(column, dtype=precise)
+        mean = hidden.new_zeros(column, dtype=precise) if options.smoothing else None
+        for start in range(0, words, chunk):
+            logits = _logits(hidden, weight, bias, slice(start, start + chunk), precise)
+            _cap(logits, options.softcap, wanted=False)
+            within, place = _within(targets[:, None], start, logits.size(1))
+            at_target += torch.where(within, logits.gather(1, place), 0.0)
+            if mean is not None:
+                mean += logits.sum(1, keepdim=True) / words
+            higher = torch.maximum(highest, logits.amax(1, keepdim=True))
+            total.mul_((highest - higher).exp_())
+            total += logits.sub_(higher).exp_().sum(1, keepdim=True)
+            highest = higher
+            del logits  # before the next ones are made
+        normaliser = total.log().add_(highest)
+        ctx.save_for_backward(hidden, weight, bias, targets, scale, normaliser)
+        ctx.options, ctx.chunk = options, chunk
+        return _losses(normaliser, at_target, mean, scale[:, None], options).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _check_once()
+        hidden, weight, bias, targets, scale, normaliser = ctx.saved_tensors
+        options, words, precise = ctx.options, weight.size(0), scale.dtype
+        wanted = ctx.needs_input_grad
+        to_hidden = torch.zeros_like(hidden, dtype=precise) if wanted[0] else None
+        to_weight = torch.empty_like(weight) if wanted[1] else None
+        to_bias = torch.empty_like(bias) if wanted[2] else None
+        scale = scale[:, None] * gradients[0]
+        rise = _rise(normaliser, scale, options)
+        for start in range(0, words, ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logits = _logits(hidden, weight, bias, part, precise)
+            slope = _cap(logits, options.softcap, wanted=True)
+            logits.sub_(normaliser).exp_().mul_(rise)
+            within, place = _within(targets[:, None], start, logits.size(1))
+            _fall(logits, place, torch.where(within, scale, 0.0), options, words, spread=scale)
+            if slope is not None:
+                logits.mul_(slope)
+            if to_bias is not None:
+                to_bias[part] = logits.sum(0)
+            rounded = logits.to(weight.dtype)
+            del logits, slope
+            if to_weight is not None:
+                torch.mm(rounded.t(), hidden, out=to_weight[part])
+            if to_hidden is not None:
+                _add_product(to_hidden, rounded, weight[part])
+            del rounded
+        if to_hidden is not None:
+            to_hidden = to_hidden.to(hidden.dtype)
+        return to_hidden, to_weight, to_bias, None, None, None
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, part: slice, dtype: torch.dtype
+) -> Tensor:
+    return F.linear(hidden, weight[part], None if bias is None else bias[part]).to(dtype)
+
+
+def _within(targets: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
+    """Which targets are among the `size` words from `start` on, and their places there."""
+    place = targets - start
+    return (place >= 0) & (place < size), place.clamp(0, size - 1)
+
+
+def _cap(logits: Tensor, softcap: float | None, wanted: bool) -> Tensor | None:
+    """Bound the logits in place, and return the slope of that, if it is wanted."""
+    if softcap is None:
+        return None
+    logits.div_(softcap).tanh_()
+    slope = 1 - logits.square() if wanted else None
+    logits.mul_(softcap)
+    return slope
+
+
+def _losses(
+    normaliser: Tensor,
+    at_target: Tensor,
+    mean: Tensor | None,
+    scale: Tensor,
+    options: _Options,
+) -> Tensor:
+    """Loss of each token `[n]`: cross-entropy against the smoothed target, and the z-loss."""
+    losses = normaliser - (1 - options.smoothing) * at_target
+    if mean is not None:
+        losses = losses - options.smoothing * mean
+    if options.z_loss:
+        losses = losses + options.z_loss * normaliser.square()
+    return torch.where(scale == 0, 0.0, losses * scale).squeeze(1)
+
+
+def _rise(normaliser: Tensor, scale: Tensor, options: _Options) -> Tensor:
+    """The gradient of a token's loss by its softmax's denominator, in logarithms."""
+    return scale * (1 + 2 * options.z_loss * normaliser) if options.z_loss else scale
+
+
+def _fall(
+    gradient: Tensor,
+    places: Tensor,
+    scale: Tensor,
+    options: _Options,
+    words: int,
+    spread: Tensor | None = None,
+) -> None:
+    """Take from the gradient of the logits what the smoothed targets take, in place. `spread`: scale of
+    the even part, where it is not that of the targets."""
+    # No sum over the same place twice: the same bits every time, on every device.
+    rows = torch.arange(len(gradient), device=gradient.device)[:, None]
+    gradient[rows, places] -= (1 - options.smoothing) * scale
+    if options.smoothing:
+        gradient.sub_((scale if spread is None else spread) * (options.smoothing / words))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
+
+
+# --------------------------------------------------------------------------------------- inputs
+
+
+def _weight_of(head: nn.Module | Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a head that does nothing but multiply by them."""
+    if isinstance(head, Tensor):
+        weight = head
+    elif not is_plain_head(head):
+        raise InputError(
+            f"the head is a {type(head).__name__}, whose forward may do more than multiply by a weight:"
+            " give a nn.Linear or nn.Embedding, or the weight itself if the logits are"
+            " hidden @ weight.T."
+        )
+    else:
+        weight = head.weight
+        own = getattr(head, "bias", None)
+        if own is not None and bias is not None:
+            raise InputError("the head has a bias, and another one is given: leave bias= out.")
+        bias = own if bias is None else bias
+    assert isinstance(weight, Tensor)
+    if isinstance(weight, DTensor):
+        raise InputError(
+            "the head's weight is divided over ranks, and whole only while the model's forward runs:"
+            " compute the loss inside it (anybatch.causal_lm_loss does), or choose a plan that"
+            " replicates."
+        )
+    return weight, bias
+
+
+def is_plain_head(head: object) -> bool:
+    """Whether a module multiplies by its weight and adds its bias, and does nothing else."""
+    forward = getattr(type(head), "forward", None)
+    if forward in (nn.Linear.forward, nn.Embedding.forward):
+        return True
+    return isinstance(head, nn.Linear) and type(head).__module__.startswith("torchao.float8")
+
+
+def _check_shapes(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor | None
+) -> None:
+    if weight.dim() != 2 or hidden.dim() < 2 or hidden.size(-1) != weight.size(1):
+        raise InputError(
+            f"hidden has the shape {tuple(hidden.shape)} and the head's weight {tuple(weight.shape)}:"
+            " give [..., tokens, hidden] and [vocabulary, hidden] with the same hidden."
+        )
+    if not hidden.is_floating_point() or not weight.is_floating_point():
+        raise InputError(
+            f"hidden has the dtype {hidden.dtype} and the head's weight {weight.dtype}: give floating"
+            " numbers."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InputError(
+            f"bias has the shape {tuple(bias.shape)}: give one number for each of the"
+            f" {weight.size(0)} words of the head."
+        )
+    _check_targets(targets, hidden.shape[:-1])
+    if weights is not None and weights.shape != targets.shape:
+        raise InputError(
+            f"weights have the shape {tuple(weights.shape)} and targets {tuple(targets.shape)}: give"
+            " one weight for each target."
+        )
+    if weights is not None and weights.requires_grad:
+        raise InputError("weights require a gradient, and the loss has none for them: detach them.")
+
+
+def _check_targets(targets: Tensor, shape: torch.Size) -> None:
+    if targets.shape != shape:
+        raise InputError(
+            f"targets have the shape {tuple(targets.shape)}, and there are tokens {tuple(shape)}: give"
+            " one target for each."
+        )
+    if targets.dtype != torch.int64:
+        raise InputError(f"targets have the dtype {targets.dtype}: give ids, as torch.int64.")
+
+
+def _in_compute_dtype(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As autocast would have it; without it, in the dtype of the weight."""
+    dtype, device = weight.dtype, hidden.device.type
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+_SEEN: dict[torch.device, Tensor] = {}
+"""The first wrong target on each accelerator: found, place, value, size of the vocabulary."""
+
+
+def _look(wrong: Tensor, targets: Tensor, shape: torch.Size, words: int) -> Tensor | None:
+    """Refuse a target that is no word. On an accelerator the host is not told: then a factor of the
+    loss, NaN where a target is wrong."""
+    if isinstance(targets, FakeTensor) or torch.compiler.is_compiling() or not len(targets):
+        return None
+    if targets.device.type == "cpu":
+        if wrong.any():
+            flat = int(wrong.nonzero()[0])
+            place = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape))
+            where = place[0] if len(place) == 1 else place
+            raise DataError(_wrong_sentence(f"at {where}", int(targets[flat]), words))
+        return None
+    return _note_wrong(wrong, targets, words)
+
+
+def _note_wrong(wrong: Tensor, targets: Tensor, words: int) -> Tensor:
+    """Note the first wrong target on its device, and return the factor of the loss."""
+    places = torch.arange(len(wrong), device=wrong.device)
+    place = torch.where(wrong, places, len(wrong) - 1).min()
+    found = wrong[place]
+    now = torch.stack([found.long(), place, targets[place], torch.full_like(place, words)])
+    before = _SEEN.get(targets.device)
+    _SEEN[targets.device] = now if before is None else torch.where(before[0] > 0, before, now)
+    return torch.where(found, torch.nan, 1.0)
+
+
+def _wrong_sentence(where: str, value: int, words: int) -> str:
+    return (
+        f"the target {where} is {value}, and the head has {words} words, 0 to {words - 1}: a"
+        " tokenizer with more words than the model needs a larger head, and a target that counts"
+        " nothing is ignore_index."
+    )

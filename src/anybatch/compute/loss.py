@@ -1,0 +1,80 @@
+"""Reading what a user's loss function returned, with a sentence for each thing it should not be.
+
+Only shapes and types are looked at, never values: reading a value would wait for the device, once per
+micro-batch. Values (not finite, negative weight) are looked at once, at the end of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from anybatch.errors import LossError
+from anybatch.task import Loss
+
+_REMEDY = (
+    "return anybatch.Loss(sum, weight), a pair (sum, weight), or a scalar tensor that is the mean over"
+    " the samples"
+)
+
+
+def read_loss(returned: Any, num_samples: Callable[[], int], training: bool = True) -> Loss:
+    """`returned` as a `Loss`. A plain mean becomes a sum by `num_samples()`.
+
+    Raises `LossError` if it is nothing that a loss can be.
+    """
+    if isinstance(returned, Tensor):
+        _check_sum(returned, training)
+        weight = num_samples()
+        return Loss(returned * weight, weight)
+    if isinstance(returned, tuple) and not isinstance(returned, Loss) and len(returned) == 2:
+        returned = Loss(*returned)
+    if not isinstance(returned, Loss):
+        raise LossError(f"the loss function returned {_kind(returned)}: {_REMEDY}.")
+    _check_sum(returned.sum, training)
+    _check_weight(returned.weight)
+    return returned
+
+
+def _check_sum(value: Any, training: bool) -> None:
+    if not isinstance(value, Tensor):
+        raise LossError(f"the sum of the loss is {_kind(value)}: {_REMEDY}.")
+    if value.dim() != 0:
+        raise LossError(
+            f"the loss has the shape {tuple(value.shape)}, not that of a single number: {_REMEDY}"
+            " (reduction='sum' and the number of samples, say)."
+        )
+    if not value.is_floating_point():
+        raise LossError(f"the loss has the dtype {value.dtype}, which has no gradient: {_REMEDY}.")
+    if training and not value.requires_grad:
+        raise LossError(
+            "the loss does not depend on any parameter that requires a gradient: look for .detach(),"
+            " .item() or torch.no_grad() in the loss function, or for layers that are all frozen."
+        )
+
+
+def _check_weight(value: Any) -> None:
+    if isinstance(value, Tensor):
+        if value.dim() != 0:
+            raise LossError(
+                f"the weight of the loss has the shape {tuple(value.shape)}: return its sum, a single"
+                " number."
+            )
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        raise LossError(f"the weight of the loss is {_kind(value)}: {_REMEDY}.")
+    elif not 0 <= value < math.inf:
+        raise LossError(
+            f"the weight of the loss is {value!r}: weights are counts or importances, so they are"
+            " finite, and not below zero."
+        )
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None (is a return statement missing?)"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a value of type {type(value).__name__}"

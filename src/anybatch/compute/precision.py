@@ -1,0 +1,272 @@
+"""Precision: how numbers are held, as one table, and the little that has to be done for each row.
+
+Autocast and GradScaler are torch's. Half-precision weights run under autocast too, since it knows
+which operations to keep in float32; only their master copies are kept here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from anybatch.errors import InputError
+from anybatch.plans import Precision
+
+NORMS: tuple[type[nn.Module], ...] = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.LocalResponseNorm,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One row of the table.
+
+    Attributes:
+        compute: dtype of autocast, or None.
+        weights: dtype of the weights, or None to leave them.
+        masters: norms stay float32 and the optimizer works on float32 copies of the weights.
+        scaled: the loss is scaled up against underflow of float16 gradients.
+    """
+
+    compute: torch.dtype | None = None
+    weights: torch.dtype | None = None
+    masters: bool = False
+    scaled: bool = False
+
+
+FORMATS: dict[Precision, Format] = {
+    "fp32": Format(),
+    "tf32": Format(),
+    "bf16": Format(compute=torch.bfloat16),
+    "fp16": Format(compute=torch.float16, scaled=True),
+    "bf16-weights": Format(compute=torch.bfloat16, weights=torch.bfloat16, masters=True),
+    "fp16-weights": Format(compute=torch.float16, weights=torch.float16, masters=True, scaled=True),
+    "bf16-pure": Format(weights=torch.bfloat16),
+    "fp16-pure": Format(weights=torch.float16),
+    "fp8": Format(compute=torch.bfloat16),
+}
+
+
+class Numerics:
+    """One model in one precision on one device, from its construction to `undo`.
+
+    Attributes:
+        scaler: torch's GradScaler, or None.
+        gradient_factor: power of two by which the sum of losses is multiplied before backward, so
+            that gradients, which are sums over the global batch, stay in the range of a mean: that of
+            float16 is short. Where the total weight is that very power, the sums are the mean, and a
+            pass over all gradients is saved.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        global_batch: int,
+        loss_scaling: bool = True,
+    ) -> None:
+        self._model = model
+        self._format = FORMATS[precision]
+        self._device = device
+        self._undo: list[Callable[[], None]] = []
+        self._halved: list[nn.Parameter] = []
+        self._masters: dict[nn.Parameter, nn.Parameter] = {}
+        self.gradient_factor: float = 2.0 ** -((global_batch - 1).bit_length())
+        scaled = self._format.scaled and loss_scaling
+        self.scaler: torch.amp.GradScaler | None = (
+            torch.amp.GradScaler(device.type) if scaled else None
+        )
+        if precision == "fp8":
+            self._undo.append(_float8(model, device))
+        if device.type == "cuda" and precision in ("fp32", "tf32"):
+            self._undo.append(_tensor_float32(precision == "tf32"))
+        # A model that is divided over ranks keeps its masters itself: see `parallel.Shard`.
+        divided = any(isinstance(p, DTensor) for p in model.parameters())
+        if self._format.weights is not None and not (divided and self._format.masters):
+            self._halve(self._format.weights)
+
+    def region(self) -> AbstractContextManager[Any]:
+        """Where the forward pass runs."""
+        if self._format.compute is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=self._format.compute)
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Let `optimizer` work on the float32 masters instead of the half-precision weights, and with
+        states of the dtype of what it works on."""
+        masters = {param: self._masters.get(param, param) for param in self._halved}
+        _exchange(optimizer, masters)
+        # Undone last: then the weights have the dtype again that they came in.
+        self._undo.insert(0, partial(_exchange, optimizer, {m: p for p, m in masters.items()}))
+
+    def leaves(self) -> dict[nn.Parameter, nn.Parameter]:
+        """For each master, the parameter whose gradient is poured into it."""
+        return {master: param for param, master in self._masters.items()}
+
+    def publish(self) -> None:
+        """Copy the masters to the weights that the model computes with, after an update."""
+        if self._masters:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._masters), list(self._masters.values()))
+
+    def undo(self) -> None:
+        """Give the model back in the dtype it came in, from the masters where there are any."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _halve(self, dtype: torch.dtype) -> None:
+        keep = self._format.masters
+        for module in self._model.modules():
+            if keep and isinstance(module, NORMS):
+                continue
+            for param in module.parameters(recurse=False):
+                if param.is_floating_point() and param.dtype != dtype:
+                    self._halve_one(param, dtype, keep and param.requires_grad)
+            if not keep:
+                for buffer in module.buffers(recurse=False):
+                    if buffer.is_floating_point():
+                        self._undo.append(partial(_restore, buffer, None, buffer.dtype))
+                        buffer.data = buffer.data.to(dtype)
+        if not keep:
+            self._undo.append(_casting_io(self._model, dtype))
+
+    def _halve_one(self, param: nn.Parameter, dtype: torch.dtype, master: bool) -> None:
+        self._halved.append(param)
+        copy = None
+        before = param.dtype
+        if master:
+            copy = nn.Parameter(param.detach().float().clone())
+            self._masters[param] = copy
+            handle = param.register_post_accumulate_grad_hook(_pour_into(copy))
+            self._undo.append(handle.remove)
+        self._undo.append(partial(_restore, param, copy, before))
+        param.data = param.data.to(dtype)
+
+
+def check_available(precision: Precision, device: torch.device) -> None:
+    """Raises `InputError` if `precision` cannot be had on `device`, saying what is missing."""
+    if precision == "fp8":
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+            raise InputError(
+                f"precision fp8 needs a CUDA device of compute capability 8.9 or newer, and this is"
+                f" {device.type}: use bf16."
+            )
+        if importlib.util.find_spec("torchao") is None:
+            raise InputError("precision fp8 needs torchao: pip install torchao, or use bf16.")
+    if precision == "tf32" and (
+        device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)
+    ):
+        raise InputError(
+            f"precision tf32 needs a CUDA device of compute capability 8.0 or newer, and this is"
+            f" {device.type}: use fp32."
+        )
+
+
+def _pour_into(master: nn.Parameter) -> Callable[[Tensor], None]:
+    """A hook that adds a half-precision gradient to its master's in float32, and drops it: adding up
+    micro-batches in half precision would lose the small ones."""
+
+    def pour(param: Tensor) -> None:
+        if param.grad is None:
+            return
+        if master.grad is None:
+            master.grad = param.grad.to(master.dtype)
+        else:
+            master.grad.add_(param.grad)
+        param.grad = None
+
+    return pour
+
+
+def _restore(tensor: Tensor, master: Tensor | None, dtype: torch.dtype) -> None:
+    tensor.data = (tensor if master is None else master).data.to(dtype)
+    tensor.grad = None
+
+
+def _casting_io(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    """Cast what goes into a purely half-precision model to its dtype, and what comes out to float32,
+    in which losses are computed."""
+    before = model.register_forward_pre_hook(
+        lambda _module, args, kwargs: (_cast(args, dtype), _cast(kwargs, dtype)), with_kwargs=True
+    )
+    after = model.register_forward_hook(lambda _module, _args, output: _cast(output, torch.float32))
+
+    def undo() -> None:
+        before.remove()
+        after.remove()
+
+    return undo
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return type(value)({key: _cast(item, dtype) for key, item in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value
+
+
+def _exchange(optimizer: Optimizer, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Let `optimizer` work on the values of `others` in place of the keys, with the same states."""
+    for group in optimizer.param_groups:
+        group["params"] = [others.get(p, p) for p in group["params"]]
+    for old, new in others.items():
+        if old in optimizer.state:
+            state = optimizer.state.pop(old)
+            optimizer.state[new] = {
+                name: value.to(new.dtype) if _is_like(value, new) and name != "step" else value
+                for name, value in state.items()
+            }
+
+
+def _is_like(value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.shape
+
+
+def _tensor_float32(allowed: bool) -> Callable[[], None]:
+    """Matrix products and convolutions in TensorFloat-32, or not; both are process-wide switches."""
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+
+    def undo() -> None:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
+
+    return undo
+
+
+def _float8(model: nn.Module, device: torch.device) -> Callable[[], None]:
+    """Linear layers in float8 by torchao, where both their sides are multiples of 16 as the kernel
+    demands. The layers that come back share the parameters, so undoing is putting the old ones back."""
+    check_available("fp8", device)
+    from torchao.float8 import convert_to_float8_training  # pyright: ignore[reportMissingImports]
+
+    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    convert_to_float8_training(
+        model,
+        module_filter_fn=lambda m, _name: m.in_features % 16 == 0 and m.out_features % 16 == 0,
+    )
+
+    def undo() -> None:
+        for name, linear in linears.items():
+            model.set_submodule(name, linear)
+
+    return undo

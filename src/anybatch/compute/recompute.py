@@ -1,0 +1,317 @@
+"""Recompute: activations of chosen blocks are dropped after forward and computed again in backward.
+
+torch's non-reentrant `checkpoint` does the work. What stands here is the way from a plan to the
+modules: each chosen block gets a new `forward` on the instance, so names, parameters and
+`state_dict` stay as they are, and `undo` leaves the model as it was found.
+
+A module that counts (running statistics, a step counter, the vectors of a spectral norm) must not count
+twice when its block runs a second time, and must compute what it computed the first time. So the
+second run finds the buffers as the first one found them, and leaves them as it found them itself.
+
+Nested recompute is a tree over the layers of a sequence (Chen et al. 2016, "Training Deep Nets with
+Sublinear Memory Cost", section 4.3). For layers a b c d:
+
+    checkpoint( checkpoint(a b)  checkpoint(c d) )
+
+Forward keeps the inputs of the two halves. Backward runs the right half again, keeping the inputs of
+its halves, and so on: at any time O(log n) inputs are alive, for O(n log n) layer runs. A layer that
+works in place would spoil an input that is kept, so it stays in one piece with the layer before it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from anybatch.compute.blocks import match_blocks
+from anybatch.compute.patch import replace_forward
+from anybatch.errors import InputError, listed
+from anybatch.plans import Recompute
+
+_aten = torch.ops.aten
+_MATMULS = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten.convolution.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def install(model: nn.Module, recompute: Recompute) -> Callable[[], None]:
+    """Make `model` recompute as the plan says; the function returned undoes it.
+
+    Raises `InputError` if a name matches no module, or `nested` is asked for and no block named is
+    an `nn.Sequential`.
+    """
+    blocks = match_blocks(model, recompute.blocks)
+    chains = [name for name, block in blocks.items() if isinstance(block, nn.Sequential)]
+    if recompute.nested and not chains:
+        raise InputError(
+            f"nested recompute needs an nn.Sequential, and {listed(blocks)} is none:"
+            " name a sequence of layers, or leave 'nested' out."
+        )
+    undos: list[Callable[[], None]] = []
+    for block in blocks.values():
+        if recompute.nested and isinstance(block, nn.Sequential):
+            forward = _Tree(block)
+        else:
+            forward = _Checkpointed(block, recompute.keep)
+        undos.append(replace_forward(block, forward))
+
+    def undo() -> None:
+        for one in undos:
+            one()
+
+    return undo
+
+
+def keeping(recompute: Recompute) -> AbstractContextManager[Any]:
+    """Where forward keeps what it keeps: on the device, or (`to_host`) in host memory."""
+    if not recompute.to_host:
+        return nullcontext()
+    return save_on_cpu(pin_memory=torch.cuda.is_available())
+
+
+class _Checkpointed:
+    """The `forward` of a block that is recomputed whole. An object rather than a closure, so that a
+    deep copy of the model calls its own block."""
+
+    def __init__(self, block: nn.Module, keep: str) -> None:
+        self._block = block
+        self._run = block.forward
+        self._buffers = _CountingBuffers()
+        self._keep = keep
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._run(*args, **kwargs)
+        run = partial(self._run, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts)
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first, second = self._buffers.contexts([self._block])
+        if self._keep != "matmuls":
+            return first, second
+        keeping = _KeepMatmuls()
+        return _both(first, keeping), _both(second, _ReuseMatmuls(keeping.results))
+
+
+class _Tree:
+    """The `forward` of an `nn.Sequential` that is recomputed as a tree of checkpoints."""
+
+    def __init__(self, chain: nn.Sequential) -> None:
+        self._chain = chain
+        self._buffers = _CountingBuffers()
+
+    def __call__(self, value: Any) -> Any:
+        layers = list(self._chain)
+        if not torch.is_grad_enabled():
+            return _in_turn(layers, value)
+        first, pieces = _pieces(layers)
+        value = _in_turn(first, value)
+        return self._tree(pieces, value) if pieces else value
+
+    def _tree(self, pieces: Sequence[Sequence[nn.Module]], value: Any) -> Any:
+        if len(pieces) == 1:
+            return _in_turn(pieces[0], value)
+        half = (len(pieces) + 1) // 2
+        for part in (pieces[:half], pieces[half:]):
+            value = checkpoint(
+                partial(self._tree, part),
+                value,
+                use_reentrant=False,
+                context_fn=partial(self._buffers.contexts, list(chain.from_iterable(part))),
+            )
+        return value
+
+
+def _pieces(layers: Sequence[nn.Module]) -> tuple[list[nn.Module], list[list[nn.Module]]]:
+    """Where a chain may be cut: never right before a layer that works in place. Those that it begins
+    with come apart: they write to what is not the chain's own, and are run once."""
+    first: list[nn.Module] = []
+    pieces: list[list[nn.Module]] = []
+    for layer in layers:
+        if not _works_in_place(layer):
+            pieces.append([layer])
+        else:
+            (pieces[-1] if pieces else first).append(layer)
+    return first, pieces
+
+
+def _works_in_place(layer: nn.Module) -> bool:
+    """Whether `layer` writes to its input, as far as modules tell."""
+    if isinstance(layer, nn.Sequential):
+        return len(layer) > 0 and _works_in_place(layer[0])
+    return bool(getattr(layer, "inplace", False))
+
+
+Place = tuple[nn.Module, str]
+
+
+class _CountingBuffers:
+    """The buffers that forward changes, for both runs of a block.
+
+    Which ones change is seen whenever a block runs (by object and version), so that large constant
+    buffers (masks, rotary tables) are copied the first time only. Norms count as changing: their
+    kernels write the running statistics without a new version.
+    """
+
+    def __init__(self) -> None:
+        self._constant: set[Place] = set()
+
+    def contexts(
+        self, modules: Iterable[nn.Module]
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """What surrounds the first run of `modules`, which begins now, and the second."""
+        places = [
+            (module, name)
+            for outer in modules
+            for module in outer.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and (module, name) not in self._constant
+        ]
+        found = _Snapshot(places)
+        return self._watching(found), _as_then(found)
+
+    @contextmanager
+    def _watching(self, found: _Snapshot) -> Iterator[None]:
+        yield
+        self._constant.update(found.drop_unchanged())
+
+
+class _Snapshot:
+    """Buffers and what they held at one moment."""
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self._held: dict[Place, tuple[Tensor, int, Tensor]] = {}
+        for place in places:
+            module, name = place
+            buffer = module._buffers[name]
+            if buffer is not None:
+                self._held[place] = (buffer, buffer._version, buffer.detach().clone())
+
+    @property
+    def places(self) -> list[Place]:
+        """Where the buffers are."""
+        return list(self._held)
+
+    def drop_unchanged(self) -> list[Place]:
+        """Keep only buffers that were written or replaced since; returns the others."""
+        unchanged = [
+            (module, name)
+            for (module, name), (buffer, version, _) in self._held.items()
+            if not isinstance(module, nn.modules.batchnorm._NormBase)
+            and module._buffers.get(name) is buffer
+            and buffer._version == version
+        ]
+        for place in unchanged:
+            del self._held[place]
+        return unchanged
+
+    def put_back(self) -> None:
+        """Make every place hold what it held."""
+        for (module, name), (buffer, _, value) in self._held.items():
+            # Through .data: the version stays, since backward may have saved this buffer.
+            buffer.data.copy_(value)
+            module._buffers[name] = buffer
+
+
+@contextmanager
+def _as_then(found: _Snapshot) -> Iterator[None]:
+    """Buffers as at the moment of `found`; afterwards again as they are now."""
+    now = _Snapshot(found.places)
+    found.put_back()
+    try:
+        yield
+    finally:
+        now.put_back()
+
+
+class _KeepMatmuls(TorchDispatchMode):
+    """First run of a block: holds the results of its matrix products, in order.
+
+    torch's own selective contexts fail where a module works in place on a kept result (ReLU after a
+    convolution, as in most convolutional networks). Here such a result is let go: None in `results`,
+    and computed again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: deque[Any] = deque()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation; keep or let go."""
+        result = func(*args, **(kwargs or {}))
+        if func in _MATMULS:
+            self.results.append(tree_map_only(Tensor, Tensor.detach, result))
+        elif func._schema.is_mutable:
+            written = {t.untyped_storage() for t in _written(func, args, kwargs or {})}
+            for i, kept in enumerate(self.results):
+                if any(t.untyped_storage() in written for t in _tensors_in(kept)):
+                    self.results[i] = None
+        return result
+
+
+class _ReuseMatmuls(TorchDispatchMode):
+    """Second run of a block: matrix products give what they gave in the first."""
+
+    def __init__(self, results: deque[Any]) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation, or take its result from the first run."""
+        kept = self._results.popleft() if func in _MATMULS and self._results else None
+        return func(*args, **(kwargs or {})) if kept is None else kept
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that an operation writes to."""
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    return _tensors_in(
+        [
+            given.get(argument.name)
+            for argument in func._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+    )
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def _both(
+    first: AbstractContextManager[Any], second: AbstractContextManager[Any]
+) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(first)
+        stack.enter_context(second)
+        yield
+
+
+def _in_turn(layers: Sequence[nn.Module], value: Any) -> Any:
+    for layer in layers:
+        value = layer(value)
+    return value

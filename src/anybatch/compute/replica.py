@@ -1,0 +1,277 @@
+"""Replica: one model and its optimizer on one device, under one choice of a plan.
+
+The arithmetic of a step, without its transaction: the engine runs it on real tensors, the estimate on
+fake ones, so what is predicted is what is run.
+
+    accumulate(batch)  once per micro-batch: forward, loss, backward; gradients are sums
+    finish(weight)     gradients become the mean over the global batch; unscaled, clipped
+    apply()            the update
+
+Gradients live where autograd puts them: the first micro-batch's are kept, not copied, and a parameter
+that no micro-batch used has none, so that the optimizer passes it over as in a plain loop. After
+`flatten` they live in buckets, for several ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from anybatch.compute import recompute
+from anybatch.compute.buckets import Buckets, check_dense
+from anybatch.compute.ghost import GhostBatches
+from anybatch.compute.loss import read_loss
+from anybatch.compute.precision import Numerics
+from anybatch.compute.synchronised import Exchange
+from anybatch.plans import Choice, Recompute
+from anybatch.task import Loss, LossFunction, parameters_in
+
+
+class Replica:
+    """See the module. `close` leaves model and process as they were found, but for the training.
+
+    Attributes:
+        model: the user's module, with its own names and parameters.
+        optimizer: the user's optimizer.
+        phase: what is being done, for the report of a failure.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[], Optimizer],
+        loss: LossFunction,
+        choice: Choice,
+        device: torch.device,
+        global_batch: int,
+        loss_scaling: bool = True,
+    ) -> None:
+        self.model: nn.Module = model
+        self.phase: str = "setup"
+        self._loss = loss
+        with ExitStack() as undo:  # what was put on the model comes off if the rest fails
+            self._numerics = Numerics(model, choice.precision, device, global_batch, loss_scaling)
+            undo.callback(self._numerics.undo)
+            self._ghosts = GhostBatches(model)
+            undo.callback(self._ghosts.undo)
+            self._recompute = choice.recompute
+            self._undo_recompute = recompute.install(model, choice.recompute)
+            undo.callback(lambda: self._undo_recompute())
+            self.optimizer: Optimizer = make_optimizer()
+            self._numerics.adopt(self.optimizer)
+            self._undo = undo.pop_all()
+        self.parameters: list[nn.Parameter] = list(parameters_in(self.optimizer.param_groups))
+        self._buckets: Buckets | None = None
+        # A parameter that is trainable but in no group gathers a gradient too, which must not pile up.
+        self._with_gradient = list(
+            dict.fromkeys([*self.parameters, *(p for p in model.parameters() if p.requires_grad)])
+        )
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor of fp16 loss scaling, or None where there is none. Waits for the device."""
+        return self._numerics.scaler.get_scale() if self._numerics.scaler else None
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """What is trained and what forward keeps, by the model's own names, in full precision: the
+        float32 masters where there are any. The tensors themselves."""
+        masters = {param: master for master, param in self._numerics.leaves().items()}
+        found: dict[str, Tensor] = {
+            name: masters.get(param, param) for name, param in self.model.named_parameters()
+        }
+        return found | dict(self.model.named_buffers())
+
+    def filled(self) -> None:
+        """`weights` were written to from outside: the model computes with them from now on."""
+        self._numerics.publish()
+
+    def scaler_state(self) -> dict[str, float]:
+        """Of fp16 loss scaling; empty where there is none."""
+        return self._numerics.scaler.state_dict() if self._numerics.scaler else {}
+
+    def load_scaler_state(self, state: Mapping[str, float]) -> None:
+        """Go on with the loss scale that `scaler_state` told. Empty: with that of a beginning."""
+        if self._numerics.scaler is not None and state:
+            self._numerics.scaler.load_state_dict(dict(state))
+
+    def flatten(self) -> Buckets:
+        """Keep the gradients in buckets from now on, and return these.
+
+        Raises `InputError` if a module makes sparse gradients.
+        """
+        check_dense(self.model)
+        trained = [param for param in self.parameters if param.requires_grad]
+        self._buckets = Buckets(trained, self._numerics.leaves())
+        self._undo.callback(self._buckets.close)
+        return self._buckets
+
+    def synchronise(self, exchange: Exchange) -> None:
+        """Normalise over ghost batches that are divided over ranks, which meet in `exchange`."""
+        self._ghosts.exchange = exchange
+
+    def replace_loss(self, replacement: Callable[[LossFunction], LossFunction]) -> None:
+        """Compute the losses of training by what `replacement` makes of the user's function from now
+        on, until `close`. Evaluation is not concerned."""
+        before = self._loss
+        self._loss = replacement(before)
+        self._undo.callback(lambda: setattr(self, "_loss", before))
+
+    def switch(self, choice: Recompute) -> None:
+        """Recompute other blocks from now on."""
+        if choice != self._recompute:
+            self._undo_recompute()
+            self._undo_recompute = recompute.install(self.model, choice)
+            self._recompute = choice
+
+    def accumulate(self, batch: Any, num_samples: int, ghosts: Sequence[int] = ()) -> Loss:
+        """Add the gradient of one micro-batch to the sums, and return its loss, detached.
+
+        Args:
+            batch: as `collate` made it, on the device; None for a pass that others make alone.
+            num_samples: samples in it; 0: compute with it, and add nothing.
+            ghosts: samples per ghost batch, in order.
+
+        Raises:
+            LossError: if the loss function returned something that is not a loss.
+        """
+        if batch is None:  # only other ranks have samples in this pass
+            with self._ghosts.cut(()):
+                return Loss(torch.zeros(()), 0)
+        self.phase = "forward"
+        with self._ghosts.cut(ghosts):
+            with self._numerics.region(), recompute.keeping(self._recompute):
+                loss = read_loss(self._loss(self.model, batch), lambda: num_samples)
+            self.phase = "backward"
+            total = loss.sum
+            if total.dtype in (torch.float16, torch.bfloat16):
+                total = total.float()
+            if self._numerics.scaler is not None:
+                total = self._numerics.scaler.scale(total)
+            # A pass that is only run because other ranks run one adds nothing.
+            seed = self._numerics.gradient_factor if num_samples else 0.0
+            total.backward(torch.full_like(total, seed))
+        return Loss(loss.sum.detach(), loss.weight, loss.metrics)
+
+    def region(self) -> AbstractContextManager[Any]:
+        """Where forward passes run, in the precision of the plan."""
+        return self._numerics.region()
+
+    @torch.no_grad()
+    def evaluate(self, loss: LossFunction, batch: Any, num_samples: int) -> Loss:
+        """The loss of one batch without gradient. The model is in evaluation mode already."""
+        self.phase = "evaluation"
+        with self._numerics.region():
+            return read_loss(loss(self.model, batch), lambda: num_samples, training=False)
+
+    def finish(self, total_weight: float, clip_norm: float | None) -> Tensor:
+        """Turn summed gradients into those of the mean over the global batch, in place.
+
+        Returns their 2-norm before clipping (scalar tensor on the device). It is not finite if any of
+        them is not.
+        """
+        self.phase = "update"
+        if self._numerics.scaler is not None:
+            self._numerics.scaler.unscale_(self.optimizer)
+        gradients = [_own(p.grad) for p in self.parameters if p.grad is not None]
+        if not gradients:
+            return torch.zeros(())
+        divisor = total_weight * self._numerics.gradient_factor
+        if any(gradient.dtype == torch.float16 for gradient in gradients):
+            torch._foreach_div_(gradients, divisor)  # else the norm might leave the range
+            divisor = 1.0
+        norm = self._norm(gradients) / divisor
+        if clip_norm is None:
+            if divisor != 1.0:
+                torch._foreach_div_(gradients, divisor)
+        else:  # in the same pass, and without waiting for the norm
+            wide = norm.double() if norm.dtype == torch.float64 else norm.float()
+            torch._foreach_div_(gradients, divisor / (clip_norm / (wide + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def apply(self) -> bool:
+        """Update the parameters and drop the gradients.
+
+        Returns False, with every parameter as it was and the loss scale lowered, if gradients left
+        the range of float16.
+        """
+        scaler = self._numerics.scaler
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            before = scaler.get_scale()
+            scaler.step(self.optimizer)
+            scaler.update()
+            if scaler.get_scale() < before:
+                self.drop()
+                return False
+        self._numerics.publish()
+        self.drop()
+        return True
+
+    def update_bytes(self) -> tuple[int, int]:
+        """What the update allocates, where nobody has traced it: about, and generously. States that are
+        not there yet, and working copies."""
+        parts = [p.to_local() if isinstance(p, DTensor) else p for p in self.parameters]
+        sizes = [part.nbytes for part in parts]
+        new = sum(s for p, s in zip(self.parameters, sizes, strict=True) if not self._has_state(p))
+        at_once = self.optimizer.defaults.get("foreach")
+        worked_on = sum(sizes) if at_once else max(sizes, default=0)
+        return self._num_states() * new + 2 * worked_on, 3 * new + 4 * worked_on
+
+    def _num_states(self) -> int:
+        """Tensors that the optimizer keeps for a parameter, as far as its class tells."""
+        if isinstance(self.optimizer, torch.optim.SGD):
+            return int(any(group["momentum"] for group in self.optimizer.param_groups))
+        return 1 if isinstance(self.optimizer, torch.optim.RMSprop | torch.optim.Adagrad) else 2
+
+    def _has_state(self, param: nn.Parameter) -> bool:
+        return bool(self.optimizer.state.get(param))
+
+    def drop(self) -> None:
+        """Forget the gradients."""
+        for param in self._with_gradient:
+            param.grad = None
+        if self._buckets is not None:
+            self._buckets.drop()
+
+    def close(self) -> None:
+        """Take off the model whatever was put on it."""
+        self._undo.close()
+        self._buckets = None
+        self.drop()
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """2-norm of all together, from what the buckets know of it where they do."""
+        buckets = self._buckets
+        known = buckets is not None and len(buckets.norms) == len(buckets.flats)
+        if buckets is not None and known and self._numerics.scaler is None:
+            return torch.linalg.vector_norm(torch.stack(buckets.norms))
+        norm = _norm(gradients)
+        first = next(param.grad for param in self.parameters if param.grad is not None)
+        if not isinstance(first, DTensor):
+            return norm
+        squares = norm.square()  # of this rank's parts: one sum over the ranks, not one for each
+        dist.all_reduce(squares, group=first.device_mesh.get_group())
+        return squares.sqrt()
+
+
+@torch.no_grad()
+def _own(gradient: Tensor) -> Tensor:
+    """This rank's part of it, where it is divided over ranks."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _norm(gradients: Sequence[Tensor]) -> Tensor:
+    """2-norm of all together. torch's `get_total_norm` sorts them by device and dtype first, which in a
+    small model takes longer than the norm."""
+    # A sparse gradient counts with the rows that came up several times added up.
+    values = [g.coalesce()._values() if g.is_sparse else g for g in gradients]
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))

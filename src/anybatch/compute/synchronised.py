@@ -1,0 +1,267 @@
+"""BatchNorm over a ghost batch that several ranks hold together.
+
+The statistics are those of all its rows, so the result is that of one rank with the whole ghost batch
+(Ioffe & Szegedy 2015, "Batch Normalization", algorithm 1). torch's own `SyncBatchNorm` runs on CUDA
+only, and a rank that fails or has no rows leaves its peers waiting inside it. Here the arithmetic is
+apart from the way between ranks, which is an `Exchange`.
+
+    forward    count, mean, M2 of this rank's rows  -> every rank's, merged (Chan et al. 1983)
+    backward   sums of dy and of dy * xhat          -> every rank's, added
+
+Sums cross in float64 and are merged in rank order, so every rank computes the same to the bit.
+
+Shapes: input [N, C, ...] with N the rows of this rank; statistics [C]; R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from anybatch.errors import InputError
+
+
+class Exchange(Protocol):
+    """The way between the ranks, for the norms of one model."""
+
+    def begin_pass(self) -> None:
+        """The next forward pass begins. Every rank counts the same passes, also those in which it
+        has no rows."""
+        ...
+
+    def meet(self, place: int, count: int, mine: Tensor) -> tuple[Sequence[int], Tensor]:
+        """Give `mine`, and get everyone's.
+
+        Args:
+            place: number of the norm and direction, the same on all ranks.
+            count: values per channel that `mine` is made of.
+            mine: float64, 1-D, of equal length on all ranks.
+
+        Returns:
+            The counts of all ranks, and their tensors, shape [R, len(mine)], by rank; zeros for a
+            rank that has no rows in this pass.
+        """
+        ...
+
+
+class OverRanks(TorchFunctionMode):
+    """Inside, `batch_norm` in training normalises over all ranks.
+
+    The norm's own `forward` runs, whatever it does around `batch_norm`: counting batches, choosing
+    the momentum, an activation after it.
+
+    Args:
+        name: of the norm, for errors.
+        place: its number in the model.
+        exchange: the way to the other ranks.
+    """
+
+    def __init__(self, name: str, place: int, exchange: Exchange) -> None:
+        super().__init__()
+        self._name = name
+        self._place = place
+        self._exchange = exchange
+        self._met = False
+
+    def run(self, forward: Callable[[Tensor], Tensor], piece: Tensor) -> Tensor:
+        """`forward` of `piece`, this rank's rows of the ghost batch.
+
+        Raises `InputError` if it does not call `batch_norm`, or the ghost batch has a single value per
+        channel.
+        """
+        self._met = False
+        with self:
+            result = forward(piece)
+        if not self._met:
+            raise InputError(
+                f"BatchNorm {self._name!r} computes its statistics in a way of its own, not by"
+                " torch.nn.functional.batch_norm, so it cannot be synchronised over ranks: use a ghost"
+                " batch that one rank can hold."
+            )
+        return result
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Run `func`, or what stands for it here."""
+        given = kwargs or {}
+        if func is F.batch_norm:
+            call = _arguments(_FUNCTIONAL, args, given)
+        elif func is torch.batch_norm:
+            call = _arguments(_NATIVE, args, given)
+        else:
+            return func(*args, **given)
+        if not call["training"]:
+            return func(*args, **given)
+        self._met = True
+        return self._normalise(**call)
+
+    def _normalise(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        momentum: float,
+        eps: float,
+        **_: Any,
+    ) -> Tensor:
+        # Half inputs are normalised with float32 statistics and parameters, as torch's kernels do.
+        kind = torch.float64 if input.dtype == torch.float64 else torch.float32
+        count = input.numel() // input.size(1)
+        with torch.no_grad():
+            counts, theirs = self._exchange.meet(
+                2 * self._place, count, _moments(input.detach(), count, kind)
+            )
+            total = sum(counts)
+            if total < 2:
+                raise InputError(single_value(self._name))
+            mean, squares = _merged(counts, theirs)
+            _advance(running_mean, mean, momentum)
+            _advance(running_var, squares / (total - 1), momentum)
+        return _Normalise.apply(
+            input,
+            None if weight is None else weight.to(kind),
+            None if bias is None else bias.to(kind),
+            mean.to(kind),
+            (squares / total).to(kind),
+            eps,
+            total,
+            2 * self._place + 1,
+            self._exchange,
+        )
+
+
+def single_value(name: str) -> str:
+    """The sentence for a ghost batch with one value per channel."""
+    return (
+        f"BatchNorm {name!r} is given a single value per channel, which has no variance"
+        " to normalise by: train with a global batch and a ghost batch of at least 2, or use"
+        " a norm that looks at one sample only, such as GroupNorm."
+    )
+
+
+class _Normalise(torch.autograd.Function):
+    """(input - mean) / sqrt(variance + eps) * weight + bias, with the gradient through mean and
+    variance, which are those of `total` values on all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        eps: float,
+        total: int,
+        place: int,
+        exchange: Exchange,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight, mean, variance)
+        ctx.eps, ctx.total, ctx.place, ctx.exchange = eps, total, place, exchange
+        return F.batch_norm(input, mean, variance, weight, bias, training=False, eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides the names
+        ctx: Any, dy: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        input, weight, mean, variance = ctx.saved_tensors
+        # With fixed statistics torch's kernel gives the two sums over this rank's rows, which are also
+        # its part of the gradients of weight and bias.
+        one = torch.ones_like(mean) if weight is None else weight
+        count = input.numel() // input.size(1)
+        dy_xhat = dy_sum = torch.zeros_like(mean)
+        if count:  # the kernel crashes on an empty input
+            _, dy_xhat, dy_sum = torch.ops.aten.native_batch_norm_backward(
+                dy, input, one, mean, variance, None, None, False, ctx.eps, [False, True, True]
+            )
+        dx = None
+        if ctx.needs_input_grad[0]:
+            mine = torch.cat([dy_sum, dy_xhat]).double()
+            _, theirs = ctx.exchange.meet(ctx.place, count, mine)
+            means = theirs[0].clone()
+            for one_rank in theirs[1:]:
+                means += one_rank
+            dy_mean, dy_xhat_mean = (means / ctx.total).to(mean.dtype).chunk(2)
+            # dx = (dy - mean(dy) - xhat * mean(dy * xhat)) * scale, in two kernels and no more memory
+            # than dx itself: the part that is affine in xhat is a batch_norm too.
+            scale = one * torch.rsqrt(variance + ctx.eps)
+            dx = F.batch_norm(
+                input, mean, variance, -scale * dy_xhat_mean, -scale * dy_mean, eps=ctx.eps
+            )
+            dx.addcmul_(dy, scale.view(-1, *[1] * (input.dim() - 2)))
+        return (
+            dx,
+            dy_xhat if ctx.needs_input_grad[1] else None,
+            dy_sum if ctx.needs_input_grad[2] else None,
+            *[None] * 6,
+        )
+
+
+_FUNCTIONAL = {
+    "input": None,
+    "running_mean": None,
+    "running_var": None,
+    "weight": None,
+    "bias": None,
+    "training": False,
+    "momentum": 0.1,
+    "eps": 1e-5,
+}
+_NATIVE = (
+    "input",
+    "weight",
+    "bias",
+    "running_mean",
+    "running_var",
+    "training",
+    "momentum",
+    "eps",
+    "cudnn_enabled",
+)
+
+
+def _arguments(names: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name, defaults filled in."""
+    return {**_FUNCTIONAL, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _moments(input: Tensor, count: int, kind: torch.dtype) -> Tensor:
+    """Mean and M2 (sum of squared deviations) of each channel, float64, shape [2 * C]."""
+    if count == 0:
+        return torch.zeros(2 * input.size(1), dtype=torch.float64, device=input.device)
+    # In `kind`: on CPU the kernel gives the statistics of a half input in half precision.
+    mean, variance = torch.ops.aten.batch_norm_update_stats(input.to(kind), None, None, 0.0)
+    return torch.cat([mean.double(), variance.double() * count])
+
+
+def _merged(counts: Sequence[int], moments: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and M2 of all ranks together, from those of each, shape [R, 2 * C].
+
+    Deviations from the common mean are added, never squares of the values themselves: those would
+    cancel where the mean is large (Chan, Golub & LeVeque 1983).
+    """
+    total = sum(counts)
+    means, squares = moments.chunk(2, dim=1)
+    mean = torch.zeros_like(means[0])
+    for count, of_rank in zip(counts, means, strict=True):
+        mean += of_rank * (count / total)
+    merged = torch.zeros_like(mean)
+    for count, of_rank, around_it in zip(counts, means, squares, strict=True):
+        merged += around_it + (of_rank - mean) ** 2 * count
+    return mean, merged
+
+
+def _advance(running: Tensor | None, value: Tensor, momentum: float) -> None:
+    """One step of a running statistic. Rounded once, to the buffer's own dtype."""
+    if running is not None:
+        running.copy_(running.double() * (1 - momentum) + value * momentum)

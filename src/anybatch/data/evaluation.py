@@ -1,0 +1,313 @@
+"""Held-out data: in order, once, each rank its part; and what a model gives for it, put together again.
+
+Data with a length is cut into one contiguous part per rank, by the ranks' shares. A stream is read
+whole by every rank, which takes its blocks of it, as many as its share is:
+
+    by index   rank 0: 0 1 2 3 | rank 1: 4 5 6         7 samples, 2 ranks, equal shares
+    stream     0 1 | 2 3 | 4 5 | 6                     blocks of 2: ranks 0, 1, 0, 1
+    stream     0 1 | 2 3 | 4 5 | 6                     shares 2 and 1: ranks 0, 1, 0, 0
+
+Nothing is padded, dropped or given twice, so a rank may get nothing at all. Samples that turned out bad
+may be left out (`gaps`): then this is how the others are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from anybatch.data.collation import Collate, collated
+from anybatch.data.cut import around, positions, share
+from anybatch.data.failure import Bad, BadSamples, Place, Survey, told
+from anybatch.data.fetch import Piece, Request, SampleFetch, TensorFetch, open_fetch
+from anybatch.data.generators import Borrowed, restore, seed_by, snapshot
+from anybatch.data.loader import is_map_style
+from anybatch.data.microbatch import is_samples, parts_of, rebuilt
+from anybatch.data.order import Order, mix
+from anybatch.data.stream import over_after, unreadable
+from anybatch.data.workers import WorkerPool
+from anybatch.errors import DataError, InputError
+from anybatch.oom import is_memory_error
+
+
+def evaluation_batches(
+    dataset: Any,
+    collate: Collate | None,
+    batch: int,
+    *,
+    first: int = 0,
+    rank: int = 0,
+    shares: Sequence[float] = (1.0,),
+    seed: int = 0,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    lockstep: bool = False,
+    gaps: Sequence[int] = (),
+    find_all: bool = False,
+) -> Iterator[tuple[Any, int]]:
+    """(collated batch, number of samples) over this rank's part of `dataset`, at most `batch` each.
+
+    Random augmentation, if any, is the same every time, for any `batch` and any number of ranks.
+
+    Args:
+        first: begin with this sample of the rank's part (of a stream: of the whole stream).
+        shares: of the ranks; only their ratios count, and zero is allowed.
+        lockstep: every rank gives equally many batches; one that has fewer of its own ends with
+            batches that are not its own, said to be of 0 samples.
+        gaps: indices of samples to leave out (of a stream: their numbers), in order.
+        find_all: bad samples are told all at once: what comes after the first is loaded, and not given.
+
+    Raises `InputError` for a batch below one or a stream that can be read only once, `DataError` as
+    `Loader` does.
+    """
+    if batch < 1:
+        raise InputError(f"the evaluation batch is {batch}: make it at least 1.")
+    if not is_map_style(dataset):
+        collate = collate or default_collate
+        return _of_stream(
+            dataset, collate, batch, first, rank, shares, seed, lockstep, gaps, find_all
+        )
+    cuts = [
+        _pieces(share(len(dataset) - len(gaps), shares, each)[first:], batch)
+        for each in (range(len(shares)) if lockstep else (rank,))
+    ]
+    pieces = cuts[rank] if lockstep else cuts[0]
+    missing = max(map(len, cuts)) - len(pieces)
+    counts = [len(piece) for piece in pieces] + [0] * missing
+    pieces += [range(1)] * missing
+    fetch = open_fetch(dataset, collate, seed, find_all)
+    order = Order(seed, len(dataset), shuffle=False)
+    workers = num_workers if pieces and isinstance(fetch, SampleFetch) else 0
+    return _by_index(fetch, order, pieces, counts, workers, pin_memory, gaps, find_all)
+
+
+def _pieces(part: range, batch: int) -> list[range]:
+    return [part[start : start + batch] for start in range(0, len(part), batch)]
+
+
+def _by_index(
+    fetch: TensorFetch | SampleFetch,
+    order: Order,
+    pieces: list[range],
+    counts: list[int],
+    num_workers: int,
+    pin_memory: bool,
+    gaps: Sequence[int],
+    find_all: bool,
+) -> Iterator[tuple[Any, int]]:
+    def requests() -> Iterator[Request]:
+        for piece in pieces:
+            whole = around(piece, gaps)
+            yield [Piece(0, order.indices(0, one.start, one.stop)) for one in whole]
+
+    survey = Survey(find_all)
+    workers: WorkerPool | None = None
+    try:
+        if num_workers and isinstance(fetch, SampleFetch):
+            workers = WorkerPool(fetch, requests, num_workers, pin_memory)
+            workers.restart()
+        for piece, count, request in zip(pieces, counts, requests(), strict=True):
+            ask = partial(fetch, request) if workers is None else workers.next
+            for batch in survey.fetched(ask, positions(piece, gaps)):
+                yield batch, count
+        survey.finish()
+    finally:
+        if workers is not None:
+            workers.close()
+
+
+def _of_stream(
+    dataset: Any,
+    collate: Collate,
+    batch: int,
+    first: int,
+    rank: int,
+    shares: Sequence[float],
+    seed: int,
+    lockstep: bool,
+    gaps: Sequence[int],
+    find_all: bool,
+) -> Iterator[tuple[Any, int]]:
+    stream = _Stream(dataset, seed, gaps, find_all)
+    given = len(stream.read(first))
+    counts = [0] * len(shares)  # blocks, by rank
+    last: list[tuple[int, Any]] = []  # a sample for those who only keep step
+    survey = Survey(find_all)
+
+    def batch_of(numbered: list[tuple[int, Any]]) -> Any:
+        names = [(0, number) for number, _ in numbered]
+        with Borrowed():
+            return collated(collate, [sample for _, sample in numbered], names, seed, dataset)
+
+    for owner in turns(shares):
+        samples = stream.read(batch)
+        if not samples:
+            break
+        if owner == rank:
+            places = [number for number, _ in samples]
+            for made in survey.fetched(partial(batch_of, samples), places):
+                yield made, len(samples)
+        given += len(samples)
+        counts[owner] += 1
+        last = samples[-1:]
+    survey.finish()
+    if given == 0:
+        raise DataError(
+            f"the stream {type(dataset).__name__} gave no sample at all: give at least one."
+        )
+    for _ in range(max(counts) - counts[rank] if lockstep and last else 0):
+        yield batch_of(last), 0
+
+
+def turns(shares: Sequence[float]) -> Iterator[int]:
+    """The rank of each block of a stream, without end: at any time each rank has had its share of them,
+    to within one block or so.
+
+    The next block goes to the rank that is furthest behind its share, the lower one of equals.
+    """
+    weights = [Fraction(one) for one in shares]  # exact: every rank must find the same
+    total = sum(weights)
+    due = [Fraction(0)] * len(weights)
+    while True:
+        due = [before + weight for before, weight in zip(due, weights, strict=True)]
+        rank = max(range(len(due)), key=lambda one: (due[one], -one))
+        due[rank] -= total
+        yield rank
+
+
+class _Stream:
+    """A stream, read once from its beginning. What it draws from the default generators is drawn from
+    a state of its own, so that no cut into batches changes it. See `evaluation_batches` for `gaps` and
+    `find_all`."""
+
+    def __init__(self, dataset: Any, seed: int, gaps: Sequence[int], find_all: bool) -> None:
+        self._dataset = dataset
+        self._name = type(dataset).__name__
+        self._position = 0
+        self._gaps = frozenset(gaps)
+        self._find_all = find_all
+        self._failed = ""  # why the sample that was asked for last was not given
+        self._bad: list[Bad] = []
+        with Borrowed():
+            seed_by(mix(seed, 0))
+            self._samples = self._opened(dataset)
+            self._state = snapshot()
+
+    def read(self, count: int) -> list[tuple[int, Any]]:
+        """The next samples, each with its number, fewer at the end. Raises `DataError` if the stream
+        fails."""
+        samples: list[tuple[int, Any]] = []
+        if not count:
+            return samples
+        with Borrowed():
+            restore(self._state)
+            for number, sample in self._numbered():
+                if number not in self._gaps and not self._bad:
+                    samples.append((number, sample))
+                if len(samples) == count:
+                    break
+            self._state = snapshot()
+        if self._bad:  # and what comes after them was read for others of their kind
+            place, reason = self._bad[0]
+            raise BadSamples(unreadable(self._dataset, *place.name, reason), self._bad)
+        return samples
+
+    def _numbered(self) -> Iterator[tuple[int, Any]]:
+        """What the stream gives, until it ends, numbered by what it was to give."""
+        while True:
+            number = self._position
+            try:
+                sample = next(self._samples)
+            except StopIteration:
+                if self._failed:  # the sample before
+                    why = over_after(self._dataset, 0, number - 1, self._failed)
+                    raise DataError(why) from None
+                return
+            except Exception as error:
+                if is_memory_error(error):
+                    raise
+                self._failed = told(error)
+                self._position += 1
+                if number not in self._gaps:
+                    self._bad.append(Bad(Place(number, 0, number), self._failed))
+                    if not self._find_all:
+                        why = unreadable(self._dataset, 0, number, self._failed)
+                        raise BadSamples(why, self._bad) from error
+                continue
+            self._failed = ""
+            self._position += 1
+            yield number, sample
+
+    def _opened(self, dataset: Any) -> Iterator[Any]:
+        try:
+            samples = iter(dataset)
+        except Exception as error:
+            if is_memory_error(error):
+                raise
+            raise DataError(
+                f"the stream {self._name} cannot be begun: {told(error)}; mend its __iter__."
+            ) from error
+        if samples is dataset:
+            raise InputError(
+                f"the stream is an iterator (of type {self._name}), which can be read only once, and"
+                " evaluation may have to begin again: give an object whose __iter__ starts anew, or a"
+                " list."
+            )
+        return samples
+
+
+def join(pieces: Sequence[Any], sizes: Sequence[int], place: str = "the output") -> Any:
+    """What was computed for batches of `sizes` samples, as if for all of them in one.
+
+    Tensors are joined on dim 0, lists and tuples of samples one after the other; mappings, tuples and
+    dataclasses part by part; None stays None.
+
+    Raises `InputError` naming the part that cannot be joined.
+    """
+    kept = [(piece, size) for piece, size in zip(pieces, sizes, strict=True) if size]
+    if not kept:
+        raise InputError(f"there is no sample to join {place} of: give data that has at least one.")
+    first, size = kept[0]
+    if all(piece is None for piece, _ in kept):
+        return None
+    if all(isinstance(piece, Tensor) for piece, _ in kept):
+        return _joined_tensors(kept, place)
+    if all(is_samples(piece, n) for piece, n in kept):
+        return type(first)([item for piece, _ in kept for item in piece])
+    inner = [parts_of(piece) for piece, _ in kept]
+    names = [[name for name, _ in parts or ()] for parts in inner]
+    if names[0] and all(each == names[0] for each in names):
+        counts = [n for _, n in kept]
+        values = [
+            join([parts[i][1] for parts in inner if parts], counts, place + name)
+            for i, name in enumerate(names[0])
+        ]
+        return rebuilt(first, values)
+    raise InputError(
+        f"{place} for {size} samples is of type {type(first).__name__}, which cannot be joined with"
+        " that for others: return tensors with the samples on dim 0, lists with one entry for each"
+        " sample, or a nesting of them."
+    )
+
+
+def _joined_tensors(kept: Sequence[tuple[Tensor, int]], place: str) -> Tensor:
+    for piece, size in kept:
+        if not piece.dim() or len(piece) != size:
+            raise InputError(
+                f"{place} for {size} samples has the shape {tuple(piece.shape)}: return one value for"
+                " each sample, on dim 0 (reduction='none' for losses, say)."
+            )
+    first, _ = kept[0]
+    for piece, _ in kept:
+        if piece.shape[1:] != first.shape[1:]:
+            raise InputError(
+                f"{place} has the shape {tuple(first.shape)} for one batch and {tuple(piece.shape)}"
+                " for another, which cannot be joined: return a list with one tensor for each sample."
+            )
+    return torch.cat([piece for piece, _ in kept])

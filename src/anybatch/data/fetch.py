@@ -1,0 +1,214 @@
+"""Indices to a collated batch: the same samples, whoever asks, however the step is cut.
+
+Two ways. Tensors in memory are indexed at once. Any other map-style set is asked sample by sample
+(or through its `__getitems__`) and collated.
+
+What a sample draws from the default random generators must be a function of (seed, epoch, index)
+alone. Seeding before every sample would ensure it at 12 us a sample; most data sets draw nothing.
+So a fetch first goes ahead without seeding, at the set's full speed, and looks afterwards whether
+anything was drawn. If so, the result is dropped and fetched again, sample by sample, each under a
+seed of its own, and from then on always so. `__getitems__` is not used then, since one call for
+many samples has no place for a seed between them.
+
+Not covered: generators that the data set owns, and entropy from the operating system. A collate
+function that draws (masking in language modelling) is seeded by its first sample, so a restart
+repeats it; but what it draws depends on the micro-batch, and a warning says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+from anybatch.data.collation import Collate, collated
+from anybatch.data.failure import Bad, BadSamples, Place, told
+from anybatch.data.generators import Borrowed, seed_by
+from anybatch.data.order import mix
+from anybatch.errors import DataError
+from anybatch.oom import is_memory_error
+
+
+class Piece(NamedTuple):
+    """Samples of one epoch that belong to one micro-batch: `indices` is int64, shape [num]."""
+
+    epoch: int
+    indices: Tensor
+
+
+Request = Sequence[Piece]
+"""One micro-batch: several pieces only where it goes across the end of an epoch, or around samples that
+are left out."""
+
+
+def open_fetch(
+    dataset: Any, collate: Collate | None, seed: int, find_all: bool = False
+) -> TensorFetch | SampleFetch:
+    """The fastest way to fetch from `dataset` that gives what fetching one by one and collating
+    would. `find_all`: see `SampleFetch`."""
+    source, _ = _unwrapped(dataset)
+    in_memory = (
+        type(source) is TensorDataset
+        and (collate is None or collate is default_collate)
+        and all(type(t) is Tensor and t.layout is torch.strided for t in source.tensors)
+        and not hasattr(dataset, "set_epoch")
+    )
+    if in_memory:
+        return TensorFetch(dataset)
+    return SampleFetch(dataset, collate, seed, find_all)
+
+
+@final
+class TensorFetch:
+    """A `TensorDataset`, or a `Subset` of one, under torch's `default_collate`."""
+
+    in_memory = True
+
+    def __init__(self, dataset: Any) -> None:
+        source, self._subset = _unwrapped(dataset)
+        self._tensors: tuple[Tensor, ...] = source.tensors
+        self._on_cpu = all(tensor.device.type == "cpu" for tensor in self._tensors)
+
+    def __call__(self, request: Request) -> list[Tensor]:
+        indices = (
+            request[0].indices
+            if len(request) == 1
+            else torch.cat([piece.indices for piece in request])
+        )
+        if self._subset is not None:
+            indices = self._subset[indices]
+        if self._on_cpu:  # several times faster than indexing
+            return [tensor.index_select(0, indices) for tensor in self._tensors]
+        return [tensor[indices] for tensor in self._tensors]
+
+
+@final
+class SampleFetch:
+    """Any map-style set and any collate function. Picklable where they are: worker processes hold
+    one each.
+
+    Args:
+        dataset, collate, seed: see `Task`.
+        find_all: a failure names every bad sample of the micro-batch, not only the first: what comes
+            after it is loaded all the same.
+
+    Attributes:
+        on_sample: called after every sample, to show that loading goes on; None: nobody looks.
+    """
+
+    in_memory = False
+
+    def __init__(
+        self, dataset: Any, collate: Collate | None, seed: int, find_all: bool = False
+    ) -> None:
+        self.on_sample: Callable[[], None] | None = None
+        self._find_all = find_all
+        self._dataset = dataset
+        self._source, self._subset = _unwrapped(dataset)
+        self._collate: Collate = collate or default_collate
+        self._seed = seed
+        self._keyed = False  # a sample or the collate function has drawn random numbers
+        self._epoch: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the data set."""
+        return type(self._dataset).__name__
+
+    def __call__(self, request: Request) -> Any:
+        """The batch. Raises `BadSamples` if a sample or its own collation does, `DataError` if samples
+        cannot be collated together; errors that are about memory pass unchanged."""
+        if not self._keyed:
+            with Borrowed() as generators:
+                try:
+                    batch = self._collate(self._samples(request))
+                    if not generators.drawn():
+                        return batch
+                    self._keyed = True
+                except Exception as error:
+                    if is_memory_error(error):
+                        raise
+            # Random, or failed: one by one shows which sample it is.
+        with Borrowed():
+            return self._collated(request, self._samples_one_by_one(request))
+
+    def _samples(self, request: Request) -> list[Any]:
+        samples: list[Any] = []
+        for piece in request:
+            indices = self._begin(piece)
+            many = getattr(self._source, "__getitems__", None)
+            samples += many(indices) if many else map(self._sample, indices)
+        if len(samples) != sum(len(piece.indices) for piece in request):
+            raise DataError("__getitems__ returned another number of samples than it was asked for")
+        return samples
+
+    def _samples_one_by_one(self, request: Request) -> list[Any]:
+        samples: list[Any] = []
+        bad: list[Bad] = []
+        first: Exception | None = None
+        for position, (epoch, index, inner) in enumerate(self._asked(request)):
+            seed_by(mix(self._seed, epoch, index))
+            try:
+                samples.append(self._sample(inner))
+            except Exception as error:
+                if is_memory_error(error):
+                    raise
+                bad.append(Bad(Place(position, epoch, index), told(error)))
+                first = first or error
+                if not self._find_all:
+                    break
+        if first is not None:
+            _, epoch, index = bad[0].place
+            raise BadSamples(self._of_sample(epoch, index, first), bad) from first
+        return samples
+
+    def _asked(self, request: Request) -> Iterator[tuple[int, int, int]]:
+        """Epoch, index, and index into the innermost data set, of each sample."""
+        for piece in request:
+            for index, inner in zip(piece.indices.tolist(), self._begin(piece), strict=True):
+                yield piece.epoch, index, inner
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self._source[index]
+        finally:
+            if self.on_sample is not None:
+                self.on_sample()
+
+    def _collated(self, request: Request, samples: list[Any]) -> Any:
+        names = [(piece.epoch, index) for piece in request for index in piece.indices.tolist()]
+        return collated(self._collate, samples, names, self._seed, self._dataset)
+
+    def _begin(self, piece: Piece) -> list[int]:
+        """Tells the data set its epoch; returns the indices into the innermost data set."""
+        if piece.epoch != self._epoch:
+            for dataset in (self._dataset, self._source):
+                if hasattr(dataset, "set_epoch"):
+                    dataset.set_epoch(piece.epoch)
+                    break
+            self._epoch = piece.epoch
+        indices = piece.indices if self._subset is None else self._subset[piece.indices]
+        return indices.tolist()
+
+    def _of_sample(self, epoch: int, index: int, error: Exception) -> str:
+        kind = type(self._dataset).__name__
+        what = f"sample {index} of {kind} (epoch {epoch}) cannot be loaded: {told(error)}"
+        if isinstance(error, IndexError):
+            return (
+                f"{what}; the data set says that it has {len(self._dataset)} samples: is __len__"
+                " right?"
+            )
+        return f"{what}; mend or leave out the sample, {kind}[{index}] shows the error."
+
+
+def _unwrapped(dataset: Any) -> tuple[Any, Tensor | None]:
+    """The data set inside nested `Subset`s, and the indices into it (None: all of it)."""
+    indices: Tensor | None = None
+    while type(dataset) is Subset:  # a class derived from it may do more
+        outer = torch.as_tensor(dataset.indices, dtype=torch.int64, device="cpu")
+        indices = outer if indices is None else outer[indices]
+        dataset = dataset.dataset
+    return dataset, indices

@@ -1,0 +1,98 @@
+"""The process's default random generators (Python, torch's, NumPy's) while samples are fetched.
+
+A data set that augments at random draws from them, and so does training (dropout). The two must not
+meet: what a sample draws may depend on the sample alone, and what training draws may not depend on
+how many samples were fetched in between. So a fetch borrows the generators and puts them back; and
+whether anything was drawn at all can be seen, so that data sets without randomness, the usual case,
+pay for no seeding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import random
+from types import TracebackType
+from typing import Any, final
+
+import numpy as np
+import torch
+
+_MT19937_BYTES = 625 * 4  # 624 words of state, then the position among them
+_numpy_known: tuple[bytes, dict[str, Any]] | None = None
+
+
+def seed_by(key: int) -> None:
+    """Sets all three generators by a 64-bit key."""
+    random.seed(key)
+    torch.default_generator.manual_seed(key)
+    np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 - the generator that old code draws from
+
+
+def snapshot() -> tuple[Any, ...]:
+    """The state of all three, for `restore`."""
+    return random.getstate(), torch.default_generator.get_state(), _numpy_now()[1]
+
+
+def restore(state: tuple[Any, ...]) -> None:
+    """Sets all three generators to what `snapshot` returned."""
+    random.setstate(state[0])
+    torch.default_generator.set_state(state[1])
+    np.random.set_state(state[2])  # noqa: NPY002
+
+
+@final
+class Borrowed:
+    """`with Borrowed() as generators:` leaves all generators as they were, also after an error."""
+
+    def __enter__(self) -> Borrowed:
+        self._python = random.getstate()
+        self._torch = torch.default_generator.get_state()
+        self._numpy, self._numpy_state = _numpy_now()
+        self._untouched = False
+        return self
+
+    def drawn(self) -> bool:
+        """Whether a number was drawn from any of them, or one was seeded, since the start.
+
+        The last thing to ask: what was found untouched is not put back.
+        """
+        self._untouched = not self._changed()
+        return not self._untouched
+
+    def _changed(self) -> bool:
+        if random.getstate() != self._python:
+            return True
+        if not torch.equal(torch.default_generator.get_state(), self._torch):
+            return True
+        if _numpy_fingerprint() != self._numpy:
+            return True
+        # A normal number that NumPy kept from the last pair is handed out without a draw.
+        kept = self._numpy_state.get("has_gauss")
+        return bool(kept) and not np.random.get_state(legacy=False)["has_gauss"]  # noqa: NPY002
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._untouched:
+            restore((self._python, self._torch, self._numpy_state))
+
+
+def _numpy_now() -> tuple[bytes, dict[str, Any]]:
+    """Fingerprint and full state. The state costs 35 us to ask for, so the last one is kept, and
+    asked for again only when the fingerprint says that something was drawn."""
+    global _numpy_known
+    now = _numpy_fingerprint()
+    if _numpy_known is None or _numpy_known[0] != now or _numpy_known[1].get("has_gauss"):
+        _numpy_known = now, np.random.get_state(legacy=False)  # noqa: NPY002
+    return _numpy_known
+
+
+def _numpy_fingerprint() -> bytes:
+    generator = np.random.get_bit_generator()  # pyright: ignore[reportAttributeAccessIssue]
+    if type(generator) is np.random.MT19937:
+        return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    return pickle.dumps(np.random.get_state(legacy=False))  # noqa: NPY002

@@ -1,0 +1,271 @@
+"""Loader: the micro-batches of each global step, for map-style data sets.
+
+    begin(step, cut)   from here on, this rank takes of each step what `cut` says
+    next_step()        the next global step, or None when training is over
+    redo(cut, gaps)    the step just given once more, cut differently: the same samples, or all of them
+                       but those that turned out bad
+    commit()           the step is done (a stream lets go of its samples; here nothing is held)
+
+It holds positions and indices, never samples, so a global batch may be as large as it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+from torch.utils.data import IterableDataset
+
+from anybatch.data.collation import Collate
+from anybatch.data.cut import around, positions
+from anybatch.data.failure import BadSamples, Place, Survey, told_samples
+from anybatch.data.fetch import Piece, Request, SampleFetch, open_fetch
+from anybatch.data.order import Order
+from anybatch.data.schedule import Steps
+from anybatch.data.workers import WorkerPool
+from anybatch.errors import InputError
+
+Cut = Callable[[int], Sequence[range]]
+"""From the number of samples that a global step has to the micro-batches of this rank: ranges of
+these samples, none of them empty. The same number must give the same ranges every time."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepData:
+    """One global step as this rank sees it.
+
+    Attributes:
+        step: its number, from 0.
+        epoch: the epoch in which it starts.
+        first_sample: samples of all ranks in the steps before it.
+        num_samples: samples of all ranks that this step takes from the order.
+        epoch_end: whether it takes the last (used) sample of an epoch.
+        ranges: this rank's micro-batches, as positions in the global batch, among those that are kept.
+        micro_batches: the collated batches of `ranges`, in order, fetched as they are asked for.
+        gaps: positions of the samples that are left out, in order.
+    """
+
+    step: int
+    epoch: int
+    first_sample: int
+    num_samples: int
+    epoch_end: bool
+    ranges: Sequence[range]
+    micro_batches: Iterator[Any]
+    gaps: Sequence[int] = ()
+
+    @property
+    def num_kept(self) -> int:
+        """Samples of all ranks in this step that are not left out."""
+        return self.num_samples - len(self.gaps)
+
+
+def is_map_style(dataset: Any) -> bool:
+    """Whether samples are asked for by index. (`IterableDataset` has a `__getitem__` too.)"""
+    return (
+        hasattr(dataset, "__getitem__")
+        and hasattr(dataset, "__len__")
+        and not isinstance(dataset, IterableDataset)
+    )
+
+
+def num_samples_of(dataset: Any) -> int | None:
+    """The length of a data set, as `Steps` asks for it; None for a stream that does not know."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):  # no __len__, or one that says it has none
+        return None
+
+
+@final
+class Loader:
+    """Training data by index, in the global order.
+
+    `num_workers` processes fetch ahead, across steps too; tensors in memory are faster without and
+    ignore it. `pin_memory` makes the workers' batches ready for asynchronous copies to CUDA
+    devices. `find_all`: bad samples are told all at once, for a whole step of this rank: what comes
+    after the first is loaded, and not given.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        steps: Steps,
+        *,
+        collate: Collate | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        find_all: bool = False,
+    ) -> None:
+        if steps.num_samples != len(dataset):
+            raise InputError(
+                f"the steps are laid out for {steps.num_samples} samples, but the data set has"
+                f" {len(dataset)}: lay them out for the data set that is loaded."
+            )
+        self._steps = steps
+        self._order = Order(seed, len(dataset), shuffle)
+        self._fetch = open_fetch(dataset, collate, seed, find_all)
+        self._find_all = find_all
+        self._workers: WorkerPool | None = None
+        if num_workers and isinstance(self._fetch, SampleFetch):
+            self._workers = WorkerPool(self._fetch, self._requests_ahead, num_workers, pin_memory)
+        self._cut: Cut | None = None
+        self._next = 0
+        self._gaps: Sequence[int] = ()  # in the step that is given next, or was given last
+        self._life = 0  # counts beginnings, so that iterators of an earlier one are known as stale
+        self._current: StepData | None = None
+        # The (step, number) of the micro-batch that the workers give next; None: not started.
+        self._ahead: tuple[int, int] | None = None
+
+    def begin(self, first_step: int, cut: Cut) -> None:
+        """Makes `first_step` the next one, under `cut`; discards what was fetched ahead."""
+        self._next, self._cut = first_step, cut
+        self._gaps = ()
+        self._life += 1
+        self._ahead = None
+
+    def next_step(self) -> StepData | None:
+        """The next global step; None when training is over. Fetches nothing yet."""
+        return self._given(())
+
+    def _given(self, gaps: Sequence[int]) -> StepData | None:
+        if self._cut is None:
+            raise InputError("the loader has not begun: call begin(first_step, cut) first.")
+        step, steps = self._next, self._steps
+        first_sample = steps.samples_before(step)
+        num_samples = steps.samples_before(step + 1) - first_sample
+        if not num_samples:
+            return None
+        self._next += 1
+        self._gaps = gaps
+        ranges = self._cut(num_samples - len(gaps))
+        self._current = StepData(
+            step=step,
+            epoch=steps.epoch_of(step),
+            first_sample=first_sample,
+            num_samples=num_samples,
+            epoch_end=steps.is_epoch_end(step),
+            ranges=ranges,
+            micro_batches=self._micro_batches(step, first_sample, ranges, self._life),
+            gaps=gaps,
+        )
+        return self._current
+
+    def redo(self, cut: Cut, gaps: Sequence[int] = ()) -> StepData:
+        """The step that `next_step` gave last, under `cut`, which holds for later steps too, without
+        the samples at the positions `gaps` (in order) of its global batch."""
+        if self._current is None:
+            raise InputError("there is no step to redo: call next_step() first.")
+        self.begin(self._current.step, cut)
+        data = self._given(gaps)
+        assert data is not None  # it was there before
+        return data
+
+    def commit(self) -> None:
+        """The step is done. Nothing to do here: no samples are held."""
+
+    def describe(self, part: range) -> str:
+        """The samples behind `part` of the current step, for messages; at most eight are shown."""
+        if self._current is None:
+            return "no samples"
+        names = [place.name for place in self.places(part[:8])]
+        return told_samples(names, len(part)) if names else "no samples"
+
+    def places(self, part: range) -> list[Place]:
+        """The samples behind `part` of the current step."""
+        if self._current is None:
+            return []
+        pieces = self._request(self._current.first_sample, part, self._gaps)
+        names = [(piece.epoch, index) for piece in pieces for index in piece.indices.tolist()]
+        places = positions(part, self._gaps)
+        return [Place(at, *name) for at, name in zip(places, names, strict=True)]
+
+    def alone(self, place: Place) -> Any:
+        """A sample of the current step as a batch of its own, fetched in this process."""
+        at = place.position
+        first_sample = 0 if self._current is None else self._current.first_sample
+        return self._fetch(self._request(first_sample, range(at, at + 1), ()))
+
+    def close(self) -> None:
+        """Ends the worker processes. The loader gives nothing afterwards."""
+        self._life += 1
+        self._cut = None
+        if self._workers is not None:
+            self._workers.close()
+
+    def _micro_batches(
+        self, step: int, first_sample: int, ranges: Sequence[range], life: int
+    ) -> Iterator[Any]:
+        survey = Survey(self._find_all)
+        for number, part in enumerate(ranges):
+            if life != self._life:
+                raise InputError(
+                    f"step {step} has been begun anew: take the micro-batches of the newer"
+                    " StepData."
+                )
+            if self._workers is None:
+                ask = partial(self._fetch, self._request(first_sample, part, self._gaps))
+            else:
+                ask = partial(self._from_workers, self._workers, step, number, len(ranges))
+            yield from survey.fetched(ask, positions(part, self._gaps))
+        survey.finish()
+
+    def _from_workers(self, workers: WorkerPool, step: int, number: int, count: int) -> Any:
+        if self._ahead != (step, number):  # the first one, or a step was left before its end
+            self._ahead = step, number
+            workers.restart()
+        after = (step, number + 1) if number + 1 < count else self._first_after(step)
+        try:
+            batch = workers.next()
+        except BadSamples:  # the workers go on
+            self._ahead = after
+            raise
+        except BaseException:
+            self._ahead = None
+            raise
+        self._ahead = after
+        return batch
+
+    def _first_after(self, step: int) -> tuple[int, int]:
+        """The first micro-batch after `step` that this rank has: steps without any are skipped."""
+        for _step, _ in self._steps_from(step + 1):
+            return _step, 0
+        return step + 1, 0
+
+    def _requests_ahead(self) -> Iterator[Request]:
+        """From the micro-batch at `_ahead` to the end of training."""
+        if self._ahead is None:
+            return
+        step, skipped = self._ahead
+        for later, ranges in self._steps_from(step):
+            first_sample = self._steps.samples_before(later)
+            gaps = self._gaps_of(later)
+            for part in ranges[skipped:] if later == step else ranges:
+                yield self._request(first_sample, part, gaps)
+
+    def _steps_from(self, step: int) -> Iterator[tuple[int, Sequence[range]]]:
+        """The steps from `step` on in which this rank has micro-batches."""
+        cut, total = self._cut, self._steps.total_steps
+        if cut is None or total is None:
+            return
+        for later in range(step, total):
+            ranges = cut(self._steps.num_samples_of(later) - len(self._gaps_of(later)))
+            if ranges:
+                yield later, ranges
+
+    def _gaps_of(self, step: int) -> Sequence[int]:
+        """What is left out of `step`: of later ones than the current nothing is known yet."""
+        return self._gaps if self._current is not None and self._current.step == step else ()
+
+    def _request(self, first_sample: int, part: range, gaps: Sequence[int]) -> Request:
+        """The samples `part` of the global batch that starts at `first_sample`, without `gaps`."""
+        spans = [
+            span
+            for whole in around(part, gaps)
+            for span in self._steps.spans(first_sample + whole.start, first_sample + whole.stop)
+        ]
+        return [Piece(span.epoch, self._order.indices(*span)) for span in spans]

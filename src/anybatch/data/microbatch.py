@@ -1,0 +1,266 @@
+"""A collated batch, cut into micro-batches: whatever nesting the collate function returned.
+
+Tensors and arrays are cut on dim 0, as views; mappings, named tuples and dataclasses are
+structures, cut part by part and rebuilt as the same type; None, strings, numbers, 0-dim tensors,
+functions and other objects belong to the whole batch and are passed along.
+
+A list or tuple can be read in two ways: as a *structure*, whose members are parts of every sample
+(`[x, y]`, as `default_collate` returns it), or as *samples*, each member one of them
+(`[target, target, ...]` in detection, strings, sequences of unequal length). The rule:
+
+- members of different kinds (dtype and number of dims count for tensors): a structure;
+- tensors of one kind: a structure if their first sizes agree, else samples;
+- mappings: samples;
+- tuples of one kind in a list: samples (what a collate function that returns its list gives); lists
+  or tuples otherwise: a structure;
+- strings, numbers, 0-dim tensors and other objects: samples.
+
+Members that are None do not count. Where the usual reading contradicts the rest of the batch and
+the other does not, the other is taken: in `(images, targets)`, a tuple of N images `[3, H, W]`
+beside N dicts is a list of N samples, not a structure of batch size 3.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anybatch.errors import DataError
+
+Part = tuple[str, Any]  # how Python code reaches it from its parent, and the value
+
+_KIND_MEMBERS = 8  # what tells a pair from a sequence; token lists are long
+
+REMEDY = (
+    "every part must have the samples on dim 0, or as the members of a list; what does not belong"
+    " to single samples goes into a 0-dim tensor, a number or an object"
+)
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples in `batch`.
+
+    Raises `DataError` if its parts disagree, naming each and its size, or if nothing in it has
+    samples.
+    """
+    if isinstance(batch, Tensor) and batch.dim():
+        return len(batch)
+    sizes = _sizes(batch)
+    if sizes:
+        return min(sizes, key=lambda size: sizes[size])
+    found = list(_leaves(batch, "batch"))
+    if not found:
+        raise DataError(
+            f"the batch, a value of type {type(batch).__name__}, holds no tensor, array or list,"
+            f" so it has no samples: return tensors from collate; {REMEDY}."
+        )
+    listing = ", ".join(f"{path} has {size}" for path, size in found)
+    raise DataError(f"the parts of the batch disagree on its size: {listing}; {REMEDY}.")
+
+
+def slice_batch(batch: Any, start: int, stop: int) -> Any:
+    """Samples `start` to `stop` of `batch`, as the same structure; tensors and arrays are views.
+
+    Raises `DataError` as `batch_size` does.
+    """
+    return _sliced(batch, batch_size(batch), start, stop)
+
+
+def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """`batch` cut into consecutive pieces of `sizes`, views of it; one piece is the batch itself.
+
+    Raises `DataError` if the sizes do not add up to the batch, or as `batch_size` does.
+    """
+    total = sum(sizes)
+    if total not in _sizes(batch):
+        raise DataError(
+            f"the batch has {batch_size(batch)} samples, which cannot be cut into pieces of"
+            f" {list(sizes)[:8]}, {total} in all."
+        )
+    if len(sizes) == 1:
+        return [batch]
+    stops = list(accumulate(sizes))
+    return [_sliced(batch, total, b - n, b) for n, b in zip(sizes, stops, strict=True)]
+
+
+def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
+    """`batch` with its tensors on `device`; the batch itself if nothing has to move.
+
+    Arrays stay where they are. Other objects are moved by their own `to(device)`, if they have it.
+    """
+    target = torch.device(device)
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(target, non_blocking=non_blocking)
+        to = getattr(leaf, "to", None)
+        return to(target) if callable(to) and not isinstance(leaf, type) else leaf
+
+    return map_leaves(batch, move)
+
+
+def map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """`batch` with `function` applied to every leaf; the batch itself if all stay the same."""
+    parts = parts_of(batch)
+    if parts is None:
+        return function(batch)
+    mapped = [map_leaves(value, function) for _, value in parts]
+    if all(new is old for new, (_, old) in zip(mapped, parts, strict=True)):
+        return batch
+    return rebuilt(batch, mapped)
+
+
+def parts_of(node: Any) -> list[Part] | None:
+    """The parts of a container, each with the index that reaches it; None for a leaf."""
+    if isinstance(node, Mapping):
+        return [(f"[{key!r}]", value) for key, value in node.items()]
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return [(f".{name}", value) for name, value in zip(_fields(node), node, strict=True)]
+    if isinstance(node, list | tuple):
+        return [(f"[{i}]", value) for i, value in enumerate(node)]
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [(f".{f.name}", getattr(node, f.name)) for f in dataclasses.fields(node) if f.init]
+    return None
+
+
+def _fields(node: Any) -> tuple[str, ...]:
+    return node._fields  # of a named tuple
+
+
+def rebuilt(node: Any, values: list[Any]) -> Any:
+    """A container like `node` that holds `values`, in the order of `parts_of`."""
+    if isinstance(node, Mapping):
+        new = dict(zip(node, values, strict=True))
+        if type(node) is dict:
+            return new
+        if isinstance(node, MutableMapping):
+            clone = copy.copy(node)  # keeps what else it carries, such as a default factory
+            clone.update(new)
+            return clone
+        return type(node)(new)  # type: ignore[call-arg]
+    if isinstance(node, tuple):
+        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
+    if isinstance(node, list):
+        return values if type(node) is list else type(node)(values)
+    names = [field.name for field in dataclasses.fields(node) if field.init]
+    return dataclasses.replace(node, **dict(zip(names, values, strict=True)))
+
+
+# ---------------------------------------------------------------------------------- batch sizes
+#
+# A node may have several possible sizes, each with a cost: how many lists in it would have to be
+# read against their usual reading. A structure's sizes are those that all its parts allow, with the
+# costs added up; the batch's size is the cheapest. An empty dict says "no samples" only for a leaf:
+# a structure whose parts disagree has none either, and `_leaves` tells the two apart.
+
+
+def _sizes(node: Any) -> dict[int, int]:
+    if isinstance(node, Tensor | np.ndarray):
+        return {len(node): 0} if node.ndim else {}
+    parts = parts_of(node)
+    if not parts:
+        return {}
+    if not _is_sequence(node):
+        return _common(value for _, value in parts)
+    sizes: dict[int, int] = {}
+    for cost, as_samples in enumerate(_readings(node)):
+        found = {len(node): 0} if as_samples else _common(node)
+        for size, inner in found.items():
+            sizes.setdefault(size, cost + inner)
+    return sizes
+
+
+def _common(values: Any) -> dict[int, int]:
+    """Sizes that all values with samples allow."""
+    common: dict[int, int] | None = None
+    for value in values:
+        sizes = _sizes(value)
+        if not sizes and not _has_samples(value):
+            continue
+        if common is None:
+            common = sizes
+        else:
+            common = {n: cost + sizes[n] for n, cost in common.items() if n in sizes}
+    return common or {}
+
+
+def _has_samples(node: Any) -> bool:
+    if isinstance(node, Tensor | np.ndarray):
+        return node.ndim > 0
+    parts = parts_of(node)
+    if not parts:
+        return False
+    return _is_sequence(node) or any(_has_samples(value) for _, value in parts)
+
+
+def _is_sequence(node: Any) -> bool:
+    return isinstance(node, list | tuple) and not hasattr(node, "_fields")
+
+
+def _readings(node: Sequence[Any]) -> tuple[bool, ...]:
+    """Readings of a list or tuple, the usual one first: True for samples, False for a structure."""
+    members = [member for member in node if member is not None]
+    kinds = {_kind(member) for member in members}
+    if len(kinds) != 1:
+        return (False,) if members else (True,)
+    first = members[0]
+    if isinstance(first, Tensor | np.ndarray) and first.ndim:
+        same = len({len(member) for member in members}) == 1
+        return (False, True) if same else (True,)
+    if isinstance(first, Mapping):
+        return (True, False)
+    if _is_sequence(first):
+        samples = isinstance(first, tuple) and isinstance(node, list) and len(node) > 1
+        return (True, False) if samples else (False, True)
+    return (True, False) if parts_of(first) else (True,)
+
+
+def _kind(value: Any) -> Any:
+    """What samples of one data set share: type, dtype and number of dims, kinds of the members."""
+    if isinstance(value, Tensor | np.ndarray):
+        return type(value), value.dtype, value.ndim
+    if isinstance(value, bool | int | float | str | bytes | np.generic):
+        return "scalar"
+    if _is_sequence(value):
+        kinds = tuple(_kind(member) for member in value[:_KIND_MEMBERS])
+        # A run of one kind may have any length: samples differ in it.
+        return type(value), kinds[0] if len(set(kinds)) == 1 else kinds
+    return type(value)
+
+
+def _sliced(node: Any, size: int, start: int, stop: int) -> Any:
+    if isinstance(node, Tensor | np.ndarray):
+        return node[start:stop] if node.ndim else node
+    parts = parts_of(node)
+    if not parts or not _has_samples(node):
+        return node
+    if is_samples(node, size):
+        return node[start:stop] if type(node) in (list, tuple) else type(node)(node[start:stop])
+    return rebuilt(node, [_sliced(value, size, start, stop) for _, value in parts])
+
+
+def is_samples(node: Any, size: int) -> bool:
+    """Whether `node` is a list or tuple of `size` samples, in a batch of that size."""
+    for as_samples in _readings(node) if _is_sequence(node) else ():
+        if size in ({len(node)} if as_samples else _common(node)):
+            return as_samples
+    return False
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, int]]:
+    """Every part that has samples, with its path and its size."""
+    if isinstance(node, Tensor | np.ndarray):
+        if node.ndim:
+            yield path, len(node)
+    elif _is_sequence(node) and len(node) and _readings(node)[0]:
+        yield path, len(node)
+    else:
+        for index, value in parts_of(node) or ():
+            yield from _leaves(value, path + index)

@@ -1,0 +1,35 @@
+"""A batch of any size that looks like a small one: for planning, where only shapes matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from anybatch.data.microbatch import batch_size, is_samples, parts_of, rebuilt
+
+
+def resized(batch: Any, num_samples: int) -> Any:
+    """`batch` with `num_samples` samples: tensors are new and empty, samples in lists repeat.
+
+    Raises `DataError` as `batch_size` does.
+    """
+    return _resized(batch, batch_size(batch), num_samples)
+
+
+def _resized(node: Any, size: int, wanted: int) -> Any:
+    if isinstance(node, Tensor):
+        if node.dim() and len(node) == size:
+            return node.new_empty((wanted, *node.shape[1:]))
+        return node
+    if isinstance(node, np.ndarray):
+        if node.ndim and len(node) == size:
+            return np.empty((wanted, *node.shape[1:]), node.dtype)
+        return node
+    parts = parts_of(node)
+    if not parts:
+        return node
+    if is_samples(node, size):
+        return type(node)(node[i % size] for i in range(wanted))
+    return rebuilt(node, [_resized(value, size, wanted) for _, value in parts])

@@ -1,0 +1,394 @@
+"""Worker processes that fetch ahead, on torch's `DataLoader`, which keeps processes and queues.
+
+The unit of work is a whole micro-batch, fetched and collated in the worker. Workers live as long as
+the run; a new beginning only discards what they had fetched ahead.
+
+A worker may die (killed for want of memory, a crash in the data set's own code) or hang (a file system
+that does not answer). So each keeps a few numbers in memory that this process reads:
+
+    worker 0   pid, request 4, 17 samples loaded     <- next() waits for request 4
+    worker 1   pid, request 5,  9 samples loaded
+
+Who has died is known within seconds (torch looks every five), and what it was loading is named. If all
+workers together have not loaded a single sample for `DEADLINE_SECONDS`, while a batch is waited for,
+they are ended. And a worker ends by itself when the process that trains is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from multiprocessing.sharedctypes import RawArray
+from typing import Any, TypeVar, final
+
+import psutil
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from anybatch.data.failure import Bad, BadSamples, told_samples
+from anybatch.data.fetch import Piece, Request, SampleFetch
+from anybatch.errors import DataError
+from anybatch.oom import is_memory_error
+
+DEADLINE_SECONDS = 240.0
+"""How long a batch is waited for while no worker loads any sample. Less than the watchdog of a rank
+waits, so that the samples are named."""
+
+_LOOKS = 20  # at the workers, within the deadline
+_PARENT_SECONDS = 1.0  # between two looks of a worker at its parent
+_LAST_MOMENT_SECONDS = 2.0  # in which a process whose sockets are closed ends
+
+T = TypeVar("T")
+
+_PID, _REQUEST, _LOADED, _WIDTH = 0, 1, 2, 3
+_NONE = -1
+
+
+class WorkerTraceback(Exception):
+    """The traceback of a worker process, as text: the cause of an error that was raised there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@final
+class WorkerPool:
+    """Fetches the requests of `requests()` in order, a few ahead. `close` ends the processes.
+
+    Args:
+        fetch: what workers do.
+        requests: called at each start.
+        num_workers: at least one.
+        pin_memory: make batches ready for asynchronous copies to CUDA devices.
+        deadline_seconds: how long workers may load without an end to any sample; None:
+            `DEADLINE_SECONDS`.
+    """
+
+    def __init__(
+        self,
+        fetch: SampleFetch,
+        requests: Callable[[], Iterator[Request]],
+        num_workers: int,
+        pin_memory: bool = False,
+        deadline_seconds: float | None = None,
+    ) -> None:
+        self._fetch, self._requests = fetch, requests
+        self._num_workers, self._pin_memory = num_workers, pin_memory
+        self._deadline = DEADLINE_SECONDS if deadline_seconds is None else deadline_seconds
+        self._loader: DataLoader[Any] | None = None
+        self._batches: Iterator[Any] | None = None
+        self._board = _Board(num_workers)
+        self._lookout: _Lookout | None = None
+        self._asked: dict[int, Request] = {}  # by number, those that have not come back
+        self._num_asked = 0
+        self._num_waited_for = 0
+
+    def restart(self) -> None:
+        """Discards what was fetched ahead and asks `requests()` anew."""
+        if self._loader is None:
+            self._board = _Board(self._num_workers)
+            self._lookout = _Lookout(self._board, self._deadline)
+            self._loader = DataLoader(
+                _Served(self._fetch, self._board),
+                batch_size=None,
+                sampler=_Requests(self._numbered),
+                num_workers=self._num_workers,
+                collate_fn=_as_it_is,
+                persistent_workers=True,
+                pin_memory=self._pin_memory,
+                worker_init_fn=_EndsWith(os.getpid()),
+                # Otherwise every start would draw from the generator that training draws from.
+                generator=torch.Generator(device="cpu"),
+            )
+        self._asked.clear()
+        self._num_waited_for = self._num_asked
+        self._batches = self._guarded(self._loader.__iter__)
+
+    def next(self) -> Any:
+        """The next batch.
+
+        Raises what its fetch raised (`DataError`, or an error about memory), and `DataError` if a
+        worker has died, or hangs.
+        """
+        if self._batches is None:
+            raise RuntimeError("the workers are not started")
+        batch = self._guarded(self._batches.__next__)
+        self._asked.pop(self._num_waited_for, None)
+        self._num_waited_for += 1
+        if isinstance(batch, _Failure):
+            raise batch.error() from WorkerTraceback(batch.trace)
+        return batch
+
+    def close(self) -> None:
+        """Ends the processes; `restart` would start new ones."""
+        # Letting go of the iterator would do, but for a traceback that holds it after an error.
+        shutdown = getattr(self._batches, "_shutdown_workers", None)
+        self._batches = self._loader = None
+        self._asked.clear()
+        if self._lookout is not None:
+            self._lookout.close()
+            self._lookout = None
+        if shutdown is not None:
+            shutdown()
+
+    def _guarded(self, ask: Callable[[], T]) -> T:
+        """What the workers answer to `ask`. Raises `DataError` if one has died, or hangs."""
+        assert self._lookout is not None
+        try:
+            with _own_signals(), self._lookout:
+                return ask()
+        except RuntimeError as error:
+            if is_memory_error(error) or not str(error).startswith("DataLoader worker"):
+                raise
+            told = self._told(error)
+            self._end()
+            raise DataError(told) from error
+        except (ConnectionError, EOFError, FileNotFoundError) as error:
+            # A batch is fetched from the memory of its worker, which may have died since it said that
+            # the batch is there.
+            if not self._has_lost_one():
+                raise
+            told = self._told(error)
+            self._end()
+            raise DataError(told) from error
+
+    def _has_lost_one(self) -> bool:
+        """Whether a worker has died, or does so in the next moment."""
+        end = time.monotonic() + _LAST_MOMENT_SECONDS
+        while all(pid == _NONE or _is_alive(pid) for pid in self._board.pids):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _told(self, error: Exception) -> str:
+        """The sentence for a worker that is gone."""
+        if self._lookout is not None and self._lookout.victims:
+            doing = [what for worker in self._lookout.victims if (what := self._doing(worker))]
+            return (
+                f"the worker process that loads {doing[0] if doing else 'samples'} has not come to the"
+                f" end of any in {self._deadline:g} s: look for a file or a server that does not"
+                " answer, or a lock that was held when the process was forked; num_workers=0 shows"
+                " where it waits."
+            )
+        gone = [n for n, pid in enumerate(self._board.pids) if pid != _NONE and not _is_alive(pid)]
+        doing = [what for worker in gone if (what := self._doing(worker))]
+        when = f" while it loaded {doing[0]}" if doing else ""
+        return (
+            f"a worker process that loads samples has died{when} ({error}): most often it was out of"
+            " memory or shared memory, or the data set's own code crashed; use fewer num_workers, or"
+            " num_workers=0 to see the error."
+        )
+
+    def _doing(self, worker: int) -> str:
+        """The samples of the request that `worker` is at, in words; empty: not known."""
+        request = self._asked.get(self._board.requests[worker], ())
+        names = [(piece.epoch, index) for piece in request for index in piece.indices.tolist()]
+        return f"{told_samples(names)} of {self._fetch.name}" if names else ""
+
+    def _end(self) -> None:
+        """Kill all workers: with one gone, torch cannot use the others either, and one that hangs
+        would not hear that it is to end."""
+        for pid in self._board.pids:
+            _kill(pid)
+        self.close()
+
+    def _numbered(self) -> Iterator[tuple[int, Request]]:
+        for request in self._requests():
+            number = self._num_asked
+            self._num_asked += 1
+            self._asked[number] = request
+            yield number, request
+
+
+@final
+class _Board:
+    """What workers are doing: a few numbers in memory that they share with this process."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._cells: Any = RawArray("q", [_NONE] * (_WIDTH * num_workers))
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Of the workers that have begun."""
+        return self._cells[_PID::_WIDTH]
+
+    @property
+    def requests(self) -> Sequence[int]:
+        """The number of the request that each is at."""
+        return self._cells[_REQUEST::_WIDTH]
+
+    @property
+    def moves(self) -> Sequence[int]:
+        """Something that changes when any of them gets on."""
+        return [*self.requests, *self._cells[_LOADED::_WIDTH]]
+
+    def enter(self, worker: int) -> None:
+        """Called in a worker that begins."""
+        self._cells[_WIDTH * worker + _PID] = os.getpid()
+
+    def begin(self, worker: int, request: int) -> None:
+        """Called in the worker, with `_NONE` at the end of a request."""
+        self._cells[_WIDTH * worker + _REQUEST] = request
+
+    def count(self, worker: int) -> None:
+        """Called in the worker: a sample is loaded."""
+        self._cells[_WIDTH * worker + _LOADED] += 1
+
+
+@final
+class _Lookout:
+    """A thread that ends workers which hang, while somebody waits for them: inside `with`.
+
+    Attributes:
+        victims: the workers that it has ended.
+    """
+
+    def __init__(self, board: _Board, deadline_seconds: float) -> None:
+        self.victims: list[int] = []
+        self._board = board
+        self._deadline = deadline_seconds
+        self._waiting_since: float | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        self._waiting_since = time.monotonic()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name="anybatch-workers", daemon=True)
+            self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._waiting_since = None
+
+    def close(self) -> None:
+        """Look no more."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _look(self) -> None:
+        moves, moved = self._board.moves, time.monotonic()
+        while not self._over.wait(self._deadline / _LOOKS):
+            now, waiting = time.monotonic(), self._waiting_since
+            if waiting is None or (latest := self._board.moves) != moves:
+                moves, moved = self._board.moves, now
+            elif now - max(moved, waiting) > self._deadline:
+                busy = [
+                    n for n, request in enumerate(latest[: len(moves) // 2]) if request != _NONE
+                ]
+                self.victims = busy
+                for worker in busy:
+                    _kill(self._board.pids[worker])
+                return
+
+
+@final
+class _Failure:
+    """A `DataError` on its way out of a worker; `DataLoader` would add a traceback to its text."""
+
+    def __init__(self, message: str, trace: str, bad: Sequence[Bad]) -> None:
+        self.message = message
+        self.trace = trace
+        self.bad = bad
+
+    def error(self) -> DataError:
+        """The error again."""
+        return BadSamples(self.message, self.bad) if self.bad else DataError(self.message)
+
+
+@final
+class _Served(Dataset[Any]):
+    """A fetch in the shape `DataLoader` asks for: the key of an item is a whole request. Writes on the
+    board what it is doing."""
+
+    def __init__(self, fetch: SampleFetch, board: _Board) -> None:
+        self._fetch = fetch
+        self._board = board
+        self._worker = _NONE
+
+    def __getitem__(self, key: Any) -> Any:
+        number, request = key
+        if self._worker == _NONE:
+            info = get_worker_info()
+            assert info is not None
+            self._worker = info.id
+            self._board.enter(info.id)
+            self._fetch.on_sample = partial(self._board.count, info.id)
+        self._board.begin(self._worker, number)
+        try:
+            return self._fetch([Piece(epoch, torch.from_numpy(keys)) for epoch, keys in request])
+        except DataError as error:
+            bad = error.bad if isinstance(error, BadSamples) else ()
+            return _Failure(str(error), traceback.format_exc(), bad)
+        finally:
+            self._board.begin(self._worker, _NONE)
+
+
+@final
+class _Requests(Iterable[Any]):
+    def __init__(self, requests: Callable[[], Iterator[tuple[int, Request]]]) -> None:
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, request in self._requests():
+            # As arrays, which are pickled; tensors would take a shared-memory file each.
+            yield number, [(piece.epoch, piece.indices.numpy().copy()) for piece in request]
+
+
+@final
+class _EndsWith:
+    """Run in a worker when it starts: lets it end when its parent has. torch's workers look only
+    between two batches, so one that hangs would outlive a parent that was killed."""
+
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
+
+    def __call__(self, worker: int) -> None:
+        threading.Thread(target=self._watch, name="anybatch-parent", daemon=True).start()
+
+    def _watch(self) -> None:
+        while os.getppid() == self._parent:
+            time.sleep(_PARENT_SECONDS)
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Around the start of workers. torch would have the main thread raise an error wherever it is when
+    a worker dies: between two ranks' halves of a collective, say. Here `next` finds out."""
+    number = getattr(signal, "SIGCHLD", None)
+    if number is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(number)
+    try:
+        yield
+    finally:
+        if signal.getsignal(number) is not before:
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+
+
+def _kill(pid: int) -> None:
+    if pid != _NONE:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return (
+            psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        )  # ended, and nobody has asked how
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

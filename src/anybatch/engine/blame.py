@@ -1,0 +1,75 @@
+"""Blame: which samples a loss that is not finite comes from.
+
+One bad sample makes the loss of its whole micro-batch NaN, and where BatchNorm looks across samples
+their statistics too. So each sample of such a micro-batch is judged alone, by the model in evaluation
+mode with the weights and buffers of the step before: there samples do not see each other and nothing
+is drawn at random, so the verdict is a function of the sample and the weights, under every plan.
+
+A model that cannot be judged so (in evaluation mode it computes no loss, say) blames nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+from anybatch.compute import Replica
+from anybatch.data import Bad, Place
+from anybatch.engine.evaluation import evaluating
+from anybatch.engine.transaction import Source
+from anybatch.parallel import Group
+from anybatch.task import LossFunction
+
+
+@final
+class OneByOne:
+    """Judges the samples of micro-batches, each alone.
+
+    Args:
+        replica: the model, and the precision that it computes in.
+        group: the ranks.
+        loss: see `Task`.
+    """
+
+    def __init__(self, replica: Replica, group: Group, loss: LossFunction) -> None:
+        self._replica = replica
+        self._group = group
+        self._loss = loss
+
+    def __call__(self, numbers: Sequence[int], source: Source) -> tuple[Bad, ...]:
+        """The samples of this rank's micro-batches `numbers` whose own loss is not finite. Every rank
+        calls it, each with its own numbers."""
+        suspects: list[Place] = [place for number in numbers for place in source.places(number)]
+        group = self._group
+        if not group.lockstep:
+            try:
+                return self._judged(suspects, source)
+            except Exception:  # what is to be told is the loss, not this
+                return ()
+        # Ranks meet inside passes, so all run as many. Whoever has nobody to judge runs any sample.
+        idle = max(group.exchange(len(suspects))) - len(suspects)
+        anyone = suspects[:1] or list(source.places(0)[:1])
+        found: tuple[Bad, ...] | None = None
+        group.begin()
+        try:
+            self._judged(anyone * idle, source)
+            found = self._judged(suspects, source)
+        except Exception:
+            found = None
+        group.gather(failed=found is None)
+        everyone = group.agree(None if found is None else torch.zeros(0, dtype=torch.float64))
+        return () if found is None or everyone is None else found
+
+    def _judged(self, suspects: Sequence[Place], source: Source) -> tuple[Bad, ...]:
+        found = []
+        with evaluating(self._replica.model), torch.no_grad():
+            for place in suspects:
+                loss = self._replica.evaluate(self._loss, source.alone(place), 1)
+                for what, value in (("loss", float(loss.sum)), ("weight", float(loss.weight))):
+                    if not math.isfinite(value):
+                        found.append(Bad(place, f"its {what} is {value}"))
+                        break
+        return tuple(found)

@@ -1,0 +1,407 @@
+"""Evaluation: the same sums without gradient, over held-out samples, each counted once.
+
+Every rank goes through its own part and then takes part in one vote. If all succeeded, sums and the
+states of metrics are put together; if memory ran out anywhere, all ranks begin again with half the
+batch, so that no sample is counted twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.compute import Replica
+from anybatch.data import Bad, BadSamples, to_device
+from anybatch.data.evaluation import join, turns
+from anybatch.engine.bench import Bench
+from anybatch.engine.ladder import BatchLadder
+from anybatch.engine.limit import Limit
+from anybatch.engine.meter import Meter
+from anybatch.engine.room import Crossing
+from anybatch.engine.scores import Scores
+from anybatch.engine.totals import Means, Names, Totals
+from anybatch.engine.transaction import by_rank, nothing_leaner
+from anybatch.errors import LossError, NoPlanFits
+from anybatch.events import Replanned, Sink
+from anybatch.metrics import Metrics
+from anybatch.parallel import Agreed, Group, PassAbandoned
+from anybatch.parallel.told import Told, first_error, memory_events
+from anybatch.plans import Plan
+from anybatch.task import LossFunction, MetricFunction, MetricsOfTask, several
+
+Batches = Callable[[int], Iterator[tuple[Any, int]]]
+"""Largest batch size to the rank's part of the held-out samples, as (batch, number of samples): 0 for a
+batch that is only run because other ranks run one."""
+
+BatchesFrom = Callable[[int, int], Iterator[tuple[Any, int]]]
+"""The same from a given sample on."""
+
+Output = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What an evaluation found, over all ranks.
+
+    Attributes:
+        loss: mean; NaN if nothing was weighed.
+        metrics: by name.
+        samples: how many there were.
+    """
+
+    loss: float
+    metrics: dict[str, float]
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank has found.
+
+    Attributes:
+        totals: sums, float64.
+        samples: how many it had.
+        more: what is exchanged once all ranks have succeeded.
+    """
+
+    totals: Tensor
+    samples: int
+    more: Any
+    names: tuple[str, ...] = ()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterwards each module is in the mode it was in (a part that the
+    user froze stays frozen)."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+class Evaluation:
+    """Passes without gradient on one replica, under the batch that a plan has for them.
+
+    Args:
+        replica: the model.
+        group: the ranks.
+        device: of the replica.
+        bench: where steps are computed.
+        crossing: around what ranks do together.
+        limit: the memory budget, entered.
+        meter: of the memory in use.
+        sink: gets the events of recovery.
+        leave_out: told of bad samples, which `batches` does without from then on; None: they are
+            errors.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        group: Group,
+        *,
+        device: torch.device,
+        bench: Bench,
+        crossing: Crossing,
+        limit: Limit,
+        meter: Meter,
+        sink: Sink,
+        leave_out: Callable[[int, Sequence[tuple[int, Bad]]], None] | None = None,
+    ) -> None:
+        self._leave_out = leave_out
+        self._replica = replica
+        self._group = group
+        self._device = device
+        self._bench = bench
+        self._limit = limit
+        self._meter = meter
+        self._sink = sink
+        self._crossing = crossing
+        self._ladder = BatchLadder()
+        self._names = Names(group)
+        self._scores: tuple[list[int], Scores] | None = None
+
+    def means(
+        self,
+        plan: Plan,
+        step: int,
+        batches: Batches,
+        loss: LossFunction,
+        metrics: MetricsOfTask | None,
+    ) -> tuple[Measured, Plan]:
+        """Loss and metrics over all held-out samples of all ranks, and the plan, leaner if memory ran
+        out. Every rank calls it.
+
+        Raises:
+            NoPlanFits: there is no room to evaluate a single sample.
+            DataError: a sample is bad, or more are than may be left out.
+            PeerFailed: another rank raised an error.
+        """
+        functions, scores = self._split(metrics)
+        plan = self._grown(plan, step)
+        while True:
+            work = partial(self._add_up, batches, plan, loss, functions, scores)
+            found = self._attempt(work, skips=self._leave_out is not None)
+            if isinstance(found, list):
+                bad = by_rank(told.bad for told in found)
+                if bad and self._leave_out is not None:
+                    self._leave_out(step, bad)
+                if any(told.failure for told in found):
+                    plan = self._make_room(plan, step, found)
+                continue
+            part, agreed = found
+            with self._crossing.open():
+                names = self._names.common(part.names, agreed)
+                figures = scores.results(part.more)
+            means = Means(agreed.totals, names)
+            for name in means.metrics.keys() & figures.keys():
+                raise LossError(f"two metrics are called {name!r}: give each a name of its own.")
+            self._ladder.evaluated()
+            return Measured(means.loss, means.metrics | figures, int(sum(agreed.notes))), plan
+
+    def gathered(
+        self, plan: Plan, step: int, batches: Batches, output: Output, interleaved: bool
+    ) -> tuple[Any, Plan]:
+        """What `output(model, batch)` returns for the samples of all ranks, in their order, as for one
+        batch, on the host of every rank; and the plan, leaner if memory ran out. Every rank calls it.
+
+        Args:
+            interleaved: the ranks' parts are blocks in turn (as of a stream), not one after the other.
+
+        Raises:
+            NoPlanFits: there is no room for a single sample.
+            InputError: the outputs for batches cannot be joined.
+            PeerFailed: another rank raised an error.
+        """
+        plan = self._grown(plan, step)
+        while True:
+            work = partial(self._collect, batches, plan, output)
+            found = self._attempt(work, phase="prediction")
+            if isinstance(found, tuple):
+                joined, found = self._joined(found[0].more, interleaved)
+                if not found:
+                    self._ladder.evaluated()
+                    return joined, plan
+            plan = self._make_room(plan, step, found)
+
+    def _joined(self, mine: Any, interleaved: bool) -> tuple[Any, list[Told]]:
+        """The outputs of all ranks in one; or, if memory ran out on one, what each has to tell."""
+        joined: Any = None
+        told = Told()
+        wrong: Exception | None = None
+        with self._crossing.open():
+            everyone = self._group.exchange(mine)
+        try:
+            pieces = list(
+                _in_turn(everyone, self._group.shares)
+                if interleaved
+                else chain.from_iterable(everyone)
+            )
+            joined = join([piece for piece, _ in pieces], [size for _, size in pieces])
+        except Exception as error:
+            told = self._told(error, "prediction")
+            wrong = None if told.can_be_mended else error
+        with self._crossing.open():
+            every_told = self._group.exchange(told)
+        first_error(wrong, every_told, None)
+        return joined, every_told if any(one.failure for one in every_told) else []
+
+    def outputs(
+        self, plan: Plan, step: int, batches: BatchesFrom, output: Output
+    ) -> Iterator[tuple[Any, Plan]]:
+        """What `output(model, batch)` returns for batch after batch, on the host, with the plan. This
+        rank by itself.
+
+        When memory runs out the batch is halved, and the next one begins where the last one ended. Of
+        several ranks the plan stays as it is, since it must be the same on all of them.
+        Raises `NoPlanFits` if there is no room for a single sample.
+        """
+        done, given = 0, plan
+        ladder = self._ladder if self._group.size == 1 else BatchLadder()
+        while True:
+            told = Told()
+            try:
+                for batch, num_samples in batches(plan.choice.evaluation_batch, done):
+                    result = self._bench.run(partial(self._output, output, batch))
+                    done += num_samples
+                    del batch
+                    yield result, plan if self._group.size == 1 else given
+                return
+            except Exception as error:
+                told = self._told(error, "prediction")
+                if told.failure is None:
+                    raise
+            plan = self._make_room(plan, step, [told], ladder)
+
+    def _attempt(
+        self, work: Callable[[], _Part], skips: bool = False, phase: str = "evaluation"
+    ) -> tuple[_Part, Agreed] | list[Told]:
+        """One try, on all ranks: this rank's part and what they agreed on, or what each has to tell, of
+        which one at least ran out of memory, or found bad samples that it `skips`.
+
+        Raises this rank's own error, or `PeerFailed`, where it is one that neither mends.
+        """
+        group = self._group
+        part: _Part | None = None
+        told = Told()
+        wrong: Exception | None = None
+        if group.lockstep:
+            group.begin()
+        try:
+            self._crossing.reserve()
+            part = self._bench.run(work)
+        except PassAbandoned:  # another rank failed, and will say so in the vote
+            pass
+        except Exception as error:
+            told = self._told(error, phase)
+            if skips and isinstance(error, BadSamples):
+                told = replace(told, bad=error.bad)
+            wrong = None if told.can_be_mended else error
+        # The error is gone here, and with its traceback the tensors that the failed pass held.
+        with self._crossing.open():
+            if group.lockstep:  # the others may wait for this rank inside a pass
+                group.gather(told.failed)
+            agreed = group.agree(part.totals if part else None, part.samples if part else 0)
+            if part is not None and agreed is not None:
+                return part, agreed
+            everyone = group.exchange(told)
+        first_error(wrong, everyone, None)
+        return everyone
+
+    def _add_up(
+        self,
+        batches: Batches,
+        plan: Plan,
+        loss: LossFunction,
+        functions: Sequence[MetricFunction],
+        scores: Scores,
+    ) -> _Part:
+        model, totals, samples = self._replica.model, Totals(self._device), 0
+        scores.reset()
+        with evaluating(model), torch.no_grad():
+            for batch, num_samples in batches(plan.choice.evaluation_batch):
+                with self._limit.first_pass("evaluation", batch):
+                    with self._replica.region():
+                        one = self._replica.evaluate(loss, batch, num_samples)
+                        sums = _sums(functions, model, batch)
+                        inputs = scores.inputs(model, batch)
+                    if num_samples:
+                        totals.add(one, sums)
+                        scores.update(inputs)
+                        samples += num_samples
+                del batch, one, sums, inputs
+                self._group.between_passes()
+        return _Part(totals.tensor(), samples, scores.states(), totals.names)
+
+    def _collect(self, batches: Batches, plan: Plan, output: Output) -> _Part:
+        kept: list[tuple[Any, int]] = []
+        for batch, num_samples in batches(plan.choice.evaluation_batch):
+            result = self._output(output, batch)
+            if num_samples:
+                kept.append((result, num_samples))
+            del batch, result
+            self._group.between_passes()
+        return _Part(torch.zeros(1, dtype=torch.float64), len(kept), kept)
+
+    def _output(self, output: Output, batch: Any) -> Any:
+        model = self._replica.model
+        with (
+            evaluating(model),
+            torch.no_grad(),
+            self._limit.first_pass("prediction", batch),
+            self._replica.region(),
+        ):
+            return to_device(output(model, batch), "cpu")
+
+    def _split(self, asked: MetricsOfTask | None) -> tuple[list[MetricFunction], Scores]:
+        """Functions of sums, and the objects. The copies of these are kept for the next evaluation."""
+        given = several(asked)
+        objects = [one for one in given if isinstance(one, Metrics)]
+        if self._scores is None or self._scores[0] != list(map(id, objects)):
+            self._scores = list(map(id, objects)), Scores(objects, self._device, self._group)
+        return [one for one in given if not isinstance(one, Metrics)], self._scores[1]
+
+    def _told(self, error: Exception, phase: str) -> Told:
+        return Told.of(error, phase, self._meter)
+
+    def _grown(self, plan: Plan, step: int) -> Plan:
+        """The plan with the batch that memory ran out with, if it is time to try it again."""
+        found = self._ladder.up(plan.choice.evaluation_batch)
+        if found is None:
+            return plan
+        size, waited = found
+        return self._changed(plan, step, size, f"tried again after {waited} evaluations")
+
+    def _make_room(
+        self,
+        plan: Plan,
+        step: int,
+        everyone: Sequence[Told],
+        ladder: BatchLadder | None = None,
+    ) -> Plan:
+        """The plan with half the batch. `everyone`: the word of all ranks, or of this one alone."""
+        size = plan.choice.evaluation_batch
+        mine = everyone[self._group.rank if len(everyone) > 1 else 0].failure
+        if mine is not None:
+            self._bench.recover(mine, self._limit)
+        found = (ladder or self._ladder).down(size)
+        then = "" if found is None else f"evaluation batch {found[0]}"
+        for event in memory_events(everyone, step, size, plan, then):
+            self._sink(event)
+        worst = next(told for told in everyone if told.failure)
+        assert worst.failure is not None
+        if found is None:
+            raise NoPlanFits(nothing_leaner(plan, worst.phase, worst.failure))
+        if found[0] == size:
+            time.sleep(found[1])
+            return plan
+        return self._changed(plan, step, found[0], f"memory ran out in {worst.phase}")
+
+    def _changed(self, plan: Plan, step: int, size: int, reason: str) -> Plan:
+        """The plan with batches of `size`."""
+        choice = plan.choice.model_copy(update={"evaluation_batch": size})
+        changed = plan.model_copy(update={"choice": choice})
+        self._sink(
+            Replanned(
+                time=time.time(),
+                step=step,
+                reason=reason,
+                before=f"evaluation batch {plan.choice.evaluation_batch}",
+                after=f"evaluation batch {size}",
+                plan=changed.model_dump(mode="json"),
+            )
+        )
+        return changed
+
+
+def _sums(functions: Sequence[MetricFunction], model: nn.Module, batch: Any) -> Mapping[str, Any]:
+    """What all functions return, in one."""
+    if len(functions) == 1:
+        return functions[0](model, batch)
+    sums: dict[str, Any] = {}
+    for function in functions:
+        for name, value in function(model, batch).items():
+            if name in sums:
+                raise LossError(f"two metrics are called {name!r}: give each a name of its own.")
+            sums[name] = value
+    return sums
+
+
+def _in_turn(
+    everyone: Sequence[Sequence[tuple[Any, int]]], shares: Sequence[float]
+) -> Iterator[tuple[Any, int]]:
+    """The blocks of a stream in its order, from those that each rank had."""
+    left = [iter(mine) for mine in everyone]
+    return (next(left[rank]) for rank in islice(turns(shares), sum(map(len, everyone))))

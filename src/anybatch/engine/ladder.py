@@ -1,0 +1,164 @@
+"""Ladder: the plan to take when memory runs out, and the way back up when it is there again.
+
+Memory may be short for a while only: another program has it, a batch of long samples is under way,
+the heap is in pieces. So a plan that failed is tried again, one rung at a time:
+
+    plan 0   x
+    plan 1    | 64 steps |  x  128 steps                |
+    plan 2               |  |                           | plan 1 again ...
+
+A try that fails costs one attempt at a step, and the next one comes after twice as many steps. So a
+plan that never fits costs less than one attempt in 64 steps, and ever less. When to try is a function
+of steps and failures, which all ranks have in common: they come to the same plan without a word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from anybatch.plans import Plan
+
+STEPS = 64
+"""Steps after which a plan that failed is tried again for the first time."""
+
+EVALUATIONS = 8
+"""The same for the batch of evaluations. Those run out of memory, if at all, in their first batches."""
+
+WAITS = (0.1, 1.0, 10.0)
+"""Seconds to wait before the leanest plan is tried again in the same step, if it has worked before: the
+memory that it had has gone elsewhere, and may come back."""
+
+
+@final
+class Patience:
+    """When to try again what has failed. Counts successes since."""
+
+    def __init__(self, first: int) -> None:
+        self._first = self._wait = first
+        self._since = 0
+        self._trying = False
+
+    @property
+    def waited(self) -> int | None:
+        """How many successes there were, if it is time to try again."""
+        return self._since if self._since >= self._wait and not self._trying else None
+
+    def begin(self) -> None:
+        """A try begins."""
+        self._trying, self._since = True, 0
+
+    def succeeded(self) -> None:
+        """Once more."""
+        self._since += 1
+        if self._trying and self._since >= self._wait:  # the try has shown that it works
+            self._trying, self._wait = False, self._first
+
+    def failed(self) -> None:
+        """Memory ran out."""
+        if self._trying:
+            self._wait *= 2
+        self._trying, self._since = False, 0
+
+
+@final
+class _Waits:
+    """How often the leanest choice is tried again at once, and after how long."""
+
+    def __init__(self) -> None:
+        self.worked: bool = False
+        self._num = 0
+
+    def succeeded(self) -> None:
+        self.worked, self._num = True, 0
+
+    def seconds(self) -> float | None:
+        """To wait now; None: it is of no use."""
+        if not self.worked or self._num >= len(WAITS):
+            return None
+        self._num += 1
+        return WAITS[self._num - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rung:
+    """A plan that failed, and the evaluation batch of the one that was taken instead."""
+
+    plan: Plan
+    evaluation_after: int
+
+
+@final
+class Ladder:
+    """Where a run is on the ladder of its plan."""
+
+    def __init__(self) -> None:
+        self._above: list[_Rung] = []
+        self._below: Plan | None = None  # what worked before the try that is under way
+        self._patience = Patience(STEPS)
+        self._waits = _Waits()
+
+    def committed(self) -> None:
+        """A step was done under the present plan."""
+        self._patience.succeeded()
+        self._waits.succeeded()
+
+    def down(self, plan: Plan) -> tuple[Plan, float] | None:
+        """Memory ran out under `plan`: the plan to take, and how many seconds to wait before. None:
+        there is nothing leaner, and waiting is of no use."""
+        self._patience.failed()
+        leaner = plan.leaner()
+        if leaner is None:
+            seconds = self._waits.seconds()
+            return None if seconds is None else (plan, seconds)
+        self._above.append(_Rung(plan, leaner.choice.evaluation_batch))
+        self._waits.worked = self._below is not None and self._below.choice == leaner.choice
+        self._below = None
+        return leaner, 0.0
+
+    def up(self, plan: Plan) -> tuple[Plan, int] | None:
+        """Between two steps under `plan`: the plan to try again, and after how many steps, or None."""
+        waited = self._patience.waited
+        if not self._above or waited is None:
+            return None
+        rung = self._above.pop()
+        self._patience.begin()
+        self._below = plan
+        choice, size = rung.plan.choice, plan.choice.evaluation_batch
+        if size != rung.evaluation_after:  # an evaluation has had its own reasons since
+            choice = choice.model_copy(update={"evaluation_batch": size})
+        return plan.model_copy(update={"choice": choice, "ladder": rung.plan.ladder}), waited
+
+
+@final
+class BatchLadder:
+    """The same for the batch of evaluations, which is halved."""
+
+    def __init__(self) -> None:
+        self._above: list[int] = []
+        self._patience = Patience(EVALUATIONS)
+        self._waits = _Waits()
+
+    def evaluated(self) -> None:
+        """An evaluation was done with the present batch."""
+        self._patience.succeeded()
+        self._waits.succeeded()
+
+    def down(self, size: int) -> tuple[int, float] | None:
+        """See `Ladder`."""
+        self._patience.failed()
+        if size == 1:
+            seconds = self._waits.seconds()
+            return None if seconds is None else (size, seconds)
+        self._above.append(size)
+        self._waits.worked = False
+        return size // 2, 0.0
+
+    def up(self, size: int) -> tuple[int, int] | None:
+        """See `Ladder`."""
+        waited = self._patience.waited
+        self._above = [above for above in self._above if above > size]
+        if not self._above or waited is None:
+            return None
+        self._patience.begin()
+        return self._above.pop(), waited

@@ -1,0 +1,267 @@
+"""The memory budget held for real, and what training really used.
+
+On CUDA the caching allocator refuses beyond a fraction of the device. On Linux the kernel refuses: the
+soft `RLIMIT_DATA` counts private writable mappings, so an allocation over the budget fails at once, as
+it would on a device, instead of waking the killer of processes. glibc then must give freed memory
+back rather than keep it, or the limit would count what is no longer used; that costs page faults, so
+it is asked for only under a budget.
+
+What is counted on CPU is what training adds to the process as it was at `enter`. First uses that stay
+(thread pools, the parts of torch that load late) are therefore made before.
+
+One thing must not meet the limit: the generator of oneDNN's kernels, which does not survive being
+refused memory (see `anybatch.oom`; some kernels then jump to address zero). Kernels are generated when
+a shape is computed with for the first time. So the first pass of each shape runs with the limit
+lifted, and is measured instead: if it went over the budget it counts as out of memory all the same.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from anybatch.data import map_leaves
+from anybatch.engine.meter import CpuMeter, CudaMeter, Meter
+from anybatch.engine.process import generated_code_bytes, give_freed_memory_back, status, trim
+from anybatch.plans import Plan
+from anybatch.units import format_bytes
+
+if sys.platform != "win32":
+    import resource
+
+
+class Limit(ABC):
+    """Holds a budget between `enter` and `leave`.
+
+    Attributes:
+        is_ours: the operating system's limit on this process is this one, and can be lifted.
+    """
+
+    is_ours: bool = False
+
+    @abstractmethod
+    def enter(self) -> Meter:
+        """Take the baseline, begin to hold the budget, and return the meter of what is used."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Hold it no longer."""
+
+    def first_pass(self, kind: object, batch: Any) -> AbstractContextManager[None]:
+        """Around a pass of a `kind` over `batch`, which may be the first over its shapes.
+
+        Raises `MemoryError` at the end if the pass went over the budget.
+        """
+        return nullcontext()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """What is taken inside, and stays, does not count."""
+        yield
+
+    def waived(self) -> AbstractContextManager[None]:
+        """Around what must not be refused memory, though what it takes and keeps does count."""
+        return nullcontext()
+
+
+class Unlimited(Limit):
+    """No budget is held; only measured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def enter(self) -> Meter:
+        """See `Limit`."""
+        return CudaMeter(self._device) if self._device.type == "cuda" else CpuMeter()
+
+    def leave(self) -> None:
+        """See `Limit`."""
+
+
+class CudaLimit(Limit):
+    """Held by torch's caching allocator, as a fraction of the device."""
+
+    def __init__(self, device: torch.device, budget_bytes: int) -> None:
+        self._device = device
+        self._budget = budget_bytes
+
+    def enter(self) -> Meter:
+        """See `Limit`."""
+        meter = CudaMeter(self._device)
+        _, total = torch.cuda.mem_get_info(self._device)
+        fraction = (self._budget - meter.beside_bytes) / total
+        torch.cuda.set_per_process_memory_fraction(min(max(fraction, 0.0), 1.0), self._device)
+        return meter
+
+    def leave(self) -> None:
+        """See `Limit`."""
+        torch.cuda.set_per_process_memory_fraction(1.0, self._device)
+
+
+class ProcessLimit(Limit):
+    """Held by the kernel for this process (Linux).
+
+    Args:
+        budget_bytes: what training may add.
+        counted_bytes: part of the budget that is in the process already, such as the parameters of a
+            model that was built before.
+    """
+
+    is_ours: bool = True
+
+    def __init__(self, budget_bytes: int, counted_bytes: int = 0) -> None:
+        self._budget = budget_bytes
+        self._counted = counted_bytes
+        self._before: tuple[int, int] | None = None
+        self._soft = 0
+        self._spare = 0
+        self._seen: set[Hashable] = set()
+
+    def enter(self) -> Meter:
+        """See `Limit`."""
+        warm_up()
+        give_freed_memory_back()
+        gc.collect()
+        held = status("VmRSS")
+        trim()
+        # Room that the heap had before is no part of what training adds.
+        self._spare = max(0, held - status("VmRSS"))
+        self._meter = CpuMeter(self._counted)
+        self._before = resource.getrlimit(resource.RLIMIT_DATA)
+        self._set(status("VmData") + self._budget - self._counted)
+        return self._meter
+
+    def leave(self) -> None:
+        """See `Limit`."""
+        if self._before is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, self._before)
+            self._before = None
+
+    def first_pass(self, kind: object, batch: Any) -> AbstractContextManager[None]:
+        """See `Limit`."""
+        shape = kind, shapes_of(batch)
+        return nullcontext() if shape in self._seen else self._measured(shape)
+
+    @contextmanager
+    def _measured(self, shape: Hashable) -> Iterator[None]:
+        self._meter.begin_lap()
+        code = generated_code_bytes()
+        self._let_go()
+        try:
+            yield
+        finally:
+            # Each kernel reserves 256 KiB of addresses and fills a few KiB of them.
+            self._set(self._soft + generated_code_bytes() - code)
+        used = self._meter.lap_bytes()
+        if used > self._budget + self._spare:
+            self._meter.drop_lap()
+            raise MemoryError(
+                f"a first pass was measured to use {format_bytes(used)}, more than the budget of"
+                f" {format_bytes(self._budget)}"
+            )
+        self._seen.add(shape)
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """See `Limit`."""
+        before = status("VmData")
+        self._let_go()
+        try:
+            yield
+        finally:
+            self._set(self._soft + max(0, status("VmData") - before))
+
+    @contextmanager
+    def waived(self) -> Iterator[None]:
+        """See `Limit`."""
+        self._let_go()
+        try:
+            yield
+        finally:
+            self._apply(self._soft)
+
+    def _let_go(self) -> None:
+        """Lift the limit to what the machine has: going on there would wake the killer of processes."""
+        if self._before is not None:
+            self._apply(status("VmData") + int(psutil.virtual_memory().available * 0.9))
+
+    def _set(self, soft: int) -> None:
+        self._soft = soft
+        self._apply(soft)
+
+    def _apply(self, soft: int) -> None:
+        if self._before is not None:
+            hard = self._before[1]
+            soft = soft if hard < 0 else min(soft, hard)
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def make_limit(plan: Plan, device: torch.device, counted: Iterable[object] = ()) -> Limit:
+    """What holds the budget of `plan` on `device`.
+
+    Args:
+        plan: its budget, and whether it is to be enforced.
+        device: of this rank.
+        counted: modules and optimizers that were built before: what they hold is in the process
+            already, and in the budget. Anything else in it is passed over.
+    """
+    if not plan.enforced or plan.budget_bytes is None:
+        return Unlimited(device)
+    if device.type == "cuda":
+        return CudaLimit(device, plan.budget_bytes)
+    tensors = [tensor for owner in counted for tensor in _tensors_of(owner)]
+    there = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return ProcessLimit(plan.budget_bytes, sum(there.values()))
+
+
+def _tensors_of(owner: object) -> list[Tensor]:
+    if isinstance(owner, nn.Module):
+        return [*owner.parameters(), *owner.buffers()]
+    if isinstance(owner, Optimizer):
+        values = [value for state in owner.state.values() for value in state.values()]
+        return [value for value in values if isinstance(value, Tensor)]
+    return []
+
+
+def shapes_of(batch: Any) -> tuple[Any, ...]:
+    """The shapes and dtypes of the tensors in `batch`: what kernels are generated for."""
+    shapes: list[Any] = []
+
+    def look(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            shapes.append((tuple(leaf.shape), leaf.dtype))
+        return leaf
+
+    map_leaves(batch, look)
+    return tuple(shapes)
+
+
+def warm_up() -> None:
+    """Make the first uses that stay with the process: the thread pool, and what the first convolution,
+    norm, attention, backward and optimizer load (together tens of MiB), so that they are not taken for
+    training's."""
+    with torch.random.fork_rng(devices=[]):
+        images, tokens = torch.randn(64, 1, 8, 8), torch.randint(8, (8, 16))
+        convolutions = nn.Sequential(
+            nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+        )
+        attention = nn.Sequential(
+            nn.Embedding(8, 16),
+            nn.TransformerEncoderLayer(16, 2, 32, 0.1, "gelu", batch_first=True),
+        )
+        layers = nn.ModuleList([convolutions, attention, nn.Linear(72, 16)])
+        optimizer = torch.optim.AdamW(layers.parameters())
+        with torch.enable_grad():
+            logits = torch.cat([layers[2](convolutions(images)), attention(tokens).flatten(0, 1)])
+            loss = nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
+            (loss + (torch.randn(256, 256) @ torch.randn(256, 256)).sum()).backward()
+        optimizer.step()

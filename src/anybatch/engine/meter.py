@@ -1,0 +1,119 @@
+"""Meters: bytes that training uses on a device, above a baseline."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+
+import psutil
+import torch
+
+from anybatch.engine.process import free_in_heap, reset_peak, status
+
+
+class Meter(ABC):
+    """Bytes on one device, above a baseline taken when the meter was made."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Most bytes in use at any time since the baseline."""
+
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Bytes in use now."""
+
+    @abstractmethod
+    def fragmented_bytes(self) -> int | None:
+        """Bytes that the allocator holds in pieces that nobody uses; None where it does not tell."""
+
+
+class CpuMeter(Meter):
+    """Resident memory of this process as the kernel counts it. The kernel's own peak is used where it
+    can be reset (Linux), so nothing between two looks is missed.
+
+    Args:
+        counted_bytes: what was in the process before and counts all the same.
+    """
+
+    def __init__(self, counted_bytes: int = 0) -> None:
+        self._process = psutil.Process()
+        self._exact = reset_peak()
+        self._files = status("RssFile") if self._exact else 0
+        self._baseline = self._process.memory_info().rss - counted_bytes
+        self._highest = 0
+
+    def peak_bytes(self) -> int:
+        """See `Meter`. Without the kernel's peak: the largest value seen at a call."""
+        self._highest = max(self._highest, self.lap_bytes())
+        return self._highest
+
+    def used_bytes(self) -> int:
+        """See `Meter`."""
+        return max(0, self._process.memory_info().rss - self._baseline - self._code_bytes())
+
+    def fragmented_bytes(self) -> int | None:
+        """See `Meter`: what the heap holds free."""
+        return free_in_heap()
+
+    def begin_lap(self) -> None:
+        """Measure the peak from here on; the one before is remembered."""
+        self.peak_bytes()
+        reset_peak()
+
+    def drop_lap(self) -> None:
+        """Forget the lap: what it was measured for was undone."""
+        reset_peak()
+
+    def lap_bytes(self) -> int:
+        """Most bytes in use since the lap began."""
+        now = status("VmHWM") if self._exact else self._process.memory_info().rss
+        return max(0, now - self._baseline - self._code_bytes())
+
+    def _code_bytes(self) -> int:
+        """Pages of program files that were touched since: the kernel may drop them at any time, so
+        they are not memory that training holds."""
+        return status("RssFile") - self._files if self._exact else 0
+
+
+class CudaMeter(Meter):
+    """What torch's allocator has reserved on a device, and what the process holds beside it (the
+    context, the kernels, libraries)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.empty(1, device=device)  # creates the context, which counts
+        held = _process_bytes_on(device) - torch.cuda.memory_reserved(device)
+        self.beside_bytes: int = max(0, held)
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def peak_bytes(self) -> int:
+        """See `Meter`."""
+        return self.beside_bytes + torch.cuda.max_memory_reserved(self._device)
+
+    def used_bytes(self) -> int:
+        """See `Meter`."""
+        return self.beside_bytes + torch.cuda.memory_reserved(self._device)
+
+    def fragmented_bytes(self) -> int | None:
+        """See `Meter`: what is reserved and not allocated."""
+        held = torch.cuda.memory_reserved(self._device)
+        return max(0, held - torch.cuda.memory_allocated(self._device))
+
+
+def _process_bytes_on(device: torch.device) -> int:
+    """Bytes that this process holds on a CUDA device, by the driver's books."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        )
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid == os.getpid() and process.usedGpuMemory:
+                return int(process.usedGpuMemory)
+    except pynvml.NVMLError:
+        pass
+    # In a container the driver may not know our number: then what is missing is taken as ours.
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

@@ -1,0 +1,163 @@
+"""This process in the books of its kernel and of its C library.
+
+Linux counts what a process has mapped and what is resident, and can begin a new peak on request; glibc
+can be told when to give memory back. Elsewhere these say so, or do nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from typing import Any, ClassVar
+
+from anybatch.machine import MMAP_THRESHOLD
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
+_MMAP_MAX = 1 << 16  # glibc's own
+_END, _LONGEST_END = 1 << 17, 1 << 26
+
+
+def has_glibc() -> bool:
+    """Whether the C library is glibc, whose heap can be told what to do."""
+    return sys.platform == "linux" and hasattr(_glibc(), "mallopt")
+
+
+@functools.cache
+def _glibc() -> Any:
+    library: Any = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    return library
+
+
+def give_freed_memory_back() -> None:
+    """Make glibc give freed memory back to the kernel instead of keeping it; elsewhere nothing."""
+    mallopt: Any = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+        mallopt(_M_TRIM_THRESHOLD, MMAP_THRESHOLD)
+        mallopt(_M_ARENA_MAX, 1)  # a thread with a heap of its own would keep what it frees
+
+
+def use_one_heap() -> None:
+    """Let all threads that start from now on have one heap in common (glibc), so that memory set aside
+    in it is there for any of them. To be called before libraries start theirs."""
+    if has_glibc():
+        _glibc().mallopt(_M_ARENA_MAX, 1)
+
+
+class HeapBlock:
+    """A block of glibc's heap. Once it is open, its memory is for others of this process, and stays in
+    the heap until it is closed: only what is free at the end of a heap goes back to the kernel, so a
+    small block behind this one holds it.
+
+        heap    | in use | block, free | end |
+    """
+
+    def __init__(self, address: int, end: int) -> None:
+        self._address: int | None = address
+        self._end = end
+
+    @classmethod
+    def of(cls, size: int) -> HeapBlock | None:
+        """A block of `size` bytes; None if it is refused."""
+        library = _glibc()
+        library.mallopt(
+            _M_MMAP_MAX, 0
+        )  # not a mapping of its own, which would go back to the kernel
+        try:
+            address = library.malloc(ctypes.c_size_t(size))
+            if address is None:
+                return None
+            end, length = 0, _END
+            while length <= _LONGEST_END:
+                found = library.malloc(ctypes.c_size_t(length))
+                if found is None:
+                    break
+                if 0 <= found - (address + size) < _END:
+                    end = found
+                    break
+                _free(found)  # a hole elsewhere in the heap, where something longer does not fit
+                length *= 2
+            return cls(address, end)
+        finally:
+            library.mallopt(_M_MMAP_MAX, _MMAP_MAX)
+
+    def open(self) -> None:
+        """Free it. The heap keeps it."""
+        if self._address is not None:
+            _free(self._address)
+            self._address = None
+
+    def close(self) -> None:
+        """Let it go back to the kernel."""
+        self.open()
+        if self._end:
+            _free(self._end)
+            self._end = 0
+
+
+def _free(address: int) -> None:
+    _glibc().free(ctypes.c_void_p(address))
+
+
+def free_in_heap() -> int | None:
+    """Bytes that the heap holds and nobody uses; None where it does not tell (glibc before 2.33, other
+    C libraries)."""
+    ask: Any = getattr(_glibc(), "mallinfo2", None) if has_glibc() else None
+    if ask is None:
+        return None
+    ask.restype = _MallInfo
+    return int(ask().fordblks)
+
+
+class _MallInfo(ctypes.Structure):
+    """`struct mallinfo2` of <malloc.h>."""
+
+    _fields_: ClassVar[Any] = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def trim() -> None:
+    """Give back what the heap keeps free at its top (glibc)."""
+    trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def status(field: str) -> int:
+    """A field of this process's status, in bytes (Linux)."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        for line in file:
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) << 10
+    raise KeyError(field)
+
+
+def generated_code_bytes() -> int:
+    """Addresses that are writable and executable: those of generated kernels (Linux)."""
+    total = 0
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            span, permissions, *_ = line.split(maxsplit=2)
+            if permissions.startswith("rwx"):
+                start, stop = span.split("-")
+                total += int(stop, 16) - int(start, 16)
+    return total
+
+
+def reset_peak() -> bool:
+    """Begin a new peak of resident memory. False where the kernel cannot."""
+    if sys.platform != "linux":
+        return False
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")
+    except OSError:
+        return False
+    return True

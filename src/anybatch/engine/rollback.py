@@ -1,0 +1,63 @@
+"""Module buffers as they were before a step: the one thing that staging writes to and outlives it.
+
+Forward writes BatchNorm's running statistics and whatever else a module keeps in buffers. They are
+copied before each step and put back when the step is redone. All of them, every time: some kernels
+write a buffer without changing its version, so there is no safe way to know which ones changed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class SavedBuffers:
+    """The buffers of `model`, saved and put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [(module, name) for module in model.modules() for name in module._buffers]
+        self._index = {place: i for i, place in enumerate(self._places)}
+        self._saved: list[tuple[Tensor, Tensor] | None] = []  # empty: nothing to put back
+
+    def save(self) -> None:
+        """Remember what the buffers hold now."""
+        if self._places:
+            self._save()
+
+    def held(self, module: nn.Module, name: str) -> Tensor | None:
+        """What buffer `name` of `module` held at `save`. To be read only."""
+        saved = self._saved[self._index[module, name]]
+        return None if saved is None else saved[1]
+
+    @torch.no_grad()
+    def _save(self) -> None:
+        known = self._saved or [None] * len(self._places)
+        self._saved = []  # what was saved before is not to be put back if memory runs out here
+        now: list[tuple[Tensor, Tensor] | None] = []
+        sources: list[Tensor] = []
+        copies: list[Tensor] = []
+        for (module, name), saved in zip(self._places, known, strict=True):
+            buffer = module._buffers[name]
+            if buffer is None:
+                now.append(None)
+            elif saved is not None and saved[0] is buffer and saved[1].shape == buffer.shape:
+                sources.append(buffer)
+                copies.append(saved[1])
+                now.append(saved)
+            else:
+                now.append((buffer, buffer.detach().clone()))
+        if sources:
+            torch._foreach_copy_(copies, sources)
+        self._saved = now
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make the buffers hold what they held at `save`, also where a module replaced one."""
+        for (module, name), saved in zip(self._places, self._saved, strict=False):
+            if saved is None:
+                module._buffers[name] = None
+            else:
+                buffer, copy = saved
+                # Through .data: a graph that is about to be dropped may have saved this version.
+                buffer.data.copy_(copy)
+                module._buffers[name] = buffer

@@ -1,0 +1,184 @@
+"""Sums over the micro-batches of a step, kept on the device until the step ends.
+
+Reading a number from a GPU waits for all that was queued before it, so losses, weights and metrics are
+only gathered here, and read together, once, when the ranks agree. On the CPU there is nothing to wait
+for: numbers are read and added up as they come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.errors import LossError
+from anybatch.parallel import Agreed, Group
+from anybatch.task import Loss
+
+_CHUNK = 256
+
+
+class Totals:
+    """Sums of one rank over one step, or over one evaluation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._losses = _Series(device)
+        self._weights = _Series(device)
+        self._metrics: dict[str, tuple[_Series, _Series]] | None = None
+
+    def add(self, loss: Loss, extra: Mapping[str, Any] | None = None) -> None:
+        """Take in one micro-batch. `extra` holds further metrics: name to (sum, weight)."""
+        self._losses.add(loss.sum)
+        self._weights.add(loss.weight)
+        for metrics in (loss.metrics, extra):
+            if metrics is not None and not isinstance(metrics, Mapping):
+                raise LossError(
+                    f"the metrics are a value of type {type(metrics).__name__}: return a dict from"
+                    " their names to sums, or to pairs (sum, weight)."
+                )
+        if loss.metrics or extra or self._metrics:
+            pairs = {n: _pair(n, v, loss.weight) for n, v in loss.metrics.items()}
+            pairs.update((n, _pair(n, v, loss.weight)) for n, v in (extra or {}).items())
+            self._add_metrics(pairs)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the metrics, in the order of `tensor`."""
+        return tuple(self._metrics or ())
+
+    def tensor(self) -> Tensor:
+        """float64 `[3 + 2 * num_metrics]`: loss sum, weight, number of negative weights, and the sum
+        and weight of each metric."""
+        pairs = [series for pair in (self._metrics or {}).values() for series in pair]
+        negative = self._weights.num_negative()
+        sums = [self._losses.total(), self._weights.total(), negative, *(s.total() for s in pairs)]
+        if not any(isinstance(one, Tensor) for one in sums):
+            return torch.tensor(sums, dtype=torch.float64, device=self._device)
+        return torch.stack(
+            [torch.as_tensor(one, dtype=torch.float64, device=self._device) for one in sums]
+        )
+
+    def not_finite(self) -> list[int]:
+        """Numbers of the micro-batches whose loss or weight is not finite. Waits for the device."""
+        return sorted({*self._losses.not_finite(), *self._weights.not_finite()})
+
+    def _add_metrics(self, pairs: dict[str, tuple[Any, Any]]) -> None:
+        if self._metrics is None:
+            self._metrics = {n: (_Series(self._device), _Series(self._device)) for n in pairs}
+        if self._metrics.keys() != pairs.keys():
+            raise LossError(
+                f"the metrics {sorted(pairs)} of this micro-batch are not the metrics"
+                f" {sorted(self._metrics)} of the one before: return the same names each time."
+            )
+        for name, (value, weight) in pairs.items():
+            self._metrics[name][0].add(value)
+            self._metrics[name][1].add(weight)
+
+
+class Names:
+    """The names of the metrics on all ranks: one that had no samples has not heard of them."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._known: tuple[str, ...] | None = None
+
+    def common(self, own: tuple[str, ...], agreed: Agreed) -> tuple[str, ...]:
+        """The names that go with `agreed.totals`. Ranks speak to each other once, when a rank lacks
+        names for the first time: all of them see the same lengths, so all of them know when."""
+        longest = max(agreed.lengths)
+        if min(agreed.lengths) == longest:
+            return own
+        if self._known is None or len(self._known) * 2 + 3 != longest:
+            self._known = max(self._group.exchange(own), key=len)
+        return self._known
+
+
+class Means:
+    """The totals of all ranks, read: what `Totals.tensor` holds after the ranks agreed."""
+
+    def __init__(self, values: list[float], names: tuple[str, ...]) -> None:
+        self.loss_sum: float = values[0]
+        self.weight: float = values[1]
+        self.num_negative: float = values[2]
+        self._pairs = {n: (values[3 + 2 * i], values[4 + 2 * i]) for i, n in enumerate(names)}
+
+    @property
+    def loss(self) -> float:
+        """Mean loss; NaN if nothing was weighed."""
+        return self.loss_sum / self.weight if self.weight else float("nan")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Mean of each metric."""
+        return {n: s / w if w else float("nan") for n, (s, w) in self._pairs.items()}
+
+
+class _Series:
+    """Numbers, one per micro-batch: those on the host are added up at once, those on a device later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._plain = 0.0
+        self._plain_count = 0
+        self._plain_negative = 0
+        self._plain_not_finite: list[int] = []  # numbers
+        self._tensors: list[Tensor] = []
+        self._chunks: list[Tensor] = []
+
+    def add(self, value: Tensor | float) -> None:
+        if isinstance(value, Tensor):
+            if value.device.type != "cpu":
+                self._gather(value.detach())
+                return
+            value = value.item()
+        if not math.isfinite(value):
+            self._plain_not_finite.append(self._plain_count)
+        self._plain += value
+        self._plain_count += 1
+        self._plain_negative += value < 0
+
+    def total(self) -> Tensor | float:
+        total: Tensor | float = self._plain
+        for part in self._parts():
+            total = total + part.sum(dtype=torch.float64)
+        return total
+
+    def num_negative(self) -> Tensor | float:
+        count: Tensor | float = self._plain_negative
+        for part in self._parts():
+            count = count + (part < 0).sum(dtype=torch.float64)
+        return count
+
+    def not_finite(self) -> list[int]:
+        parts = self._parts()
+        if not parts:
+            return self._plain_not_finite
+        return torch.cat(parts).isfinite().logical_not().nonzero().flatten().tolist()
+
+    def _gather(self, value: Tensor) -> None:
+        self._tensors.append(value)
+        if len(self._tensors) == _CHUNK:
+            # A scalar tensor weighs some hundred bytes: a long step would hold many of them.
+            self._chunks.append(self._joined())
+            self._tensors.clear()
+
+    def _parts(self) -> list[Tensor]:
+        return [*self._chunks, self._joined()] if self._tensors else self._chunks
+
+    def _joined(self) -> Tensor:
+        return torch.stack([t.to(self._device).reshape(()) for t in self._tensors])
+
+
+def _pair(name: str, value: Any, weight: Any) -> tuple[Any, Any]:
+    if isinstance(value, tuple) and len(value) == 2:
+        return value
+    if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
+        return value, weight
+    raise LossError(
+        f"the metric {name!r} is of type {type(value).__name__}: give a sum (a number or a scalar"
+        " tensor), or a pair (sum, weight)."
+    )

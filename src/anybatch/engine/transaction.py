@@ -1,0 +1,575 @@
+"""The global step as a transaction: it commits whole or leaves no trace.
+
+    stage    micro-batch by micro-batch: forward, backward; gradients, losses, weights are sums
+    agree    all ranks learn whether all succeeded, and the totals
+    commit   divide by the total weight, unscale, clip, update
+
+Whatever fails before commit, on whichever rank, recovery is the same move on all of them: drop what is
+staged, put back what forward wrote, take a leaner plan (or a smaller loss scale), and run the step
+again. Where bad samples are to be skipped they are taken out of the step in the same way: what is left
+is a step of fewer samples. Commit itself does not fail for want of memory: what it needs at its peak is
+taken, and released, before the ranks agree, and is not given back to anybody else.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from anybatch.compute import Replica
+from anybatch.compute.lm_loss import wrong_target
+from anybatch.data import Bad, BadSamples, Place, told_samples
+from anybatch.engine.bench import Bench
+from anybatch.engine.ladder import Ladder
+from anybatch.engine.limit import Limit
+from anybatch.engine.meter import Meter
+from anybatch.engine.randomness import Randomness
+from anybatch.engine.rollback import SavedBuffers
+from anybatch.engine.room import Crossing, Room
+from anybatch.engine.skips import Skips
+from anybatch.engine.totals import Means, Names, Totals
+from anybatch.engine.watch import Watch
+from anybatch.errors import LossError, NoPlanFits, PeerLost, RankLost
+from anybatch.events import Overflowed, Replanned, Sink
+from anybatch.oom import MemoryFailure, as_memory_failure, is_limited
+from anybatch.parallel import Agreed, Group, PassAbandoned, Wish
+from anybatch.parallel.told import Told, first_error, memory_events
+from anybatch.plans import Choice, Plan
+from anybatch.units import format_bytes
+
+LEAST_LOSS_SCALE = 2.0**-14
+"""Below this scale, which is that of float16's smallest normal number, gradients that still overflow
+do so of themselves, not because they were scaled up."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward pass.
+
+    Attributes:
+        batch: on the device; None for a pass in which only other ranks have samples.
+        num_samples: in it.
+        ghosts: its cut into ghost batches.
+        last: whether it is this rank's last one of the step.
+    """
+
+    batch: Any
+    num_samples: int
+    ghosts: Sequence[int] = ()
+    last: bool = False
+
+
+class Source(Protocol):
+    """The samples of one global step, given as often as the step is tried."""
+
+    def micro_batches(self, choice: Choice) -> Iterator[MicroBatch]:
+        """The micro-batches of this rank under `choice`, in order, from the first."""
+        ...
+
+    def describe(self, number: int) -> str:
+        """The samples of micro-batch `number` of the last attempt, in words."""
+        ...
+
+    def places(self, number: int) -> Sequence[Place]:
+        """The samples of micro-batch `number` of the last attempt; none, if they have no names."""
+        ...
+
+    def alone(self, place: Place) -> Any:
+        """That sample as a batch of its own, on the device."""
+        ...
+
+    def leave_out(self, bad: Sequence[Bad]) -> int:
+        """From the next attempt on the step is without these samples. How many are left, on all ranks
+        together."""
+        ...
+
+
+Blame = Callable[[Sequence[int], Source], Sequence[Bad]]
+"""From micro-batches of this rank, by number, to those of their samples that make the loss not finite.
+Called by all ranks at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A step that was done. See `events.StepDone` for the fields."""
+
+    loss: float
+    weight: float
+    metrics: dict[str, float]
+    grad_norm: float
+    rank_seconds: tuple[float, ...] = ()
+    wished: Wish = Wish.NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A step that was left out whole: there is nothing in it to learn from. Nothing has changed."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """An attempt that left no trace.
+
+    Attributes:
+        told: what each rank has to tell, if one failed.
+        bad: samples to do the step without, each with the rank that found it.
+    """
+
+    told: Sequence[Told] = ()
+    bad: Sequence[tuple[int, Bad]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Suspicion:
+    """What a rank knows of a loss that is not finite: the micro-batch, in words, and the samples that
+    are to blame. The default is that of a rank with nothing to say."""
+
+    where: str = ""
+    bad: tuple[Bad, ...] = ()
+
+
+class Transactions:
+    """Runs global steps on one replica, one after the other.
+
+    Args:
+        replica: model and optimizer.
+        group: the ranks.
+        plan: followed until memory runs out, then replaced by a leaner one, until the one before is
+            tried again; see `plan`, `grow`.
+        randomness: how random state follows the steps.
+        limit: the memory budget, entered.
+        meter: of the memory in use.
+        device: of the replica.
+        sink: gets the events of recovery.
+        clip_norm: see `Task`.
+        commit_bytes: most that the update allocates: (in the first step, in later ones).
+        blame: finds the samples that make a loss not finite; None: nobody looks.
+        skips: is told of bad samples and of steps that are left out; None: they are errors.
+
+    Attributes:
+        bench: where steps are computed.
+        crossing: around what ranks do together.
+        wish: what this rank wishes; all know with the next step's vote.
+        failed_together: whether the error that `run` raised last was met by all ranks at the same
+            place, so that they can still do something together.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        group: Group,
+        plan: Plan,
+        *,
+        randomness: Randomness,
+        limit: Limit,
+        meter: Meter,
+        device: torch.device,
+        sink: Sink,
+        clip_norm: float | None = None,
+        commit_bytes: tuple[int, int] = (0, 0),
+        blame: Blame | None = None,
+        skips: Skips | None = None,
+    ) -> None:
+        self.plan: Plan = plan
+        self._replica = replica
+        self._group = group
+        self._randomness = randomness
+        self._limit = limit
+        self._meter = meter
+        self._device = device
+        self._sink = sink
+        self._clip_norm = clip_norm
+        self._commit_bytes = commit_bytes
+        self._blame = blame
+        self._skips = skips
+        self._buffers = SavedBuffers(replica.model)
+        self._room = Room(device)
+        self.crossing: Crossing = Crossing(group, limit, device)
+        self._ladder = Ladder()
+        self.bench: Bench = Bench()
+        self._names = Names(group)
+        self._watch = Watch(device)
+        self.wish: Wish = Wish.NOTHING
+        self.failed_together: bool = False
+        self._step = 0
+        self._counted = array("q")  # numbers of the micro-batches that are in the totals
+
+    def run(
+        self, step: int, source: Source, before_update: Callable[[], None]
+    ) -> Committed | PassedOver:
+        """Do global step `step`, however many attempts it takes. Only where bad samples are skipped it
+        may be left out.
+
+        Args:
+            step: its number, from 0.
+            source: its samples.
+            before_update: called right before the update (to set the learning rate).
+
+        Raises:
+            NoPlanFits: memory ran out under the leanest plan.
+            LossError: the loss, its weight or the gradient is not one to learn from.
+            DataError: a sample is bad, or more are than may be skipped.
+            PeerFailed: another rank raised an error that no plan mends.
+            PeerLost: another rank is gone.
+
+        Whatever is raised, parameters, optimizer and buffers are those of the step before.
+        """
+        self._step = step
+        self.failed_together = False
+        self._randomness.begin(step)
+        while True:
+            result = self.bench.run(lambda: self._attempt(source, before_update))
+            if isinstance(result, Committed):
+                self._ladder.committed()
+                return result
+            if isinstance(result, PassedOver):
+                return result
+            if any(told.failure for told in result.told):
+                self._make_room(result.told)
+            if result.bad and not self._leave_out(result.bad, source):
+                return PassedOver("each of its samples is bad")
+            self._randomness.redo(step)
+
+    def grow(self) -> bool:
+        """Between two steps: take the plan again that ran out of memory, if it is time to. All ranks
+        do, or none. Whether the plan has changed."""
+        before = self.plan
+        found = self._ladder.up(before)
+        if found is None:
+            return False
+        plan, num_steps = found
+        self._change(plan, self._step + 1, f"tried again after {num_steps} steps")
+        return True
+
+    def settle(self) -> None:
+        """Bring the weights to where all ranks have the same ones and no gradient is under way.
+
+        Raises `LossError` if the last gradient is not finite, `PeerLost` if a rank is gone.
+        """
+        with self.crossing.open():
+            weight = self._group.settle(self._replica)
+        if not weight:
+            return
+        norm = float(self._replica.finish(weight, self._clip_norm))
+        if not math.isfinite(norm):
+            self._replica.drop()
+            raise LossError(
+                f"the last gradient under way, of step {self._step}, has the norm {norm}: a learning"
+                " rate that is too large, or a division by zero in backward, are the usual causes."
+            )
+        self._replica.apply()
+
+    def close(self) -> None:
+        """No further step will be run."""
+        self.crossing.close()
+        self.bench.close()
+
+    def _attempt(
+        self, source: Source, before_update: Callable[[], None]
+    ) -> Committed | PassedOver | _Again:
+        """One try: the committed step, or nothing changed and what is to be done about it."""
+        totals = Totals(self._device)
+        told = Told()
+        mine: torch.Tensor | None = None
+        wrong: Exception | None = None
+        try:
+            self.crossing.reserve()
+            self._group.begin()
+            self._buffers.save()
+            self._stage(source, totals)
+            mine = totals.tensor()
+            self._replica.phase = "reduction"
+            self._group.staged(self._buffers.held)
+            self._reserve()
+        except PassAbandoned:  # another rank failed, and will say so in the vote
+            mine = None
+        except Exception as error:
+            told = Told.of(error, self._replica.phase, self._meter)
+            if self._skips is not None and isinstance(error, BadSamples):
+                told = replace(told, bad=error.bad)
+            wrong = None if told.can_be_mended else error
+        except BaseException:  # stopped by hand: nobody waits for a vote
+            self._put_back()
+            raise
+        # The error is gone here, and with its traceback the tensors that the failed pass held.
+        voted = False
+        if told.failed:
+            self._clear()
+        try:
+            with self.crossing.open():
+                try:
+                    self._group.gather(failed=told.failed)
+                    agreed = self._group.agree(
+                        None if told.failed else mine, self._watch.last_seconds, self.wish
+                    )
+                except Exception as error:
+                    if not self._is_common(error):
+                        raise
+                    agreed, told = None, Told.of(error, "reduction", self._meter)
+                voted = True
+                if agreed is None:
+                    self._put_back()
+                    everyone = self._group.exchange(told)
+                    first_error(wrong, everyone, self._step)
+                    return _Again(everyone, by_rank(told.bad for told in everyone))
+                names = self._names.common(totals.names, agreed)
+            means = Means(agreed.totals, names)
+            refused = self._refused(means, totals, source)
+            if refused is not None:
+                self._put_back()
+                return refused
+            with self._limit.waived(), self._room.opened():
+                return self._commit(means, before_update, agreed)
+        except BaseException as error:
+            self._put_back()
+            failure = as_memory_failure(error)
+            alone = self._group.diverges or isinstance(error, PeerLost) or failure is not None
+            self.failed_together = voted and isinstance(error, Exception) and not alone
+            if failure is None:
+                raise
+            raise RankLost(_too_late(self._step, voted, failure)) from error
+
+    def _is_common(self, error: Exception) -> bool:
+        """Whether all ranks have met `error`, a lack of memory, at the same place: then they can still
+        tell each other, and do the step again."""
+        together = self._group.size == 1 or self._group.in_one_process
+        return together and as_memory_failure(error) is not None
+
+    def _stage(self, source: Source, totals: Totals) -> None:
+        replica, group = self._replica, self._group
+        replica.drop()  # what the user's own backward passes left between two steps
+        replica.phase = "loading"
+        choice = self.plan.choice
+        self._counted = array("q")
+        with self._watch.running():
+            for number, micro in enumerate(source.micro_batches(choice)):
+                with (
+                    self._limit.first_pass(choice.recompute, micro.batch),
+                    group.last_pass() if micro.last else nullcontext(),
+                ):
+                    loss = replica.accumulate(micro.batch, micro.num_samples, micro.ghosts)
+                if micro.num_samples:
+                    totals.add(loss)
+                    self._counted.append(number)
+                elif micro.batch is not None:  # run for the others' sake, before all that count
+                    self._buffers.put_back()
+                del micro  # so that it is gone while the next one is loaded
+                group.between_passes()
+                replica.phase = "loading"
+
+    def _commit(
+        self, means: Means, before_update: Callable[[], None], agreed: Agreed
+    ) -> Committed | PassedOver | _Again:
+        replica = self._replica
+        norm = float(replica.finish(means.weight, self._clip_norm))
+        scale = replica.loss_scale
+        if scale is None and not math.isfinite(norm):
+            if self._skips is not None:
+                self._put_back()
+                return PassedOver(
+                    f"the gradient has the norm {norm}, though the loss is {means.loss:.6g}"
+                )
+            raise LossError(
+                f"the gradient of step {self._step} has the norm {norm}, though its loss is"
+                f" {means.loss:.6g}: a learning rate that is too large, or a division by zero in"
+                " backward, are the usual causes."
+            )
+        before_update()
+        if replica.apply():
+            self._group.committed(replica)
+            return Committed(
+                means.loss, means.weight, means.metrics, norm, agreed.notes, agreed.wished
+            )
+        assert scale is not None
+        self._put_back()
+        after = replica.loss_scale or 0.0
+        if after < LEAST_LOSS_SCALE:
+            raise LossError(
+                f"the gradient of step {self._step} is not finite at any loss scale (down to"
+                f" {after:.3g}), so float16 is not to blame: look for a division by zero in backward."
+            )
+        self._sink(
+            Overflowed(
+                time=time.time(),
+                step=self._step,
+                loss_scale_before=scale,
+                loss_scale_after=after,
+            )
+        )
+        return _Again()
+
+    def _refused(self, means: Means, totals: Totals, source: Source) -> PassedOver | _Again | None:
+        """What to do instead, if there is nothing to learn from the totals. Raises `LossError` where
+        that is not to be skipped."""
+        for what, value in (("loss", means.loss_sum), ("weight", means.weight)):
+            if not math.isfinite(value):
+                return self._not_finite(what, value, totals, source)
+        if means.weight == 0 and not means.num_negative and self._skips is not None:
+            return PassedOver("every sample that is left in it weighs nothing")
+        self._check(means)
+        return None
+
+    def _not_finite(
+        self, what: str, value: float, totals: Totals, source: Source
+    ) -> PassedOver | _Again:
+        # Samples are judged by the weights and buffers of the step before.
+        self._put_back()
+        with self.crossing.open():
+            everyone = self._group.exchange(self._suspicion(totals, source))
+        found = by_rank(one.bad for one in everyone)
+        if self._skips is not None:
+            why = f"the {what} is {value}, and none of its samples is to blame alone"
+            return _Again(bad=found) if found else PassedOver(why)
+        # The rank that names samples, or else the first that has a place to name.
+        worst = max(
+            range(len(everyone)), key=lambda r: (bool(everyone[r].bad), everyone[r].where > "")
+        )
+        names = [bad.place.name for bad in everyone[worst].bad]
+        where = f" in {everyone[worst].where}" if everyone[worst].where else ""
+        where += f" of rank {worst}" if where and len(everyone) > 1 else ""
+        where += f", and {told_samples(names)} to blame" if names else ""
+        raise LossError(
+            f"the {what} of step {self._step} is {value}{where}: look at these samples, or lower the"
+            " learning rate. Nothing of the step was kept."
+        )
+
+    def _suspicion(self, totals: Totals, source: Source) -> _Suspicion:
+        numbers = [self._counted[place] for place in totals.not_finite()]
+        wrong = wrong_target()  # before any sample is run again
+        bad = () if self._blame is None else tuple(self._blame(numbers, source))
+        if not numbers:
+            return _Suspicion(bad=bad)
+        where = f"micro-batch {numbers[0]} ({source.describe(numbers[0])})"
+        return _Suspicion(f"{where}: {wrong.rstrip('.')}" if wrong else where, bad)
+
+    def _leave_out(self, found: Sequence[tuple[int, Bad]], source: Source) -> int:
+        """Do the step without these samples. How many are left."""
+        assert self._skips is not None
+        self.failed_together = not self._group.diverges
+        self._skips.leave_out(self._step, found)
+        self.failed_together = False
+        return source.leave_out([bad for _, bad in found])
+
+    def _check(self, means: Means) -> None:
+        if means.num_negative:
+            raise LossError(
+                f"the loss function returned a negative weight in step {self._step}: weights are"
+                " counts or importances, so they cannot be below zero."
+            )
+        if means.weight == 0:
+            raise LossError(
+                f"the total weight of step {self._step} is zero, so there is no mean to learn from:"
+                " every sample of its global batch is ignored or weighs nothing."
+            )
+
+    def _reserve(self) -> None:
+        """Fail now, while failing is harmless, if the update would not have room."""
+        first, later = self._commit_bytes
+        need = later if self._replica.optimizer.state else first
+        self._replica.phase = "update"
+        if self._limit.is_ours:  # then it is waived while the update runs, and only has to be kept
+            torch.empty(need, dtype=torch.uint8, device=self._device)
+        elif need or is_limited():
+            about, generously = self._replica.update_bytes()
+            on_host = self._device.type == "cpu"
+            self._room.take(need or (about if on_host else 0), generously)
+
+    def _clear(self) -> None:
+        """After a failure: what it left in autograd's queue, so that there is room to tell of it."""
+        self.bench.clear()
+        self._room.give_back()
+
+    def _put_back(self) -> None:
+        self._clear()
+        self._replica.drop()
+        self._buffers.put_back()
+
+    def _make_room(self, everyone: Sequence[Told]) -> None:
+        """Go on under the next leaner plan, on all ranks alike."""
+        mine = everyone[self._group.rank].failure
+        if mine is not None:
+            self.bench.recover(mine, self._limit)
+        before = self.plan
+        found = self._ladder.down(before)
+        then = "" if found is None else found[0].choice.describe()
+        for event in memory_events(everyone, self._step, before.choice.micro_batch, before, then):
+            self._sink(event)
+        worst = next(told for told in everyone if told.failure)
+        assert worst.failure is not None
+        if found is None:
+            self.failed_together = not self._group.diverges
+            raise NoPlanFits(nothing_leaner(before, worst.phase, worst.failure))
+        leaner, seconds = found
+        if leaner is before:
+            time.sleep(seconds)
+        else:
+            self._change(leaner, self._step, f"memory ran out in {worst.phase}")
+
+    def _change(self, plan: Plan, step: int, reason: str) -> None:
+        before, self.plan = self.plan, plan
+        self._replica.switch(plan.choice.recompute)
+        self._sink(
+            Replanned(
+                time=time.time(),
+                step=step,
+                reason=reason,
+                before=before.choice.describe(),
+                after=plan.choice.describe(),
+                plan=plan.model_dump(mode="json"),
+            )
+        )
+
+
+def by_rank(lists: Iterable[Iterable[Bad]]) -> list[tuple[int, Bad]]:
+    """Every sample once, with the first rank that found it."""
+    found: dict[int, tuple[int, Bad]] = {}
+    for rank, several in enumerate(lists):
+        for bad in several:
+            found.setdefault(bad.place.position, (rank, bad))
+    return list(found.values())
+
+
+def to_reserve(plan: Plan) -> tuple[int, int]:
+    """What the update of `plan` allocates, where running out of memory is an error that can be met:
+    everywhere but on a CPU without a limit."""
+    can_fail = plan.enforced or plan.device != "cpu" or is_limited()
+    return plan.prediction.commit_bytes if plan.prediction and can_fail else (0, 0)
+
+
+def _too_late(step: int, voted: bool, failure: MemoryFailure) -> str:
+    """The sentence for a lack of memory where failing can no more be undone."""
+    where = "in the update of" if voted else "while ranks spoke to each other in"
+    return (
+        f"memory ran out {where} step {step}, where there is no way back ({failure.message}): the run"
+        " goes on from its last checkpoint when it is started again; a plan made by anybatch, or more"
+        " memory, keeps this from happening."
+    )
+
+
+def nothing_leaner(plan: Plan, phase: str, failure: MemoryFailure) -> str:
+    """The sentence for the end of the ladder."""
+    budget = "" if plan.budget_bytes is None else f" of {format_bytes(plan.budget_bytes)}"
+    asked = (
+        ""
+        if failure.requested_bytes is None
+        else f" ({format_bytes(failure.requested_bytes)} more were asked for)"
+    )
+    ghost = plan.task.ghost_batch
+    remedy = (
+        f"give it more memory, a smaller ghost batch than {ghost}, or lower precision"
+        if ghost and plan.choice.micro_batch <= ghost
+        else "give it more memory, or lower precision"
+    )
+    return (
+        f"the budget{budget} is too small even for the leanest plan ({plan.choice.describe()}):"
+        f" memory ran out in {phase}{asked}. To train this, {remedy}."
+    )

@@ -1,0 +1,97 @@
+"""Every failure that a user can meet, as one sentence: what happened, the values, what to do.
+
+A command ends with the `exit_status` of the error that stopped it; the Python interface raises the
+same class. Each class also derives from the built-in exception a caller would expect, so that
+`except ValueError` works for code that does not know anybatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class AnybatchError(Exception):
+    """Base of every error raised on purpose. `str(error)` is meant for people.
+
+    `mended_by_restart`: whether ranks that are started again may do better.
+    """
+
+    exit_status = 1
+    mended_by_restart: bool = False
+
+
+class InputError(AnybatchError, ValueError):
+    """Something the user wrote (an option, a file, a task, a plan) cannot be used as it stands."""
+
+    exit_status = 2
+
+
+class DataError(InputError):
+    """A sample, or a batch made of samples, cannot be used. The message names the sample."""
+
+
+class LossError(InputError):
+    """The loss function returned something that is not a loss, or a loss that is not finite."""
+
+
+class NoPlanFits(AnybatchError):
+    """Not even the leanest plan fits the memory budget.
+
+    `least_bytes` is the least budget, in bytes, under which some plan is predicted to fit, or None
+    where it is not known.
+    """
+
+    exit_status = 3
+
+    def __init__(self, message: str, least_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+
+class Stopped(AnybatchError):
+    """The run was asked to stop, and has: after a whole step, with everything saved, to be resumed."""
+
+    exit_status = 75
+
+
+class PeerFailed(AnybatchError):
+    """Another rank raised an error of its own; all ranks stopped at the same place.
+
+    `exit_status` is that of the other's error.
+    """
+
+    def __init__(self, message: str, exit_status: int = 1) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+
+
+class PeerLost(AnybatchError):
+    """Another rank does not answer: its process has ended, or hangs."""
+
+    mended_by_restart = True
+
+
+class RankLost(PeerLost):
+    """This rank itself has no place among the others any more: memory ran out in the middle of an
+    update, or while ranks spoke to each other."""
+
+
+class Stuck(AnybatchError):
+    """A rank makes no progress: what it runs hangs. The message has its stack."""
+
+    mended_by_restart = True
+
+
+class LaunchError(AnybatchError, RuntimeError):
+    """The ranks of a run could not be brought together, or one of them ended without a word. The
+    message names the address and the seconds waited, or the rank and how it ended."""
+
+    exit_status = 1
+
+
+def listed(names: Iterable[object]) -> str:
+    """The names, sorted and quoted, for the end of a sentence: `'a', 'b' or 'c'`."""
+    quoted = [repr(str(name)) for name in sorted(map(str, names))]
+    if len(quoted) < 2:
+        return "".join(quoted) or "nothing"
+    return f"{', '.join(quoted[:-1])} or {quoted[-1]}"

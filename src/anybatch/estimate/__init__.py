@@ -1,0 +1,17 @@
+"""Bytes and seconds of a task under a choice, found without running it."""
+
+from anybatch.estimate.calibration_history import remember as remember
+from anybatch.estimate.footprint import Footprint as Footprint
+from anybatch.estimate.footprint import Peak as Peak
+from anybatch.estimate.footprint import evaluation_peak as evaluation_peak
+from anybatch.estimate.footprint import footprint as footprint
+from anybatch.estimate.ledger import Holding as Holding
+from anybatch.estimate.ledger import LayerBytes as LayerBytes
+from anybatch.estimate.ledger import Ledger as Ledger
+from anybatch.estimate.ledger import Moment as Moment
+from anybatch.estimate.ledger import ledger as ledger
+from anybatch.estimate.subject import Subject as Subject
+from anybatch.estimate.subject import fake_copy as fake_copy
+from anybatch.estimate.subject import fake_optimizer as fake_optimizer
+from anybatch.estimate.subject import identify as identify
+from anybatch.estimate.subject import subject_of as subject_of

@@ -1,0 +1,358 @@
+"""Allocators: from the blocks that a trace saw to the bytes that a device or a process really takes.
+
+An allocator rounds, and keeps holes between blocks that it cannot give back. Replaying the trace's
+births and deaths through a model of it finds both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from dataclasses import dataclass, replace
+
+from anybatch.estimate.trace import Block, Timeline
+
+PAGE = 4096
+
+CUDA_BLOCK = 512
+CUDA_SMALL = 1 << 20
+CUDA_SMALL_SEGMENT = 2 << 20
+CUDA_LARGE = 10 << 20
+CUDA_MIDDLE_SEGMENT = 20 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What an allocator took.
+
+    Attributes:
+        peak_bytes, moment: the most, and when.
+        overhead_bytes: how much of it is rounding and holes.
+        curve: what was taken at each moment.
+        allocated_bytes: the most in blocks at any time, rounded but without holes (CUDA; on one stream
+            torch's "active" is the same).
+    """
+
+    peak_bytes: int
+    moment: int
+    overhead_bytes: int
+    curve: tuple[int, ...] = ()
+    allocated_bytes: int = 0
+
+
+class Allocator(ABC):
+    """A model of one allocator. `replay` may be called any number of times."""
+
+    @abstractmethod
+    def replay(self, timeline: Timeline) -> Taken:
+        """What the allocator takes while the timeline plays."""
+
+
+class GlibcHeap(Allocator):
+    """glibc's malloc with fixed thresholds, as torch's CPU allocator uses it under a budget.
+
+    Blocks from `mmap_threshold` on are mapped by themselves, in whole pages, and given back when
+    freed. Smaller ones live in a heap: best fit among the holes, neighbours merged, the top given back
+    beyond `trim_threshold`.
+    """
+
+    def __init__(self, mmap_threshold: int, trim_threshold: int) -> None:
+        self._mmap_threshold = mmap_threshold
+        self._trim_threshold = trim_threshold
+
+    def replay(self, timeline: Timeline) -> Taken:
+        """See `Allocator`."""
+        heap = _Heap(self._trim_threshold)
+        mapped = requested = 0
+        best = Taken(0, 0, 0)
+        curve: list[int] = []
+        for moment, births, deaths in _moments(timeline):
+            for block in births:
+                requested += block.num_bytes
+                if block.num_bytes >= self._mmap_threshold:
+                    mapped += _round_up(block.num_bytes + 64 + 16, PAGE)
+                elif block.num_bytes:
+                    heap.take(id(block), _round_up(block.num_bytes + 64 + 16, 16))
+            scratch = timeline.scratch.get(moment, 0)
+            taken = mapped + heap.top + scratch
+            curve.append(taken)
+            if taken > best.peak_bytes:
+                best = Taken(taken, moment, taken - requested - scratch)
+            for block in deaths:
+                requested -= block.num_bytes
+                if block.num_bytes >= self._mmap_threshold:
+                    mapped -= _round_up(block.num_bytes + 64 + 16, PAGE)
+                elif block.num_bytes:
+                    heap.give(id(block))
+        return replace(best, curve=tuple(curve))
+
+
+class CudaCache(Allocator):
+    """torch's CUDA caching allocator, on one stream (torch's documentation, "CUDA semantics: memory
+    management"; `c10/cuda/CUDACachingAllocator.cpp`).
+
+    A block is rounded to 512 bytes. Those of up to 1 MiB come from small segments, of 2 MiB; those
+    below 10 MiB from segments of 20 MiB; each larger one from a segment of its own, in multiples of
+    2 MiB.
+    The smallest free block that fits is taken, and what is left of it is split off if it is worth
+    keeping: 512 bytes among small ones, more than 1 MiB among large ones. Neighbours that are free are
+    joined. A segment stays with the allocator, until the limit is met: then those that are wholly free
+    are given back.
+
+    Args:
+        expandable: `expandable_segments`: one segment per pool grows in place, by steps of 2 and
+            20 MiB, and any rest is split off.
+        max_split_bytes: `max_split_size_mb`: larger blocks are never split, and only taken for
+            requests that need nearly all of them.
+        limit_bytes: most that may be reserved; None: no limit. What cannot do without more is counted
+            all the same.
+    """
+
+    def __init__(
+        self,
+        expandable: bool = False,
+        max_split_bytes: int | None = None,
+        limit_bytes: int | None = None,
+    ) -> None:
+        self._expandable = expandable
+        self._max_split = max_split_bytes
+        self._limit = limit_bytes
+
+    def replay(self, timeline: Timeline) -> Taken:
+        """See `Allocator`. What is taken is what is reserved."""
+        cache = _Cache(self._expandable, self._max_split, self._limit)
+        requested = allocated = most = 0
+        best = Taken(0, 0, 0)
+        curve: list[int] = []
+        for moment, births, deaths in _moments(timeline):
+            for block in births:
+                if block.num_bytes:
+                    requested += block.num_bytes
+                    allocated += cache.take(id(block), block.num_bytes)
+            most = max(most, allocated)
+            scratch = timeline.scratch.get(moment, 0)
+            taken = cache.reserved_bytes + scratch
+            curve.append(taken)
+            # Of the moments at which as much is reserved, the one at which most of it is in use.
+            overhead = taken - requested - scratch
+            if (taken, -overhead) > (best.peak_bytes, -best.overhead_bytes):
+                best = Taken(taken, moment, overhead)
+            for block in deaths:
+                if block.num_bytes:
+                    requested -= block.num_bytes
+                    allocated -= cache.give(id(block))
+        return replace(best, curve=tuple(curve), allocated_bytes=most)
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """A part of a segment, taken or free."""
+
+    start: int
+    size: int
+    small: bool
+    free: bool = False
+    before: _Chunk | None = None
+    after: _Chunk | None = None
+
+
+class _Cache:
+    """Segments of a CUDA cache, on one line of addresses with gaps between them."""
+
+    def __init__(self, expandable: bool, max_split: int | None, limit: int | None) -> None:
+        self.reserved_bytes = 0
+        self._expandable = expandable
+        self._max_split = max_split
+        self._limit = limit
+        self._taken: dict[int, _Chunk] = {}
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, start)
+        self._at: dict[int, _Chunk] = {}  # start -> free chunk
+        self._line = 0
+        self._last: dict[bool, _Chunk | None] = {True: None, False: None}  # of expandable segments
+
+    def take(self, key: int, num_bytes: int) -> int:
+        """Take a block; returns its size."""
+        size = _round_up(num_bytes, CUDA_BLOCK)
+        small = size <= CUDA_SMALL
+        chunk = self._fitting(size, small)
+        if chunk is None:
+            chunk = self._grown(size, small) if self._expandable else self._segment(size, small)
+        if self._is_worth_splitting(chunk.size - size, size, small):
+            rest = _Chunk(chunk.start + size, chunk.size - size, small, True, chunk, chunk.after)
+            if rest.after is not None:
+                rest.after.before = rest
+            chunk.size, chunk.after = size, rest
+            if self._last[small] is chunk:
+                self._last[small] = rest
+            self._put(rest)
+        chunk.free = False
+        self._taken[key] = chunk
+        return chunk.size
+
+    def give(self, key: int) -> int:
+        """Give a block back; returns its size."""
+        chunk = self._taken.pop(key)
+        size = chunk.size
+        for other in (chunk.before, chunk.after):
+            if other is not None and other.free:
+                self._drop(other)
+                chunk = self._joined(chunk, other)
+        chunk.free = True
+        self._put(chunk)
+        return size
+
+    def _fitting(self, size: int, small: bool) -> _Chunk | None:
+        chunks = self._free[small]
+        i = bisect_left(chunks, (size, 0))
+        if i == len(chunks):
+            return None
+        found = self._at[chunks[i][1]]
+        if self._max_split is not None and not small:
+            if size < self._max_split <= found.size:
+                return None
+            if size >= self._max_split and found.size >= size + CUDA_MIDDLE_SEGMENT:
+                return None
+        self._drop(found)
+        return found
+
+    def _segment(self, size: int, small: bool) -> _Chunk:
+        if small:
+            whole = CUDA_SMALL_SEGMENT
+        elif size < CUDA_LARGE:
+            whole = CUDA_MIDDLE_SEGMENT
+        else:
+            whole = _round_up(size, CUDA_SMALL_SEGMENT)
+        self._reserve(whole)
+        chunk = _Chunk(self._line, whole, small)
+        self._line += whole + CUDA_BLOCK  # the gap: no chunk of one segment touches another's
+        return chunk
+
+    def _grown(self, size: int, small: bool) -> _Chunk:
+        """The end of the pool's one segment, grown until it holds `size`."""
+        last = self._last[small]
+        step = CUDA_SMALL_SEGMENT if small else CUDA_MIDDLE_SEGMENT
+        there = last.size if last is not None and last.free else 0
+        more = _round_up(size - there, step)
+        self._reserve(more)
+        if last is not None and last.free:
+            self._drop(last)
+            last.size += more
+            return last
+        start = last.start + last.size if last is not None else (1 << 60 if small else 1 << 61)
+        chunk = _Chunk(start, more, small, before=last)
+        if last is not None:
+            last.after = chunk
+        self._last[small] = chunk
+        return chunk
+
+    def _reserve(self, size: int) -> None:
+        if self._limit is not None and self.reserved_bytes + size > self._limit:
+            self._release()
+        self.reserved_bytes += size
+
+    def _release(self) -> None:
+        """Give back the segments that are wholly free (of expandable ones their free ends)."""
+        for chunk in list(self._at.values()):
+            if chunk.after is None and (chunk.before is None or self._expandable):
+                self._drop(chunk)
+                self.reserved_bytes -= chunk.size
+                if chunk.before is not None:
+                    chunk.before.after = None
+                if self._last[chunk.small] is chunk:
+                    self._last[chunk.small] = chunk.before
+
+    def _is_worth_splitting(self, rest: int, size: int, small: bool) -> bool:
+        if small or self._expandable:
+            return rest >= CUDA_BLOCK
+        return rest > CUDA_SMALL and (self._max_split is None or size < self._max_split)
+
+    def _joined(self, one: _Chunk, other: _Chunk) -> _Chunk:
+        first, second = (one, other) if one.start < other.start else (other, one)
+        first.size += second.size
+        first.after = second.after
+        if second.after is not None:
+            second.after.before = first
+        if self._last[first.small] is second:
+            self._last[first.small] = first
+        return first
+
+    def _put(self, chunk: _Chunk) -> None:
+        insort(self._free[chunk.small], (chunk.size, chunk.start))
+        self._at[chunk.start] = chunk
+
+    def _drop(self, chunk: _Chunk) -> None:
+        chunks = self._free[chunk.small]
+        del chunks[bisect_left(chunks, (chunk.size, chunk.start))]
+        del self._at[chunk.start]
+
+
+class _Heap:
+    """Best fit over a line of bytes. `top` is its length now."""
+
+    def __init__(self, trim_threshold: int) -> None:
+        self.top = 0
+        self._trim = trim_threshold
+        self._taken: dict[int, tuple[int, int]] = {}
+        self._by_size: list[tuple[int, int]] = []  # (size, start) of each hole
+        self._starts: dict[int, int] = {}  # start of a hole -> size
+        self._ends: dict[int, int] = {}  # end of a hole -> start
+
+    def take(self, key: int, size: int) -> None:
+        i = bisect_left(self._by_size, (size, 0))
+        if i < len(self._by_size):
+            hole, start = self._by_size[i]
+            self._remove(start, hole)
+            if hole > size:
+                self._add(start + size, hole - size)
+        else:
+            start = self.top
+            if start in self._ends:  # the last hole reaches the top: grow from there
+                begin = self._ends[start]
+                self._remove(begin, start - begin)
+                start = begin
+            self.top = start + size
+        self._taken[key] = (start, size)
+
+    def give(self, key: int) -> None:
+        start, size = self._taken.pop(key)
+        end = start + size
+        if end in self._starts:
+            more = self._starts[end]
+            self._remove(end, more)
+            end += more
+        if start in self._ends:
+            begin = self._ends[start]
+            self._remove(begin, start - begin)
+            start = begin
+        if end == self.top and end - start >= self._trim:
+            self.top = start
+        else:
+            self._add(start, end - start)
+
+    def _add(self, start: int, size: int) -> None:
+        insort(self._by_size, (size, start))
+        self._starts[start] = size
+        self._ends[start + size] = start
+
+    def _remove(self, start: int, size: int) -> None:
+        del self._by_size[bisect_left(self._by_size, (size, start))]
+        del self._starts[start]
+        del self._ends[start + size]
+
+
+def _moments(timeline: Timeline) -> list[tuple[int, list[Block], list[Block]]]:
+    """Every moment with the blocks born at it and, after those, the blocks that died at it."""
+    births: dict[int, list[Block]] = {}
+    deaths: dict[int, list[Block]] = {}
+    for block in timeline.blocks:
+        births.setdefault(block.born, []).append(block)
+        if block.died is not None:
+            deaths.setdefault(block.died, []).append(block)
+    return [
+        (moment, births.get(moment, []), deaths.get(moment, []))
+        for moment in range(timeline.num_moments + 2)
+    ]
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

@@ -1,0 +1,301 @@
+"""Seconds: the time of a step, operation by operation.
+
+Each operation takes the longer of two times, that of its arithmetic and that of its bytes, at the rates
+that the device reaches for work of that size (a roofline, Williams et al. 2009, with curves for
+ceilings). On a CPU these times, and the time to start each operation, add up; on CUDA operations are
+started ahead while earlier ones run, so the longer of the two sums counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from anybatch.estimate.calibration import Speeds, product_rate, rate_at
+from anybatch.estimate.seconds_work import Operation, Work, work_of
+from anybatch.estimate.subject import Subject
+from anybatch.machine import MMAP_THRESHOLD, Device
+from anybatch.plans import Choice, Precision, Recompute
+
+_ALWAYS_MAPPED = 32 << 20
+"""glibc maps blocks of this size by themselves even where nothing is set."""
+
+_LATENCY_SECONDS = 2e-5
+"""What one exchange among ranks takes however small it is."""
+
+_MEETING_SECONDS = 4e-4
+"""What one meeting of ranks inside a norm takes, which the host waits for: two small exchanges and what
+surrounds them, over gloo on one machine."""
+
+_PASS_SECONDS = 3e-4
+"""What a micro-batch takes beside its operations: samples are fetched, collated and moved."""
+
+_KERNEL_SECONDS = 2e-6
+"""The shortest time of a kernel on CUDA."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Predicted time of one global step of one rank, and its parts.
+
+    Attributes:
+        forward, backward, recompute: of all micro-batches.
+        update: clipping and the optimizer.
+        exchange: of gradients among ranks.
+    """
+
+    forward: float
+    backward: float
+    recompute: float
+    update: float
+    exchange: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.forward + self.backward + self.recompute + self.update + self.exchange
+
+
+class Pace:
+    """How fast a task is on a device in one precision, for any micro-batch and any recompute.
+
+    Traces the task's work twice, at two micro-batches; everything between and beyond lies on straight
+    lines through these.
+
+    Args:
+        subject: the task.
+        device: where.
+        speeds: of the device.
+        precision: of the plan.
+        mapped: large blocks come as fresh pages (a CPU under a budget).
+
+    Raises whatever the model or loss raises on fake tensors.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        device: Device,
+        speeds: Speeds,
+        precision: Precision,
+        mapped: bool = False,
+    ) -> None:
+        self._speeds = speeds
+        self._tf32 = precision == "tf32"
+        self._mapped_from = MMAP_THRESHOLD if mapped else _ALWAYS_MAPPED
+        self._stands_in = device.kind == "cuda" and not device.present
+        unit = min(subject.identity.ghost_batch or 1, subject.identity.global_batch)
+        few = min(max(unit, -(-8 // unit) * unit), subject.identity.global_batch)
+        many = min(4 * few, subject.identity.global_batch)
+        self._first = self._trace(subject, device, precision, few)
+        self._second = self._first if many == few else self._trace(subject, device, precision, many)
+        if [o.name for o in self._first.operations] != [o.name for o in self._second.operations]:
+            self._first = self._second  # the operations depend on the batch: proportional, then
+        self._ghost = subject.identity.ghost_batch
+        self._blocks = subject.blocks
+        self._memo: dict[tuple[int, Recompute], tuple[float, float, float]] = {}
+        self.update_seconds: float = self._sum(
+            [o for o in self._first.operations if o.phase == "update"]
+        )
+
+    @property
+    def measured(self) -> bool:
+        """Whether the device was measured, or its figures are nominal."""
+        return self._speeds.measured
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of what is trained."""
+        return self._first.parameter_bytes
+
+    def micro(self, micro_batch: int, recompute: Recompute) -> tuple[float, float, float]:
+        """Seconds of forward, backward and recompute of one micro-batch."""
+        found = self._memo.get((micro_batch, recompute))
+        if found is None:
+            operations = self._at(micro_batch)
+            forward = [o for o in operations if o.phase == "forward"]
+            found = self._memo[micro_batch, recompute] = (
+                self._sum(forward) + _PASS_SECONDS,
+                self._sum([o for o in operations if o.phase == "backward"]),
+                self._again(forward, recompute),
+            )
+        return found
+
+    def step(
+        self, micro_batch: int, recompute: Recompute, num_samples: int, exchange: float = 0.0
+    ) -> StepSeconds:
+        """Seconds of a step of `num_samples` in micro-batches of at most `micro_batch`."""
+        whole, rest = divmod(num_samples, micro_batch)
+        forward, backward, again = self.micro(micro_batch, recompute)
+        last = self.micro(rest, recompute) if rest else (0.0, 0.0, 0.0)
+        return StepSeconds(
+            forward=whole * forward + last[0],
+            backward=whole * backward + last[1],
+            recompute=whole * again + last[2],
+            update=self.update_seconds,
+            exchange=exchange,
+        )
+
+    def block_seconds(self, micro_batch: int, keep_matmuls: bool = False) -> list[float]:
+        """Seconds to compute each block once more."""
+        forward = [o for o in self._at(micro_batch) if o.phase == "forward"]
+        seconds = [0.0] * len(self._blocks)
+        for operation in forward:
+            if operation.block >= 0 and not (keep_matmuls and _is_product(operation)):
+                seconds[operation.block] += self._sum([operation])
+        return seconds
+
+    def block_bytes(self, micro_batch: int) -> list[tuple[float, float, float]]:
+        """(kept, input, results of products) of each block, in bytes; see `BlockBytes`."""
+        low, high = self._first.micro_batch, self._second.micro_batch
+        return [
+            (
+                _line(low, a.kept_bytes, high, b.kept_bytes, micro_batch),
+                _line(low, a.input_bytes, high, b.input_bytes, micro_batch),
+                _line(low, a.matmul_bytes, high, b.matmul_bytes, micro_batch),
+            )
+            for a, b in zip(self._first.blocks, self._second.blocks, strict=True)
+        ]
+
+    def _trace(
+        self, subject: Subject, device: Device, precision: Precision, micro_batch: int
+    ) -> Work:
+        choice = Choice(micro_batch=micro_batch, evaluation_batch=1, precision=precision)
+        return work_of(subject, choice, device)
+
+    def _at(self, micro_batch: int) -> list[Operation]:
+        """The operations of one micro-batch of that size."""
+        low, high = self._first.micro_batch, self._second.micro_batch
+
+        def between(a: float, b: float) -> float:
+            return _line(low, a, high, b, micro_batch)
+
+        scaled = [
+            replace(
+                one,
+                narrow=between(one.narrow, other.narrow),
+                flops=between(one.flops, other.flops),
+                num_bytes=between(one.num_bytes, other.num_bytes),
+                fresh_bytes=between(one.fresh_bytes, other.fresh_bytes),
+            )
+            for one, other in zip(self._first.operations, self._second.operations, strict=True)
+            if one.phase != "update"
+        ]
+        if not self._ghost or micro_batch <= self._ghost:
+            return scaled
+        return [part for one in scaled for part in _over_ghosts(one, micro_batch / self._ghost)]
+
+    def _again(self, forward: Sequence[Operation], recompute: Recompute) -> float:
+        """Seconds of what is computed a second time (and, as a tree, more often)."""
+        if not recompute.blocks:
+            return 0.0
+        if recompute.nested or "." in recompute.blocks:
+            # A tree over n layers computes each log2(n) times more.
+            times = self._first.tree_levels if recompute.nested else 1
+            return self._sum(forward) * times
+        names = set(recompute.blocks)
+        numbers = {i for i, name in enumerate(self._blocks) if _named(name, names)}
+        if not numbers:  # blocks of the user's own naming: as much of forward as there are names
+            return self._sum(forward) * min(
+                1.0, len(names) / max(1, len(self._blocks) or len(names))
+            )
+        return self._sum(
+            [
+                o
+                for o in forward
+                if o.block in numbers and not (recompute.keep == "matmuls" and _is_product(o))
+            ]
+        )
+
+    def _sum(self, operations: Iterable[Operation]) -> float:
+        """Seconds of `operations` in a row."""
+        work = calls = 0.0
+        for operation in operations:
+            work += self._work_seconds(operation)
+            calls += self._call_seconds(operation)
+        return max(work, calls) if self._speeds.overlap else work + calls
+
+    def _call_seconds(self, operation: Operation) -> float:
+        if self._stands_in and operation.phase == "update":
+            # CPU tensors stand for those of the device, on which optimizers take all parameters at
+            # once.
+            return self._speeds.call_seconds / 16
+        more = max(0, operation.num_tensors - 3) if operation.phase == "update" else 0
+        return self._speeds.call_seconds + more * self._speeds.call_seconds / 8
+
+    def _work_seconds(self, operation: Operation) -> float:
+        speeds = self._speeds
+        family = operation.family
+        product = _is_product(operation)
+        memory = speeds.memory["plain" if product else family]
+        # The matrices of a product come from as far as all that a micro-batch touches reaches.
+        among = max(operation.num_bytes, 2.0 * self.parameter_bytes if product else 1.0)
+        seconds = operation.num_bytes / rate_at(memory, among)
+        if operation.flops and product:
+            curves = speeds.matmul if family == "matmul" else speeds.convolution
+            curve = curves.get(self._arithmetic(operation)) or curves["float32"]
+            # A backward of a convolution is two products in one.
+            num_products = 2 if operation.name == "convolution_backward" else 1
+            rate = product_rate(curve, operation.flops / num_products, operation.narrow)
+            arithmetic = operation.flops / rate
+            # A GPU fetches ahead; one core does both in turn.
+            seconds = max(seconds, arithmetic) if speeds.overlap else seconds + arithmetic
+        if operation.fresh_bytes >= self._mapped_from:
+            seconds += operation.fresh_bytes * speeds.fault_seconds_per_byte
+        if speeds.overlap and not (self._stands_in and operation.phase == "update"):
+            seconds = max(seconds, _KERNEL_SECONDS)
+        return seconds
+
+    def _arithmetic(self, operation: Operation) -> str:
+        name = str(operation.dtype).removeprefix("torch.")
+        return "tf32" if name == "float32" and self._tf32 else name
+
+
+def exchange_seconds(num_bytes: int, device: Device, num_ranks: int) -> float:
+    """Time to add up `num_bytes` of gradients over `num_ranks` devices like `device`, in a ring: each
+    sends and receives 2 (n - 1) / n of them (Patarasuk and Yuan 2009). Nothing overlaps it: the
+    bound from above."""
+    if num_ranks < 2:
+        return 0.0
+    crossing = 2 * (num_ranks - 1) / num_ranks * num_bytes
+    return crossing / device.rates.link_bytes + 2 * (num_ranks - 1) * _LATENCY_SECONDS
+
+
+def meeting_seconds(num_norms: int, num_passes: int, recompute: Recompute) -> float:
+    """Time of a step in which so many norms meet over ranks: forward, backward, and in what is
+    computed again."""
+    per_norm = 3 if recompute.blocks else 2
+    return per_norm * num_norms * num_passes * _MEETING_SECONDS
+
+
+def _over_ghosts(operation: Operation, num_ghosts: float) -> list[Operation]:
+    """BatchNorm over ghost batches: as many smaller operations, and one that joins their results."""
+    if "batch_norm" not in operation.name:
+        return [operation]
+    count = max(1, round(num_ghosts))
+    part = replace(
+        operation,
+        num_bytes=operation.num_bytes / count,
+        fresh_bytes=operation.fresh_bytes / count,
+    )
+    joined = replace(operation, name="cat", family="plain", fresh_bytes=operation.fresh_bytes)
+    return [*[part] * count, joined]
+
+
+def _is_product(operation: Operation) -> bool:
+    return operation.family in ("matmul", "convolution")
+
+
+def _line(low: int, at_low: float, high: int, at_high: float, x: int) -> float:
+    """The value at `x` of the line through two points; through the origin where they are one."""
+    if high == low:
+        return at_low * x / low
+    slope = (at_high - at_low) / (high - low)
+    return max(0.0, at_low + slope * (x - low))
+
+
+def _named(block: str, names: set[str]) -> bool:
+    """Whether `block` is one of `names`, or inside one."""
+    from fnmatch import fnmatchcase
+
+    return any(fnmatchcase(block, name) or block.startswith(f"{name}.") for name in names)

@@ -1,0 +1,373 @@
+"""Work: the operations of a step, each with its floating-point operations and its bytes.
+
+A second, lighter trace beside the one for memory. Two of them, at two micro-batches, give every
+operation as a straight line over the micro-batch, since the order of operations does not depend on it;
+so the time of any micro-batch follows without tracing again. Operations of forward are credited to the
+block in which they ran, and what autograd keeps of each block is counted: what it costs to compute a
+block twice, and what it frees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
+
+from anybatch.compute import Replica
+from anybatch.estimate.subject import Subject
+from anybatch.machine import Device
+from anybatch.plans import Choice, Recompute
+
+_aten: Any = torch.ops.aten
+
+Family = Literal[
+    "matmul", "convolution", "plain", "special", "random", "norm", "gather", "pool", "reduction"
+]
+"""Operations whose speed is of one kind. The first two are limited by arithmetic or by memory, the
+others by memory, each at its own rate."""
+
+_FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot"), "matmul"),
+    **dict.fromkeys(("convolution", "convolution_backward"), "convolution"),
+    **dict.fromkeys(("bernoulli", "bernoulli_", "native_dropout", "rand_like"), "random"),
+    **dict.fromkeys(("normal_", "uniform_", "random_", "randn_like", "exponential_"), "random"),
+    **dict.fromkeys(("embedding", "embedding_dense_backward", "index", "index_put"), "gather"),
+    **dict.fromkeys(("index_select", "gather", "scatter", "scatter_add", "index_add"), "gather"),
+    **dict.fromkeys(("_unsafe_index_put", "index_put_", "_index_put_impl_", "take"), "gather"),
+    **dict.fromkeys(("sum", "mean", "linalg_vector_norm", "amax", "argmax", "any"), "reduction"),
+    **dict.fromkeys(("max", "min", "all", "var", "std", "cumsum", "sort", "topk"), "reduction"),
+}
+_FREE = {
+    "device", "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias",
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
+}  # fmt: skip
+"""Operations that touch no bytes."""
+
+_SPECIAL = (
+    "gelu", "silu", "tanh", "sigmoid", "softmax", "exp", "expm1", "log", "log1p", "erf", "pow",
+    "softplus", "mish", "sin", "cos", "logsumexp", "elu", "hardswish", "rsqrt", "sqrt",
+)  # fmt: skip
+_NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm", "batch_norm_backward")
+_POOLS = ("pool", "upsample", "grid_sampler", "im2col", "col2im")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation at one micro-batch.
+
+    Attributes:
+        name: as torch has it.
+        family: whose speed it has.
+        dtype: of its largest tensor, which says what arithmetic it is.
+        flops: floating-point operations; 0 where only bytes count.
+        num_bytes: read and written.
+        fresh_bytes: written to storage that it made itself.
+        narrow: smallest dim of a product: a tall or flat one is slower than a cube of the same work.
+        num_tensors: results; a `foreach` operation has many.
+        phase: `"forward"`, `"backward"` or `"update"`.
+        block: number of the block of the model in whose forward it ran, or -1.
+    """
+
+    name: str
+    family: Family
+    dtype: torch.dtype
+    flops: float
+    num_bytes: float
+    fresh_bytes: float
+    narrow: float
+    num_tensors: int
+    phase: str
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBytes:
+    """What autograd keeps of one block for backward, at one micro-batch.
+
+    Attributes:
+        kept_bytes: storages made in the block and saved.
+        input_bytes: storages that the block is given: what is kept of it when it is recomputed.
+        matmul_bytes: results of its matrix products and convolutions: what else is kept under the
+            policy that keeps them.
+    """
+
+    kept_bytes: float
+    input_bytes: float
+    matmul_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One micro-batch and one update, as operations in order.
+
+    Attributes:
+        micro_batch: samples.
+        operations: of one micro-batch that adds to gradients, and of the update.
+        blocks: of the subject, in order.
+        parameter_bytes: of what is trained: what ranks exchange.
+        tree_levels: how often a tree of checkpoints computes each layer of the longest chain again.
+    """
+
+    micro_batch: int
+    operations: tuple[Operation, ...]
+    blocks: tuple[BlockBytes, ...]
+    parameter_bytes: int
+    tree_levels: int
+
+
+def work_of(subject: Subject, choice: Choice, device: Device) -> Work:
+    """Trace one micro-batch of `choice`, nothing recomputed, and the update after it.
+
+    Raises whatever the model or loss raises on fake tensors.
+    """
+    usable = device.kind == "cuda" and device.present and torch.cuda.is_available()
+    target = torch.device(device.torch_name if usable else "cpu")
+    plain = choice.model_copy(update={"recompute": Recompute()})
+    with FakeTensorMode(allow_non_fake_inputs=True), _Watch() as watch:
+        with target:
+            model = subject.build_model()
+        replica = Replica(
+            model,
+            lambda: subject.make_optimizer(model),
+            subject.loss,
+            plain,
+            target,
+            subject.identity.global_batch,
+            loss_scaling=False,
+        )
+        model.train()
+        for param in replica.parameters:
+            param.grad = torch.empty_like(param)
+        replica.finish(2.0, subject.clip_norm)
+        replica.apply()  # makes the optimizer's state
+        for param in replica.parameters:
+            param.grad = torch.empty_like(param)
+        batch = subject.batch(choice.micro_batch, target)
+        blocks = _Blocks(model, subject.blocks, watch)
+        watch.begin("forward")
+        with blocks:
+            replica.accumulate(batch, choice.micro_batch, _one_ghost(subject, choice.micro_batch))
+        del batch
+        watch.begin("update")
+        replica.finish(2.0, subject.clip_norm)
+        replica.apply()
+        watch.phase = ""
+        parameter_bytes = sum(p.numel() * p.element_size() for p in replica.parameters)
+        longest = max((_length(model.get_submodule(_path(n))) for n in subject.chains), default=1)
+    return Work(
+        choice.micro_batch,
+        tuple(watch.operations),
+        blocks.found(),
+        parameter_bytes,
+        tree_levels=math.ceil(math.log2(max(2, longest))),
+    )
+
+
+def family_of(name: str) -> Family:
+    """The family of the operation `name`, an aten operation without its overload."""
+    plain = name.removeprefix("_foreach_")
+    if plain in _FAMILIES:
+        return _FAMILIES[plain]
+    if "scaled_dot_product" in plain:
+        return "matmul"
+    if any(part in plain for part in _NORMS):
+        return "norm"
+    if any(part in plain for part in _POOLS):
+        return "pool"
+    if any(word in _SPECIAL for word in plain.strip("_").split("_")):
+        return "special"
+    return "plain"
+
+
+def _path(name: str) -> str:
+    return "" if name == "." else name
+
+
+def _length(module: nn.Module) -> int:
+    return sum(1 for _ in module.children())
+
+
+def _one_ghost(subject: Subject, num_samples: int) -> list[int]:
+    """A micro-batch as a single ghost batch: `seconds` multiplies."""
+    return [num_samples] if subject.identity.ghost_batch else []
+
+
+class _Watch(TorchDispatchMode):
+    """Records operations on fake tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase: str = ""
+        self.block: int = -1
+        self.operations: list[Operation] = []
+        self.matmul_bytes: dict[int, float] = {}
+
+    def begin(self, phase: str) -> None:
+        """From now on operations belong to `phase`."""
+        self.phase = phase
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation on fake tensors and record it."""
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default:
+            return _one(args[0])
+        result = func(*args, **kwargs)
+        if self.phase and not func.is_view:
+            self._record(func, args, kwargs, result)
+        return result
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        tensors = [*inputs, *outputs]
+        if not tensors:
+            return
+        packet = func._overloadpacket
+        name = packet.__name__
+        if name in _FREE:
+            return
+        flops = _flops(packet, name, args, kwargs, result)
+        given = {id(t.untyped_storage()) for t in inputs}
+        fresh = sum(_bytes(t) for t in outputs if id(t.untyped_storage()) not in given)
+        largest = max(tensors, key=lambda t: t.numel() if t.is_floating_point() else -1)
+        family = family_of(name)
+        moved = _gathered(inputs, outputs) if family == "gather" else sum(map(_bytes, tensors))
+        self.operations.append(
+            Operation(
+                name=name,
+                family=family,
+                dtype=largest.dtype,
+                flops=flops,
+                num_bytes=moved,
+                fresh_bytes=fresh,
+                narrow=_narrow(name, inputs),
+                num_tensors=max(1, len(outputs), len(inputs) if "_foreach_" in name else 0),
+                phase=self.phase,
+                block=self.block if self.phase == "forward" else -1,
+            )
+        )
+        if self.phase == "forward" and family in ("matmul", "convolution"):
+            kept = sum(map(_bytes, outputs[:1]))
+            self.matmul_bytes[self.block] = self.matmul_bytes.get(self.block, 0) + kept
+
+
+class _Blocks:
+    """Sees in which block forward is, when backward begins, and what is saved for it."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], watch: _Watch) -> None:
+        self._watch = watch
+        self._blocks = [model.get_submodule(_path(name)) for name in names]
+        self._made: dict[int, int] = {}  # storage -> the block that made it
+        self._held: list[Any] = []  # keeps those alive, so that their numbers are not used again
+        self._kept: dict[int, dict[int, int]] = {i: {} for i in range(len(names))}
+        self._inputs: dict[int, float] = dict.fromkeys(range(len(names)), 0.0)
+        self._constants = {id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
+        self._hooks = saved_tensors_hooks(self._save, self._take)
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> None:
+        for number, block in enumerate(self._blocks):
+            self._handles += [
+                block.register_forward_pre_hook(self._enter(number), with_kwargs=True),
+                block.register_forward_hook(self._leave, always_call=True),
+            ]
+        self._hooks.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+        self._held.clear()
+
+    def found(self) -> tuple[BlockBytes, ...]:
+        """Bytes of each block, in order."""
+        return tuple(
+            BlockBytes(
+                kept_bytes=float(sum(self._kept[number].values())),
+                input_bytes=self._inputs[number],
+                matmul_bytes=self._watch.matmul_bytes.get(number, 0.0),
+            )
+            for number in range(len(self._blocks))
+        )
+
+    def _enter(self, number: int) -> Any:
+        def enter(_block: nn.Module, args: Any, kwargs: Any) -> None:
+            self._watch.block = number
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor):
+                    storage = leaf.untyped_storage()
+                    self._made.setdefault(id(storage), -1)
+                    self._held.append(storage)
+                    if leaf.requires_grad:
+                        self._inputs[number] += storage.nbytes()
+
+        return enter
+
+    def _leave(self, _block: nn.Module, _args: Any, _output: Any) -> None:
+        self._watch.block = -1
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        key, block = id(storage), self._watch.block
+        if block >= 0 and key not in self._constants:
+            self._held.append(storage)
+            if self._made.setdefault(key, block) == block:
+                self._kept[block][key] = storage.nbytes()
+        return tensor
+
+    def _take(self, tensor: Tensor) -> Tensor:
+        self._watch.phase = "backward"  # the first to ask for what was saved
+        self._watch.block = -1
+        return tensor
+
+
+def _narrow(name: str, inputs: Sequence[Tensor]) -> float:
+    """The smallest of the three dims of a product, as a matrix product; 0 for another operation."""
+    if name.startswith("convolution"):
+        weight = next((t for t in reversed(inputs) if t.dim() >= 3), None)
+        return float(min(len(weight), weight[0].numel())) if weight is not None else 0.0
+    if family_of(name) != "matmul":
+        return 0.0
+    sides = [side for t in inputs if t.dim() >= 2 for side in t.shape[-2:]]
+    return float(min(sides, default=1))
+
+
+def _flops(packet: Any, name: str, args: tuple[Any, ...], kwargs: Any, result: Any) -> float:
+    counter = flop_registry.get(packet)
+    if counter is not None:
+        return float(counter(*args, **kwargs, out_val=result))
+    if name.startswith("_scaled_dot_product"):  # those of the CPU are not in torch's table
+        backward = "backward" in name
+        query, key = (args[1], args[2]) if backward else (args[0], args[1])
+        pairs = query.numel() // query.size(-1) * key.size(-2)
+        # Two products in forward, five in backward, which computes the weights anew.
+        return float((10 if backward else 4) * pairs * query.size(-1))
+    return 0.0
+
+
+def _gathered(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
+    """Bytes of an operation that reads as many rows of a table as it returns, not all of it."""
+    result = sum(map(_bytes, outputs))
+    return 2.0 * result + sum(_bytes(t) for t in inputs if not t.is_floating_point())
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _one(tensor: Tensor) -> Any:
+    if tensor.dtype == torch.bool:
+        return True
+    return 1.0 if tensor.is_floating_point() else 1

@@ -1,0 +1,205 @@
+"""Subject: a task made ready to be traced, without data and weights of its own.
+
+The model is built on fake tensors where the task builds it, or copied onto them; a batch of any size
+is made from the shape of a few real samples.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+
+from anybatch.compute import DEFAULT_GHOST_BATCH, batch_norms, find_blocks, find_chains
+from anybatch.data import (
+    batch_size,
+    evaluation_batches,
+    is_map_style,
+    map_leaves,
+    num_samples_of,
+    resized,
+)
+from anybatch.data.cut import positions
+from anybatch.data.failure import BadSamples
+from anybatch.data.fetch import Piece, open_fetch
+from anybatch.errors import DataError
+from anybatch.estimate.fake_modules import converting_fake_modules
+from anybatch.estimate.family import Family
+from anybatch.estimate.sharding import Division
+from anybatch.plans import TaskIdentity
+from anybatch.task import LossFunction, Task, parameters_in
+
+_NUM_SAMPLES = 2
+_MOST_BAD = 100  # samples passed over, where that is asked for, in search of two to plan by
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a trace needs of a task.
+
+    Attributes:
+        identity: by which plans recognise the task.
+        build_model: makes the model on fake tensors; called inside a trace.
+        make_optimizer: fake model to optimizer.
+        loss: the task's loss.
+        template: a small batch as `collate` makes it.
+        num_valid: samples to evaluate; 0: none; None: a stream.
+        clip_norm: see `Task`.
+        blocks, chains: names of what can be recomputed block by block, and as a tree.
+        flat: gradients are kept in buckets, for several ranks.
+        division: how the model is divided over ranks, or None.
+        families: traces made so far, so that none is made twice.
+    """
+
+    identity: TaskIdentity
+    build_model: Callable[[], nn.Module]
+    make_optimizer: Callable[[nn.Module], Optimizer]
+    loss: LossFunction
+    template: Any
+    num_valid: int | None
+    clip_norm: float | None
+    blocks: tuple[str, ...]
+    chains: tuple[str, ...]
+    flat: bool = False
+    division: Division | None = None
+    families: dict[Hashable, Family] = field(default_factory=dict, compare=False, repr=False)
+
+    def batch(self, num_samples: int, device: torch.device) -> Any:
+        """A batch of so many samples on fake tensors; called inside a trace."""
+
+        def place(leaf: Any) -> Any:
+            return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+        return map_leaves(resized(self.template, num_samples), place)
+
+
+def subject_of(task: Task) -> Subject:
+    """The subject of `task`. A task that builds its model is not made to build it for real.
+
+    Raises `DataError` if the first samples cannot be read or collated, `InputError` if the model has
+    nothing to train, and whatever the model function raises on fake tensors.
+    """
+    source = task.model
+    if isinstance(source, nn.Module):
+        model = source
+        build = partial(fake_copy, source)
+    else:
+
+        def build() -> nn.Module:
+            with converting_fake_modules():
+                return task.checked_model(source())
+
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = build()
+    return Subject(
+        identity=identify(task, model),
+        build_model=build,
+        make_optimizer=lambda fake: task.optimizer(task.parameters_of(fake)),
+        loss=task.loss,
+        template=_template(task),
+        num_valid=_num_valid(task),
+        clip_norm=task.clip_norm,
+        blocks=tuple(find_blocks(model)),
+        chains=tuple(find_chains(model)),
+    )
+
+
+def identify(task: Task, model: nn.Module) -> TaskIdentity:
+    """What a plan must agree with to be one for `task`.
+
+    Raises `InputError` if the model has nothing to train.
+    """
+    trainable = list(parameters_in(task.parameters_of(model)))
+    return TaskIdentity(
+        name=task.name,
+        global_batch=task.global_batch,
+        parameters=sum(p.numel() for p in model.parameters()),
+        trainable_parameters=sum(p.numel() for p in trainable if p.requires_grad),
+        ghost_batch=ghost_batch_of(task, model),
+    )
+
+
+def ghost_batch_of(task: Task, model: nn.Module) -> int | None:
+    """Samples per ghost batch of BatchNorm, or None for a model without BatchNorm."""
+    if not batch_norms(model):
+        return None
+    return task.ghost_batch or DEFAULT_GHOST_BATCH
+
+
+def fake_copy(model: nn.Module) -> nn.Module:
+    """A copy of `model` whose parameters and buffers are fake, on the default device; called inside a
+    trace.
+
+    Nothing is allocated: the copy is given empty tensors where it would copy real ones.
+    """
+    memo: dict[int, Any] = {}
+    tensors: Iterable[Tensor] = (*model.parameters(), *model.buffers())
+    for tensor in tensors:
+        if id(tensor) not in memo:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            memo[id(tensor)] = (
+                nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else empty
+            )
+    return copy.deepcopy(model, memo)
+
+
+def fake_optimizer(optimizer: Optimizer, model: nn.Module, fake: nn.Module) -> Optimizer:
+    """An optimizer like `optimizer`, on the parameters of `fake` in place of those of `model`."""
+    other = dict(zip(model.parameters(), fake.parameters(), strict=True))
+    groups = [
+        {**group, "params": [other[p] for p in group["params"]]} for group in optimizer.param_groups
+    ]
+    make: Any = type(
+        optimizer
+    )  # torch's optimizers take their groups alone; the options are in them
+    return make(groups)
+
+
+def _num_valid(task: Task) -> int | None:
+    return 0 if task.valid is None else num_samples_of(task.valid)
+
+
+def _template(task: Task) -> Any:
+    """The first samples, as one batch. They are fetched as training fetches them, so what is wrong with
+    one is told in the same words."""
+    gaps: list[int] = []
+    while True:
+        try:
+            batch = _first_batch(task, gaps)
+            batch_size(batch)
+            return batch
+        except BadSamples as error:
+            if task.bad_data == "stop" or len(gaps) >= _MOST_BAD:
+                raise
+            gaps = sorted({*gaps, *(bad.place.position for bad in error.bad)})
+
+
+def _first_batch(task: Task, gaps: Sequence[int]) -> Any:
+    """The first samples without those at `gaps`."""
+    data = task.train
+    if is_map_style(data):
+        part = range(min(_NUM_SAMPLES, len(data) - len(gaps)))
+        if not part:
+            raise DataError(f"every training sample of task {task.name!r} is bad: mend the data.")
+        indices = positions(part, gaps)
+        fetch = open_fetch(data, task.collate, task.seed)
+        try:
+            return fetch([Piece(0, torch.tensor(indices))])
+        except BadSamples as error:
+            raise BadSamples(str(error), error.at(indices)) from error.__cause__
+    batches = evaluation_batches(data, task.collate, _NUM_SAMPLES, seed=task.seed, gaps=gaps)
+    batch, _ = next(batches, (None, 0))
+    if batch is None:
+        raise DataError(
+            f"the training data of task {task.name!r} gives no sample: give it at least one."
+        )
+    return batch

@@ -1,0 +1,228 @@
+"""Trace: what a piece of torch code would allocate, free and compute, found without running it.
+
+The code runs on fake tensors (shapes, dtypes and devices, no memory), and every operation passes by
+here. A storage is alive from the operation that made it until the last tensor on it is gone, exactly
+as in the real run, so the timeline of live bytes is that of the real run, before the allocator's
+rounding. Operations are counted too: floating-point operations and bytes moved, for a first estimate
+of time.
+
+Whose an operation is, is seen in forward by the module that runs. In backward torch knows the node of
+the graph, and the node's number leads back to the operation that made it.
+
+Reading a value has no answer on fake tensors. A loss or an optimizer that asks for one is told 1, so
+code that only counts or logs goes on; code that branches on data takes one branch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from anybatch.estimate.kernels import Kernels
+
+_aten: Any = torch.ops.aten
+_autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+@dataclass(slots=True)
+class Block:
+    """One storage: `num_bytes` alive from moment `born` to moment `died`, both included (None: to the
+    end).
+
+    Attributes:
+        phase: of the trace, when it was born.
+        kind: what it was said to hold; empty: nothing was said.
+        module: name of the module whose operation made it, or that it is a parameter of.
+    """
+
+    num_bytes: int
+    born: int
+    phase: str
+    died: int | None = None
+    kind: str = ""
+    module: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation, at the moment of its place in `Timeline.operations`, counted from 1.
+
+    Attributes:
+        name: as torch has it.
+        phase: of the trace.
+        backward: whether it is part of a backward pass.
+        module: whose it is; empty: that of no module.
+    """
+
+    name: str
+    phase: str
+    backward: bool
+    module: str
+
+
+@dataclass
+class Timeline:
+    """Everything that a trace saw. Moments are numbered by operation."""
+
+    blocks: list[Block] = field(default_factory=list)
+    scratch: dict[int, int] = field(default_factory=dict)
+    operations: list[Operation] = field(default_factory=list)
+    num_moments: int = 0
+
+
+class Tracer(TorchDispatchMode):
+    """Records operations on fake tensors into a `Timeline`. Use `tracing`.
+
+    Attributes:
+        timeline: what was recorded.
+        phase: name of what is being traced, as the caller says.
+        shapes: of the first tensor that each module returned last.
+        calls: forward passes of each module, those of recompute not counted.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self.timeline: Timeline = Timeline()
+        self.phase: str = "setup"
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.calls: dict[str, int] = {}
+        self._kernels = kernels
+        self._known: weakref.WeakKeyDictionary[Any, Block] = weakref.WeakKeyDictionary()
+        self._names: dict[nn.Module, str] = {}
+        self._running: list[str] = []
+        self._made_by: dict[int, str] = {}  # number of a node in the graph -> module
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation on fake tensors and record it."""
+        if func is _aten._local_scalar_dense.default:
+            return _one(args[0])
+        if func.namespace == "prim":  # asks a tensor for its device, computes nothing
+            return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        module = self._count(func, args, result)
+        for leaf in _tensors_of(result):
+            self.see(leaf, module=module)
+        if found := self._kernels.workspace(func, args, result):
+            tensor, num_bytes = found
+            self._known[tensor.untyped_storage()].num_bytes = num_bytes
+        return result
+
+    def see(self, tensor: Tensor, kind: str = "", module: str = "") -> None:
+        """Take in the storage of `tensor`, if it is new. `kind` and `module` say what it holds, and
+        whose."""
+        storage = tensor.untyped_storage()
+        block = self._known.get(storage)
+        if block is None:
+            block = Block(storage.nbytes(), self.timeline.num_moments, self.phase, module=module)
+            self._known[storage] = block
+            self.timeline.blocks.append(block)
+            weakref.finalize(storage, self._free, block).atexit = False
+        if kind:
+            block.kind = kind
+            block.module = module or block.module
+
+    def watch(self, model: nn.Module) -> None:
+        """Know the modules of `model` by name from now on."""
+        self._names = {module: name or "." for name, module in model.named_modules()}
+
+    def enter(self, module: nn.Module, _args: Any) -> None:
+        """A module begins to run."""
+        self._running.append(self._names.get(module, ""))
+
+    def leave(self, module: nn.Module, _args: Any, result: Any) -> None:
+        """A module has run, or was left by an exception."""
+        name = self._running.pop() if self._running else ""
+        if not name or _node() is not None:
+            return
+        self.calls[name] = self.calls.get(name, 0) + 1
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if leaves:
+            self.shapes[name] = tuple(leaves[0].shape)
+        if name == "." and self.phase == "compute":
+            for leaf in leaves:
+                self._mark_result(leaf)
+
+    def _mark_result(self, tensor: Tensor) -> None:
+        block = self._known.get(tensor.untyped_storage())
+        if block is not None and not block.kind and block.phase == "compute":
+            block.kind = "loss and logits"
+
+    def _free(self, block: Block) -> None:
+        block.died = self.timeline.num_moments
+
+    def _count(self, func: Any, args: tuple[Any, ...], result: Any) -> str:
+        timeline = self.timeline
+        timeline.num_moments += 1
+        node = _node()
+        module = self._whose(node)
+        timeline.operations.append(Operation(str(func), self.phase, node is not None, module))
+        if func.is_view:
+            return module
+        if extra := self._kernels.scratch(func, args, result):
+            timeline.scratch[timeline.num_moments] = extra
+        return module
+
+    def _whose(self, node: Any) -> str:
+        if node is None:
+            name = self._running[-1] if self._running else ""
+        elif self._running:
+            name = self._running[-1]  # recompute: forward inside backward
+        else:
+            return self._made_by.get(node._sequence_nr(), "")
+        self._made_by[_autograd._get_sequence_nr() - 1] = name
+        return name
+
+
+@contextmanager
+def tracing(kernels: Kernels) -> Iterator[tuple[Tracer, FakeTensorMode]]:
+    """Trace what runs inside, on fake tensors."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    tracer = Tracer(kernels)
+    entering = register_module_forward_pre_hook(tracer.enter)
+    leaving = register_module_forward_hook(tracer.leave, always_call=True)
+    try:
+        with fake, tracer:
+            yield tracer, fake
+    finally:
+        entering.remove()
+        leaving.remove()
+
+
+def alive(timeline: Timeline, moment: int) -> list[Block]:
+    """The blocks alive at `moment`: while its operation ran, its arguments and results included."""
+    return [
+        block
+        for block in timeline.blocks
+        if block.born <= moment and (block.died is None or block.died >= moment)
+    ]
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in arguments or results of an operation: lists and tuples nest, nothing else."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors_of(part)
+
+
+def _one(tensor: Tensor) -> Any:
+    if tensor.dtype == torch.bool:
+        return True
+    return 1.0 if tensor.is_floating_point() else 1

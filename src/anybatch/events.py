@@ -1,0 +1,296 @@
+"""What happened, as typed records. Everything that tells a run's story reads these and only these.
+
+The engine emits events and knows none of their readers; the progress bar, the log file and the
+report are readers. A record holds plain values (numbers, strings, tuples), never tensors, so that it
+can be written down, sent to another process and read back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One thing that happened. `kind` names it in the log; `time` is seconds since the epoch."""
+
+    kind: ClassVar[str] = "event"
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """Training begins. `plan` is the plan as plain data; `total_steps` is None for a stream."""
+
+    kind: ClassVar[str] = "run_started"
+    task: str
+    device: str
+    num_samples: int | None
+    total_steps: int | None
+    plan: Mapping[str, Any]
+    versions: Mapping[str, str]
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone(Event):
+    """A global step was committed.
+
+    `samples` are those it learned from, `samples_seen` all that were taken so far, left out or not;
+    `loss` is the mean over the total `weight` of the step; `grad_norm` is the norm of the gradient
+    before clipping; `memory_bytes` is the peak measured so far on rank 0, above the baseline;
+    `rank_seconds` is how long each rank computed (on CUDA in the step before), where there are several.
+    """
+
+    kind: ClassVar[str] = "step"
+    step: int
+    epoch: int
+    samples: int
+    samples_seen: int
+    loss: float
+    weight: float
+    learning_rate: float
+    grad_norm: float | None
+    loss_scale: float | None
+    seconds: float
+    memory_bytes: int
+    micro_batch: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    rank_seconds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Event):
+    """The model was evaluated on the held-out samples after `step` committed steps."""
+
+    kind: ClassVar[str] = "evaluated"
+    step: int
+    epoch: int
+    samples: int
+    loss: float
+    seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemory(Event):
+    """Memory ran out while `step` was staged; nothing of the step remains.
+
+    `requested_bytes` is None where the allocator does not say; `fragmented_bytes` are held by it in
+    pieces that nobody uses (None: not known); `then` is the choice under which the step is done again,
+    in words (empty: there is none).
+    """
+
+    kind: ClassVar[str] = "out_of_memory"
+    step: int
+    rank: int
+    phase: str
+    micro_batch: int
+    requested_bytes: int | None
+    in_use_bytes: int
+    budget_bytes: int | None
+    message: str
+    fragmented_bytes: int | None = None
+    then: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replanned(Event):
+    """The plan changed; `step` is the first step done under the new one."""
+
+    kind: ClassVar[str] = "replanned"
+    step: int
+    reason: str
+    before: str
+    after: str
+    plan: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebalanced(Event):
+    """The shares of the ranks changed; `step` is the first step done under the new ones."""
+
+    kind: ClassVar[str] = "rebalanced"
+    step: int
+    reason: str
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overflowed(Event):
+    """Gradients left the range of float16; the step is redone under a smaller loss scale."""
+
+    kind: ClassVar[str] = "overflow"
+    step: int
+    loss_scale_before: float
+    loss_scale_after: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped(Event):
+    """Samples were left out of `step`: `samples` are their indices in the data set (in a stream their
+    numbers) in `epoch`, found to be bad by `rank`; or all that the step had left, `num_samples` of
+    them, without an update: then `samples` is empty and `rank` None. `held_out`: left out of every
+    evaluation from the one after `step` on."""
+
+    kind: ClassVar[str] = "skipped"
+    step: int
+    rank: int | None
+    epoch: int
+    samples: tuple[int, ...]
+    num_samples: int
+    reason: str
+    held_out: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Event):
+    """Training goes on after `step` committed steps, from the checkpoint in `folder`; what the log
+    holds of later steps is done again. `passed_over` has a sentence for each newer checkpoint that is
+    not intact."""
+
+    kind: ClassVar[str] = "resumed"
+    step: int
+    samples_seen: int
+    folder: str
+    passed_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    """The checkpoint of `step` is complete: `num_bytes` of tensors in `folder`, `seconds` after it was
+    begun, of which training waited `held_seconds`."""
+
+    kind: ClassVar[str] = "checkpoint_saved"
+    step: int
+    folder: str
+    num_bytes: int
+    seconds: float
+    held_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
+    """The checkpoint of `step` could not be written; those before are as they were."""
+
+    kind: ClassVar[str] = "checkpoint_failed"
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler(Event):
+    """`rank` takes longer than the others again and again: `seconds` for its part of a step, where
+    half of them need at most `others`. Told once for each rank."""
+
+    kind: ClassVar[str] = "straggler"
+    step: int
+    rank: int
+    seconds: float
+    others: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stalled(Event):
+    """Training stood still for `seconds` in `phase`, after `step` committed steps, and goes on. The
+    stack of the thread that hung is in standard error."""
+
+    kind: ClassVar[str] = "stalled"
+    step: int
+    seconds: float
+    phase: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded(Event):
+    """Training is over. Predicted figures stand beside the measured ones; those of memory are of the
+    rank that used most, and `rank_peak_bytes` are of each; `num_skipped` samples were left out of
+    training."""
+
+    kind: ClassVar[str] = "run_ended"
+    steps: int
+    samples_seen: int
+    seconds: float
+    step_seconds: float | None
+    predicted_peak_bytes: int | None
+    measured_peak_bytes: int
+    predicted_step_seconds: float | None
+    budget_bytes: int | None
+    finished: bool
+    reason: str = ""
+    rank_peak_bytes: tuple[int, ...] = ()
+    num_skipped: int = 0
+
+
+Sink = Callable[[Event], None]
+"""A reader of events: called once for each, in order, on the thread that trains."""
+
+_KINDS: dict[str, type[Event]] = {
+    cls.kind: cls
+    for cls in (
+        RunStarted,
+        StepDone,
+        Evaluated,
+        OutOfMemory,
+        Replanned,
+        Rebalanced,
+        Overflowed,
+        Skipped,
+        Resumed,
+        CheckpointSaved,
+        CheckpointFailed,
+        Straggler,
+        Stalled,
+        RunEnded,
+    )
+}
+
+
+def to_json(event: Event) -> str:
+    """`event` as one line of JSON. Numbers that JSON cannot hold become the strings `"nan"`,
+    `"inf"`, `"-inf"`."""
+    fields = {key: _plain(value) for key, value in dataclasses.asdict(event).items()}
+    return json.dumps({"kind": event.kind, **fields}, allow_nan=False)
+
+
+def from_json(line: str) -> Event:
+    """The event written by `to_json`. Raises `ValueError` for a line that is not one."""
+    record = json.loads(line)
+    kind = record.pop("kind", None) if isinstance(record, dict) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ValueError(f"not an event of anybatch: {line[:80]!r}")
+    fields = {f.name: f for f in dataclasses.fields(_KINDS[kind])}
+    unknown = sorted(set(record) - set(fields))
+    if unknown:
+        raise ValueError(f"an event of kind {kind!r} has no field {unknown[0]!r}")
+    try:
+        return _KINDS[kind](**{k: _read(v, str(fields[k].type)) for k, v in record.items()})
+    except TypeError as error:
+        raise ValueError(f"an event of kind {kind!r} is incomplete: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _read(value: Any, kind: str) -> Any:
+    """`value` as a field of the type written as `kind` holds it."""
+    if kind.startswith("tuple"):
+        return tuple(_read(item, kind.removeprefix("tuple")) for item in value)
+    if "float" in kind:
+        if isinstance(value, dict):
+            return {key: _read(item, "float") for key, item in value.items()}
+        return float(value) if value in ("nan", "inf", "-inf") else value
+    return value

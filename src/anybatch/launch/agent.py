@@ -1,0 +1,475 @@
+"""Ranks started on this machine: a command of anybatch (`run_command`), or a function (`call`).
+
+Both hand the work to torch's elastic agent (`elastic`), which runs here, in the process that asks.
+Ranks are fresh interpreters, never forks: what this process has done with torch before does not
+matter. On several machines the same call is made on each, with one rendezvous.
+
+The environment of a rank is this process's own and, added by the agent: `RANK`, `WORLD_SIZE`,
+`LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK`, `GROUP_WORLD_SIZE`, `ROLE_RANK`, `ROLE_WORLD_SIZE`,
+`ROLE_NAME`, `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT`,
+`TORCHELASTIC_MAX_RESTARTS`, `TORCHELASTIC_USE_AGENT_STORE`, `TORCH_NCCL_ASYNC_ERROR_HANDLING`; and
+`ANYBATCH_LAUNCHED` and `ANYBATCH_ATTEMPT`, by which `find` knows who started it, and how often.
+`TORCHELASTIC_RESTART_COUNT` is the same number as the last. This process's own is not changed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+from anybatch.errors import InputError, LaunchError, Stopped
+from anybatch.launch.ends import End, first
+from anybatch.launch.membership import find
+from anybatch.launch.network import parse_address
+
+if TYPE_CHECKING:
+    from anybatch.launch.elastic import Ending, Orders
+
+T = TypeVar("T")
+
+LOCAL_TIMEOUT_SECONDS = 60.0
+"""Within which the ranks of one machine have to meet."""
+
+TIMEOUT_SECONDS = 300.0
+"""Within which several machines have to meet: some are still being started."""
+
+GRACE_SECONDS = 30.0
+"""That ranks get to end after a signal, or after one of them failed, before they are killed. torch
+gives no more than this after a failure."""
+
+ELASTIC_RESTARTS = 3
+"""Restarts where the number of machines may change, and nobody says how many: a machine that goes takes
+its ranks with it, which costs one."""
+
+_LAST_LINES = 20
+
+
+def run_command(
+    arguments: Sequence[str],
+    ranks: int,
+    *,
+    nodes: int | tuple[int, int] = 1,
+    rendezvous: str | None = None,
+    timeout_seconds: float | None = None,
+    grace_seconds: float = GRACE_SECONDS,
+    restarts: int | None = None,
+    logs: Path | None = None,
+    module: str = "anybatch",
+) -> int:
+    """Run `python -m MODULE ARGUMENTS` as ranks, and wait for their end.
+
+    Rank 0 writes to this process's own output. The others write to files; if one fails, its last
+    lines are written to standard error. SIGINT and SIGTERM are passed on.
+
+    Args:
+        arguments: of the command.
+        ranks: processes on this machine.
+        nodes: machines; the same call is made on each. A pair: the least and the most that there may
+            be. When one of them is gone the others go on, and one that comes (back) is taken in: the
+            ranks get SIGTERM, and start again together.
+        rendezvous: `HOST:PORT`, a port of one of the machines, needed for several. That machine has to
+            stay: the others do not go on without it.
+        timeout_seconds: within which they have to meet.
+        grace_seconds: see `GRACE_SECONDS`.
+        restarts: how often all ranks are started again, at most, after one died without a word (killed;
+            its machine lost power), lost its peer, or was stuck. What a rank says by itself ends the
+            run: a status of 2, 3 or 75, an exception of the user's code. Default: 0, or where the
+            number of machines may change `ELASTIC_RESTARTS`. Machines that come do not count. Each
+            restart is told in a line on standard error.
+        logs: folder for the output of ranks but rank 0. Default: a temporary one, deleted if all
+            went well.
+        module: whose command it is.
+
+    Returns:
+        The exit status: 0, or that of the rank that failed first, on whichever machine, 128 and the
+        signal's number if it was killed by one.
+
+    Raises:
+        InputError: something in the arguments cannot be, or this process is a rank itself.
+        LaunchError: the machines did not meet.
+    """
+    with _prepared(
+        ranks,
+        nodes,
+        rendezvous,
+        timeout_seconds,
+        grace_seconds,
+        restarts,
+        logs,
+        silence_fails=False,
+    ) as orders:
+        from anybatch.launch import elastic
+
+        ending = elastic.run(orders, ["command", module, *arguments], _tell)
+        ends = [ending.ends[local] for local in sorted(ending.ends)]
+        if ending.signal is not None:
+            if all(end.status == 0 for end in ends):
+                return 0
+            spoken = [end.status for end in ends if end.spoke and end.status]
+            if len(spoken) == len(ends) and set(spoken) == {Stopped.exit_status}:
+                _delete(orders.logs, unless=logs)  # each has said what rank 0 said
+            return spoken[0] if spoken else 128 + ending.signal
+        cause = ending.cause or first(ends)
+        if ending.silent or ending.lost is not None:
+            _tell(_gone(orders, ending))
+            saved = all(end.status == 75 for end in ends) and bool(ends)
+            return 75 if saved else 1
+        if cause is None:
+            _delete(orders.logs, unless=logs)
+            return 0
+        zero = next((end for end in ends if end.rank == 0), None)
+        if zero is not None and zero.spoke and zero.status == cause.status:
+            _delete(orders.logs, unless=logs)  # it has been told by rank 0
+        else:
+            _tell(_tale(orders, ending, cause))
+        return cause.status if cause.status > 0 else 128 - cause.status
+
+
+def parse_nodes(text: str) -> int | tuple[int, int]:
+    """The number of machines that a user writes: `4`, or `2:4` for the least and the most.
+
+    Raises `InputError`.
+    """
+    parts = text.split(":")
+    if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
+        raise InputError(
+            f"the number of machines is {text!r}: write one, such as 4, or the least and the most that"
+            " there may be, such as 2:4."
+        )
+    numbers = [int(part) for part in parts]
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
+def call(
+    function: Callable[..., T],
+    *args: Any,
+    ranks: int,
+    nodes: int | tuple[int, int] = 1,
+    rendezvous: str | None = None,
+    timeout_seconds: float | None = None,
+    grace_seconds: float = GRACE_SECONDS,
+    restarts: int | None = None,
+    logs: Path | None = None,
+    **kwargs: Any,
+) -> list[T]:
+    """Run `function(*args, **kwargs)` in each of several processes, and return what they return.
+
+    The function may be a lambda, and may be defined in a script or a notebook's cell: it travels by
+    value where it cannot be imported. It joins the others itself (`find`, `join`). Rank 0 writes to
+    this process's `sys.stdout` and `sys.stderr`, others to files.
+
+    Args:
+        function: what each rank runs.
+        args, kwargs: what it is given.
+        ranks, nodes, rendezvous, timeout_seconds, grace_seconds, restarts, logs: see `run_command`.
+
+    Returns:
+        The results of the ranks on this machine, in their order, of the last start.
+
+    Raises:
+        InputError: something in the arguments cannot be, or this process is a rank itself.
+        LaunchError: the machines did not meet, or a rank ended without a result.
+        KeyboardInterrupt: SIGINT has come; the ranks have ended.
+
+    What a rank raised is raised here, of its own type, with the rank in a note and its traceback as
+    the cause. Of several that failed, it is the first; if that was on another machine, it is told in a
+    `LaunchError`.
+    """
+    import cloudpickle
+
+    with _prepared(
+        ranks,
+        nodes,
+        rendezvous,
+        timeout_seconds,
+        grace_seconds,
+        restarts,
+        logs,
+        silence_fails=True,
+    ) as orders:
+        try:
+            data = cloudpickle.dumps((function, args, kwargs))
+        except Exception as error:
+            name = getattr(function, "__qualname__", repr(function))
+            raise InputError(
+                f"{name} or what it is given cannot be handed to the ranks, since it cannot be"
+                f" pickled ({error}): create what holds files, locks or threads inside the function."
+            ) from error
+        (orders.folder / "call").write_bytes(cloudpickle.dumps((sys.path, data)))
+        from anybatch.launch import elastic
+
+        with _forwarded(orders.folder):
+            ending = elastic.run(orders, ["call"], _tell)
+        error = _error(orders, ending)
+        if ending.signal is not None and isinstance(error, Stopped):
+            _delete(orders.logs, unless=logs)
+            raise error
+        if ending.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        if ending.signal is not None:
+            raise LaunchError(
+                f"this process was sent {ending.signal.name}, and its {ranks} ranks were ended."
+            )
+        if error is not None:
+            if any(log.stat().st_size for log in orders.logs.iterdir()):
+                error.add_note(f"what ranks wrote: {orders.logs}")
+            raise error
+        results = [_result(orders, ending, local) for local in sorted(ending.ends)]
+        _delete(orders.logs, unless=logs)
+        return results
+
+
+# ------------------------------------------------------------------------------------------ preparing
+
+
+@contextmanager
+def _prepared(
+    ranks: int,
+    nodes: int | tuple[int, int],
+    rendezvous: str | None,
+    timeout_seconds: float | None,
+    grace_seconds: float,
+    restarts: int | None,
+    logs: Path | None,
+    silence_fails: bool,
+) -> Iterator[Orders]:
+    """The orders, checked, and the folder that they name, for as long as it is needed."""
+    if ranks < 1:
+        raise InputError(f"ranks is {ranks}: give a whole number of at least 1.")
+    least, most = _checked_nodes(nodes)
+    if restarts is None:
+        restarts = 0 if least == most else ELASTIC_RESTARTS
+    if restarts < 0:
+        raise InputError(f"restarts is {restarts}: give a whole number of at least 0.")
+    if timeout_seconds is None:
+        timeout_seconds = LOCAL_TIMEOUT_SECONDS if most == 1 else TIMEOUT_SECONDS
+    for name, value in (("timeout_seconds", timeout_seconds), ("grace_seconds", grace_seconds)):
+        if not value > 0:
+            raise InputError(f"{name} is {value}: give a number of seconds above 0.")
+    if most > 1 and rendezvous is None:
+        raise InputError(
+            f"nodes is {nodes}, but there is no rendezvous: name one of the machines and a free port"
+            " there, such as node1:29500, in the same words on each machine."
+        )
+    meeting = None
+    if rendezvous is not None:
+        meeting = parse_address(rendezvous.removeprefix("tcp://"), "rendezvous")
+    already = find()
+    if already is not None:
+        raise InputError(
+            f"this process is rank {already.rank} of {already.world_size} already (started by"
+            f" {already.launcher}), so it cannot start {ranks} more: leave out the number of ranks"
+            " here, or start this process by itself."
+        )
+    if not hasattr(os, "mkfifo"):
+        raise InputError(
+            f"{sys.platform} cannot start ranks: run on Linux or macOS, or in one process."
+        )
+    if logs is not None:
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"the folder {str(logs)!r} for the output of ranks cannot be made"
+                f" ({error.strerror}): name another one."
+            ) from error
+    from anybatch.launch.elastic import Orders
+
+    folder = Path(tempfile.mkdtemp(prefix="anybatch-ranks-"))
+    written = (logs or Path(tempfile.mkdtemp(prefix="anybatch-logs-"))).absolute()
+    try:
+        yield Orders(
+            ranks=ranks,
+            least=least,
+            most=most,
+            meeting=meeting,
+            timeout_seconds=timeout_seconds,
+            grace_seconds=grace_seconds,
+            restarts=restarts,
+            folder=folder,
+            logs=written,
+            keeps_logs=logs is not None,
+            silence_fails=silence_fails,
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if logs is None:
+            _delete_if_empty(written)
+
+
+def _checked_nodes(nodes: int | tuple[int, int]) -> tuple[int, int]:
+    """The least and the most machines. Raises `InputError`."""
+    least, most = (nodes, nodes) if isinstance(nodes, int) else nodes
+    if not 1 <= least <= most:
+        rule = "give a whole number of at least 1, or a pair of them, the least and the most"
+        raise InputError(f"nodes is {nodes}: {rule}.")
+    return least, most
+
+
+def _delete_if_empty(folder: Path) -> None:
+    """Logs in which nothing was written are of no use to anybody."""
+    if folder.exists() and not any(log.stat().st_size for log in folder.iterdir()):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _delete(folder: Path, unless: Path | None) -> None:
+    if unless is None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _forwarded(folder: Path) -> Iterator[None]:
+    """Rank 0's output comes out of `sys.stdout` and `sys.stderr`. Where those are not this process's
+    own (a notebook's cell, say), it passes through a pipe and a thread."""
+    with ExitStack() as stack:
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            stream: TextIO = getattr(sys, name)
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+                if stream.fileno() == number:
+                    continue
+            os.mkfifo(folder / name, 0o600)
+            stack.enter_context(_pump(folder / name, stream))
+        yield
+
+
+@contextmanager
+def _pump(pipe: Path, stream: TextIO) -> Iterator[None]:
+    import codecs
+
+    # Open for both, so that the pipe is there before rank 0 and does not end with it.
+    source = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    waker, wake = os.pipe()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def pump() -> None:
+        while True:
+            ready, _, _ = select.select([source, waker], [], [])
+            if source in ready:
+                stream.write(decoder.decode(os.read(source, 1 << 16)))
+                stream.flush()
+            elif waker in ready:  # and nothing is left in the pipe
+                return
+
+    thread = threading.Thread(target=pump, name="anybatch-output", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.write(wake, b".")
+        thread.join()
+        for descriptor in (source, waker, wake):
+            os.close(descriptor)
+
+
+# --------------------------------------------------------------------------------------- how it ended
+
+
+def _error(orders: Orders, ending: Ending) -> Exception | None:
+    """What a call raises, with its notes and its cause; None if all ranks have returned."""
+    ends = [ending.ends[local] for local in sorted(ending.ends)]
+    failed = sorted((end for end in ends if not end.is_good), key=lambda end: (end.when, end.rank))
+    later = failed
+    if ending.silent or ending.lost is not None or not ends:
+        error: Exception = LaunchError(_gone(orders, ending))
+    elif ending.cause is not None and not ending.here:
+        error = LaunchError(
+            f"{ending.cause.who(ending.world_size, several=True)} failed first: {ending.cause.what}"
+        )
+    elif failed:
+        cause = ending.cause or failed[0]
+        error = _raised(orders, ending, cause)
+        later = [end for end in failed if end.local_rank != cause.local_rank]
+    else:
+        return None
+    for end in later:
+        error.add_note(f"later, rank {end.rank} (process {end.pid}): {end.what}")
+    return error
+
+
+def _raised(orders: Orders, ending: Ending, end: End) -> Exception:
+    """What a rank of a call raised, of its own type where that can be had."""
+    import cloudpickle
+
+    who = end.who(ending.world_size, several=False)
+    path = _stem(orders, ending, end.local_rank).with_suffix(".failure")
+    if not end.spoke or not path.exists():
+        tail = _tail(orders.logs / f"rank-{end.rank}.log")
+        return LaunchError(f"{who} ended without returning from its function: {end.what}.{tail}")
+    told = cloudpickle.loads(path.read_bytes())
+    error = _unpacked(told["error"])
+    if error is None:
+        error = LaunchError(f"{who} raised {told['what']}\n\n{told['traceback']}")
+    error.__cause__ = LaunchError(f"on {who}:\n\n{told['traceback']}")
+    error.add_note(f"on {who}")
+    return error
+
+
+def _result(orders: Orders, ending: Ending, local: int) -> Any:
+    import cloudpickle
+
+    return cloudpickle.loads(_stem(orders, ending, local).with_suffix(".result").read_bytes())
+
+
+def _stem(orders: Orders, ending: Ending, local: int) -> Path:
+    return orders.folder / f"{ending.attempt}-{local}"
+
+
+def _unpacked(packed: bytes | None) -> Exception | None:
+    """The exception itself, if it can be had and is one that may pass through the caller."""
+    import cloudpickle
+
+    if packed is None:
+        return None
+    try:
+        error = cloudpickle.loads(packed)
+    except Exception:
+        return None
+    return error if isinstance(error, Exception) else None
+
+
+def _tail(path: Path) -> str:
+    """The last lines of a log, introduced; nothing if there are none."""
+    if not path.exists():
+        return ""
+    lines = path.read_text("utf-8", "replace").splitlines()[-_LAST_LINES:]
+    if not lines:
+        return ""
+    quoted = "\n".join(f"    {line}" for line in lines)
+    return f" Its last lines (all of them: {path}):\n{quoted}"
+
+
+def _tell(sentence: str) -> None:
+    sys.stderr.write(f"anybatch: {sentence}\n")
+    sys.stderr.flush()
+
+
+def _tale(orders: Orders, ending: Ending, cause: End) -> str:
+    several = orders.most > 1
+    tail = "" if not ending.here else _tail(orders.logs / f"rank-{cause.rank}.log")
+    return f"{cause.who(ending.world_size, several)} failed first: {cause.what}.{tail}"
+
+
+def _gone(orders: Orders, ending: Ending) -> str:
+    """Other machines, or the way to them, are gone."""
+    from anybatch.launch.network import joined
+
+    place = joined(*orders.meeting) if orders.meeting else "this machine"
+    if ending.silent:
+        names = " and ".join(ending.silent)
+        return f"nothing is heard from {names} any more: look at what was written there."
+    if not ending.ends:
+        return f"this machine took no part in the run that met at {place}: {ending.lost}."
+    return (
+        f"the connection to the rendezvous at {place} was lost while the ranks were running"
+        f" ({ending.lost}): look at what the machine there wrote."
+    )

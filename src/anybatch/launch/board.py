@@ -1,0 +1,152 @@
+"""Board: what each rank says of itself, for the others to read, whatever the rank's main thread does.
+
+It hangs in the store where the ranks met, which outlives any one rank where the agent serves it. A
+store that does not answer keeps whoever asks it waiting, so a thread of its own asks, through a
+connection of its own, and what it has heard last lies here to be read at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast, final
+
+from anybatch.launch import membership
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_ANSWER_SECONDS = 30.0
+_CLOSE_SECONDS = 2.0
+
+_NUM_TRIALS = 3
+"""A store that failed so often in a row is gone: torch writes to standard error each time."""
+
+_num_boards = 0
+"""Of this process, and alike on all ranks: they open them together."""
+
+
+@final
+class Board:
+    """The words of `size` ranks, seen from `rank`. `close` ends its thread.
+
+    Args:
+        open_store: makes a connection to the store that all ranks see; called in the board's thread.
+        rank: this one.
+        size: number of ranks.
+
+    Attributes:
+        words: of every rank, the last that was heard; empty for one that has said nothing yet.
+        verdict: what a rank said on being ended, the first to say something; empty: none has.
+        answered: when the store last answered, by the monotonic clock.
+    """
+
+    def __init__(self, open_store: Callable[[], Store], rank: int, size: int) -> None:
+        self.rank: int = rank
+        self.size: int = size
+        self.words: Sequence[str] = ("",) * size
+        self.verdict: str = ""
+        self.answered: float = time.monotonic()
+        self._open = open_store
+        self._changed = threading.Condition()
+        self._own: str | None = None
+        self._announced: str | None = None
+        self._asked = self._closing = False
+        self._num_asked = self._num_answered = 0
+        self._thread = threading.Thread(target=self._serve, name="anybatch-board", daemon=True)
+        self._thread.start()
+
+    def tell(self, word: str, ask: bool = False) -> None:
+        """Say `word` of this rank, and hear the others if `ask`. Does not wait."""
+        with self._changed:
+            self._own = word
+            self._asked = self._asked or ask
+            self._num_asked += 1
+            self._changed.notify_all()
+
+    def announce(self, verdict: str, seconds: float) -> None:
+        """Say for all ranks why this one is ended, unless another has. Waits at most `seconds`."""
+        with self._changed:
+            self._announced = verdict
+        self.refresh(seconds)
+
+    def refresh(self, seconds: float) -> None:
+        """Hear the others now. Waits at most `seconds`."""
+        with self._changed:
+            self._asked = True
+            self._num_asked += 1
+            number = self._num_asked
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._num_answered >= number, seconds)
+
+    def close(self) -> None:
+        """What was said last has been said, if the store answers soon."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _serve(self) -> None:
+        store: Store | None = None
+        num_failures = 0
+        while num_failures < _NUM_TRIALS:
+            with self._changed:
+                while self._num_asked == self._num_answered and not self._closing:
+                    self._changed.wait(_ANSWER_SECONDS)
+                number, own, announced = self._num_asked, self._own, self._announced
+                asked, self._asked = self._asked, False
+                last = self._closing
+            try:
+                store = store or self._open()
+                self._speak(store, own, announced)
+                if asked:
+                    self._hear(store)
+                self.answered, num_failures = time.monotonic(), 0
+            except (RuntimeError, ValueError):
+                num_failures += 1
+            with self._changed:
+                self._num_answered = number
+                self._changed.notify_all()
+            if last:
+                return
+
+    def _speak(self, store: Store, own: str | None, announced: str | None) -> None:
+        if own is not None:
+            store.set(f"word/{self.rank}", own)
+        if announced is not None:
+            store.compare_set("verdict", "", announced)
+
+    def _hear(self, store: Store) -> None:
+        names = [f"word/{rank}" for rank in range(self.size)]
+        if store.check(names):  # else one has not begun, and would be waited for
+            self.words = [word.decode(errors="replace") for word in store.multi_get(names)]
+        else:
+            there = [store.check([name]) for name in names]
+            self.words = [
+                store.get(name).decode(errors="replace") if said else ""
+                for name, said in zip(names, there, strict=True)
+            ]
+        if store.check(["verdict"]):
+            self.verdict = store.get("verdict").decode(errors="replace")
+
+
+def open_board(rank: int, size: int) -> Board | None:
+    """A board of the ranks of the process group, new for all of them; None where there is no group.
+    Every rank calls it equally often."""
+    global _num_boards
+    base = membership.store_of_group()
+    if base is None or size == 1:
+        return None
+    from torch.distributed import PrefixStore
+
+    _num_boards += 1
+    name, shared = f"board/{_num_boards}", cast(Any, base)  # torch's stubs leave out `clone`
+
+    def connect() -> Store:
+        store = PrefixStore(name, shared.clone())
+        store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
+        return store
+
+    return Board(connect, rank, size)

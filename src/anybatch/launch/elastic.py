@@ -1,0 +1,555 @@
+"""torch's elastic agent, run in this process: the part of the floor that imports it.
+
+torch brings: the rendezvous of agents, the processes, their variables, signals. Added here: every rank
+is tied to its agent (`worker`, `janitor`), the order in which ranks end is seen as it happens
+(`watch`), agents tell each other how and decide together what follows (`ends`, `council`), and what
+torch says on the way into its log is left to the errors of this package.
+
+The agent installs handlers for SIGTERM, SIGINT, SIGHUP and SIGQUIT in the main thread; they are put
+back. In another thread signals are not handled. `os.environ` is not changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import (
+    LogsDest,
+    LogsSpecs,
+    SignalException,
+    SubprocessContext,
+)
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
+
+from anybatch.errors import LaunchError
+from anybatch.launch import janitor
+from anybatch.launch.council import SILENT_SECONDS, Attempt, Council
+from anybatch.launch.ends import End, Told, Turn, Verdict, first, read
+from anybatch.launch.membership import ATTEMPT
+from anybatch.launch.network import LOOPBACK, Deadline, joined, meet, route_to
+from anybatch.launch.watch import Watch
+
+_RUN = "anybatch"
+_JANITOR_SECONDS = 10.0
+_POLL_SECONDS = 0.1
+
+LAST_CALL_SECONDS = 5.0
+"""For which machines wait for more of them, when there are enough but not as many as may be."""
+
+_SETTLE_SECONDS = 3.0
+_MEETING_SECONDS = 30.0
+_PULSE_SECONDS = 2
+_GOODBYE_SECONDS = 5.0
+_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What an agent is to do.
+
+    Attributes:
+        ranks: processes on this machine.
+        least, most: machines.
+        meeting: host and port where the agents of several machines meet.
+        timeout_seconds: within which they have to.
+        grace_seconds: that ranks get to end after a signal, or after one of them failed.
+        restarts: how often all ranks are started again after one failed, see `ends`.
+        folder: private, for what passes between agent and ranks.
+        logs: where ranks but rank 0 write.
+        keeps_logs: whether that folder is the user's.
+        silence_fails: whether a rank that ends with status 0 and leaves no result has failed.
+    """
+
+    ranks: int
+    least: int
+    most: int
+    meeting: tuple[str, int] | None
+    timeout_seconds: float
+    grace_seconds: float
+    restarts: int
+    folder: Path
+    logs: Path
+    keeps_logs: bool
+    silence_fails: bool
+
+
+@dataclass(slots=True)
+class Ending:
+    """How the last attempt ended.
+
+    Attributes:
+        attempt: its number, from 0.
+        world_size: ranks on all machines.
+        ends: of the ranks of this machine, by local rank; none if none were started.
+        cause: the end of a rank, on any machine, that caused the others, if the machines could agree
+            on one.
+        here: whether it was a rank of this machine.
+        silent: machines that had fallen silent, by name.
+        signal: what the agent was told to end by, if it was.
+        lost: what the agents said to each other when they lost each other, if they did.
+    """
+
+    attempt: int = 0
+    world_size: int = 0
+    ends: dict[int, End] = field(default_factory=dict)
+    cause: End | None = None
+    here: bool = False
+    silent: tuple[str, ...] = ()
+    signal: signal.Signals | None = None
+    lost: str | None = None
+
+
+def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -> Ending:
+    """Start the ranks, again where the rule of `ends` says so, and wait for their end.
+
+    Args:
+        orders: see there.
+        arguments: of `worker`, after the first three.
+        tell: is given a sentence whenever ranks are started again.
+
+    Raises:
+        LaunchError: the agents of several machines did not meet.
+        KeyboardInterrupt: before any rank was started.
+    """
+    private = [orders.folder] if orders.keeps_logs else [orders.folder, orders.logs]
+    with _quiet(), _janitor(*private), ExitStack() as stack:
+        store, address, place = _store(orders)
+        handler = _meeting(orders, store, address)
+        stack.callback(_end_all, orders.folder)
+        council = Council(
+            store,
+            place,
+            socket.gethostname(),
+            handler.num_nodes_waiting if orders.most > 1 else None,
+            restarts=orders.restarts,
+            least=orders.least,
+            most=orders.most,
+        )
+        handler.council = council
+        stack.callback(council.close)
+        where = _Where()
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=orders.ranks,
+            entrypoint=sys.executable,
+            args=(
+                "-m",
+                "anybatch.launch.worker",
+                str(orders.folder),
+                str(os.getpid()),
+                str(orders.logs),
+                *arguments,
+            ),
+            rdzv_handler=handler,
+            max_restarts=orders.restarts,
+            monitor_interval=_POLL_SECONDS,
+        )
+        agent = _Agent(spec, where, orders, council, tell)
+        return _run(agent, orders, handler, place)
+
+
+def _run(agent: _Agent, orders: Orders, handler: _Meeting, place: str) -> Ending:
+    ending = agent.ending
+    stays = False
+    try:
+        with _handlers_kept():
+            agent.run()
+    except SignalException as error:
+        ending.signal = error.sigval
+        stays = orders.least < orders.most  # the others may go on without this machine
+    except RendezvousTimeoutError as error:
+        count = str(orders.most) if orders.least == orders.most else f"at least {orders.least}"
+        raise LaunchError(
+            f"not all of the {count} machines have come to {place} within"
+            f" {orders.timeout_seconds:g} s: check that the same command was started on each of them,"
+            f" with the same address and number of machines.{agent.before}"
+        ) from error
+    except RendezvousClosedError:
+        ending.lost = "the run there has ended"
+    except LaunchError:
+        raise  # machines that had met were gone again, every time
+    except (RendezvousError, RuntimeError) as error:
+        ending.lost = str(error)
+    finally:
+        agent.read_ends()
+        handler.leave(closing=not stays)
+    return ending
+
+
+class _Agent(LocalElasticAgent):
+    """torch's agent, which here asks the other machines before it starts ranks again.
+
+    Its own loop would start them again after any failure, counted on each machine by itself, and tell
+    of no other machine's. What is used of it: `_initialize_workers` (machines meet, get their ranks,
+    and start them), `_shutdown`, and what `run` does around the loop.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        where: _Where,
+        orders: Orders,
+        council: Council,
+        tell: Callable[[str], None],
+    ) -> None:
+        super().__init__(
+            spec,
+            logs_specs=where,
+            shutdown_timeout=orders.grace_seconds,  # type: ignore[arg-type]
+        )
+        self.ending: Ending = Ending()
+        self.before: str = ""
+        self._where = where
+        self._orders = orders
+        self._council = council
+        self._tell = tell
+        self._attempt: Attempt | None = None
+        self._watch: Watch | None = None
+        self._bad: list[End] = []
+
+    def read_ends(self) -> None:
+        """Note how the ranks of this machine have ended in the last attempt."""
+        attempt = self._attempt
+        if attempt is not None:
+            self.ending.attempt = attempt.number
+            self.ending.world_size = self._where.world_size
+            self.ending.ends = self._ends(attempt)
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        group = self._worker_group
+        while True:
+            attempt = self._begin()
+            self._attend(attempt)
+            verdict = self._council.verdict(attempt)
+            if not verdict.again:
+                break
+            self.before = f" Before, {self._sentence(attempt, verdict)}."
+            self._tell(self._announcement(attempt, verdict))
+        self._council.part(attempt, verdict)
+        self.ending.cause = verdict.cause
+        self.ending.here = verdict.cause is not None and verdict.cause in self._bad
+        self.ending.silent = tuple(attempt.names[i] for i in verdict.gone)
+        if verdict.cause is not None or verdict.gone:
+            return RunResult(state=WorkerState.FAILED)
+        values = dict.fromkeys(worker.global_rank for worker in group.workers)
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+
+    def _begin(self) -> Attempt:
+        """Meet the other machines and start the ranks."""
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                self._initialize_workers(self._worker_group)  # type: ignore[call-arg]
+                break
+            except RuntimeError:  # a machine was gone as soon as it had come
+                self._council.check()
+                if not tries_left:
+                    raise
+        assert self._attempt is not None
+        return self._attempt
+
+    def _start_workers(  # type: ignore[override]
+        self, worker_group: WorkerGroup
+    ) -> dict[int, Any]:
+        """See the base class."""
+        index, size = worker_group.group_rank, worker_group.group_world_size
+        assert worker_group.store is not None
+        assert index is not None
+        assert size is not None
+        attempt = self._council.open(worker_group.store, index, size)
+        self._where.attempt = attempt.number
+        self._bad = []
+        pids = super()._start_workers(worker_group)  # type: ignore[call-arg]
+        assert isinstance(self._pcontext, SubprocessContext)
+        handlers = self._pcontext.subprocess_handlers
+        self._watch = Watch({local: handler.proc for local, handler in handlers.items()})
+        self._attempt = attempt
+        return pids
+
+    def _attend(self, attempt: Attempt) -> None:
+        """Until the attempt is over: all ranks of all machines have done what they were to do, or one
+        has failed, or the number of machines changes. Then none of this machine's is left."""
+        watch, council = self._watch, self._council
+        assert watch is not None
+        try:
+            done = False
+            while True:
+                watch.wait(_POLL_SECONDS)
+                heard = council.heard
+                ends = self._ends(attempt, so_far=True)
+                if first(ends.values()) is not None:
+                    break
+                if not done and len(ends) == self._orders.ranks:
+                    done = True
+                    council.tell(attempt, Told(done=True))
+                if all(told is not None and told.done for told in council.heard.told):
+                    return
+                if heard.over or council.silent():
+                    break
+                if heard.waiting and not any(heard.told):
+                    council.take_turn(attempt, Turn("grow", attempt.index, attempt.now))
+            council.end(attempt)
+            self._settle(attempt)
+            self._bad = [end for end in self._ends(attempt, True).values() if not end.is_good]
+            if council.heard.turn is None:
+                council.tell(attempt, Told(done, first(self._bad)))
+            self._stop()
+            if council.heard.turn is not None:
+                done = all(end.is_good for end in self._ends(attempt).values())
+                council.tell(attempt, Told(done, first(self._bad)))
+        except SignalException:
+            with suppress(RuntimeError):
+                council.take_turn(attempt, Turn("leave", attempt.index, attempt.now))
+            raise
+        finally:
+            watch.close()
+
+    def _stop(self) -> None:
+        """No rank of this machine is left, nor what it has started."""
+        self._shutdown(timeout=self._orders.grace_seconds)  # type: ignore[arg-type]
+        _end_all(self._orders.folder)
+
+    def _settle(self, attempt: Attempt) -> None:
+        """Let ranks end that have failed, and may have been first, but are still on their way out."""
+        watch = self._watch
+        assert watch is not None
+        watch.wait(0)
+        deadline = Deadline(_SETTLE_SECONDS)
+        while deadline.left and any(
+            self._file(attempt, local, ".noted").exists()
+            for local in watch.processes.keys() - watch.ended.keys()
+        ):
+            watch.wait(_POLL_SECONDS)
+
+    def _sentence(self, attempt: Attempt, verdict: Verdict) -> str:
+        """What has ended the attempt, without a full stop."""
+        if verdict.failures == attempt.failures:
+            turn = self._council.heard.turn
+            if turn is not None and turn.why == "leave":
+                return f"{attempt.names[turn.machine]} was told to end"
+            return "a machine has come"
+        if verdict.gone:
+            names = " and ".join(attempt.names[i] for i in verdict.gone)
+            return f"nothing was heard from {names} for {SILENT_SECONDS:g} s"
+        assert verdict.cause is not None
+        who = verdict.cause.who(self._where.world_size, several=len(attempt.names) > 1)
+        return f"{who} failed first: {verdict.cause.what}"
+
+    def _announcement(self, attempt: Attempt, verdict: Verdict) -> str:
+        count = f" (restart {verdict.failures} of {self._orders.restarts})"
+        if verdict.failures == attempt.failures:
+            count = ""
+        return f"{self._sentence(attempt, verdict)}. All ranks are started again{count}."
+
+    def _file(self, attempt: Attempt, local: int, suffix: str) -> Path:
+        return self._orders.folder / f"{attempt.number}-{local}{suffix}"
+
+    def _ends(self, attempt: Attempt, so_far: bool = False) -> dict[int, End]:
+        """How the ranks of this machine have ended, by local rank."""
+        watch = self._watch
+        assert watch is not None
+        ends: dict[int, End] = {}
+        for local, process in watch.processes.items():
+            if so_far and local not in watch.ended:
+                continue
+            code = watch.code(local)
+            ends[local] = read(
+                self._file(attempt, local, ".word"),
+                rank=self._where.numbers[local],
+                local_rank=local,
+                pid=process.pid,
+                machine=attempt.names[attempt.index],
+                code=-signal.SIGKILL if code is None else code,
+                ended=watch.ended.get(local),
+                start=attempt.start,
+            )
+            if ends[local].status == 0 and not self._orders.silence_fails:
+                ends[local] = replace(ends[local], spoke=True)
+        return ends
+
+
+class _Where(LogsSpecs):
+    """Asked by the agent where output goes: it leaves it where it is, since the ranks place it
+    themselves (stdout and stderr of one rank in one file, which torch cannot). Learns in passing
+    which ranks there are, and tells them which attempt this is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attempt: int = 0
+        self.numbers: dict[int, int] = {}
+        self.world_size: int = 0
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """See the base class."""
+        self.numbers = {local: int(variables["RANK"]) for local, variables in envs.items()}
+        self.world_size = int(envs[0]["WORLD_SIZE"])
+        for variables in envs.values():
+            variables[ATTEMPT] = variables["TORCHELASTIC_RESTART_COUNT"] = str(self.attempt)
+        nowhere = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=dict(nowhere), stderrs=dict(nowhere), error_files=dict(nowhere))
+
+    @property
+    def root_log_dir(self) -> str:
+        """See the base class."""
+        return ""
+
+
+class _Meeting(DynamicRendezvousHandler):
+    """torch's rendezvous of agents, which does not wait for a store that has gone away, and which the
+    ranks of all machines leave with the same address.
+
+    torch keeps the address where ranks meet from one meeting to the next, on all machines but the
+    first; when another one is first, they would look for each other in two places.
+    """
+
+    council: Council
+    _left: bool = False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See the base class. Raises `council.Lost`, too."""
+        self._bootstrap_store_info = None
+        outcome: list[RendezvousInfo] = []
+        failure: list[BaseException] = []
+
+        def meet() -> None:
+            try:
+                outcome.append(super(_Meeting, self).next_rendezvous())
+            except BaseException as error:
+                failure.append(error)
+            if self._left:
+                self._stop_heartbeats()
+
+        thread = threading.Thread(target=meet, name="anybatch-meeting", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_POLL_SECONDS)
+            self.council.check()
+        if failure:
+            raise failure[0]
+        return outcome[0]
+
+    def leave(self, closing: bool) -> None:
+        """Take part no more; `closing`: nor shall anybody else."""
+        self._left = True
+        goodbye = self.shutdown if closing and self.council.lost is None else self._stop_heartbeats
+        with suppress(RendezvousError, RuntimeError):  # who served the store may have left before
+            Deadline(_GOODBYE_SECONDS).within(goodbye)
+
+
+def _store(orders: Orders) -> tuple[TCPStore, str, str]:
+    """A store for the agents, served here for one machine, or by the first agent to come on the
+    machine with the address; the address of this machine; that of the store, in words."""
+    deadline = Deadline(orders.timeout_seconds)
+    if orders.meeting is None:
+        store = meet(LOOPBACK, 0, "host", deadline)
+        address, place = LOOPBACK, LOOPBACK
+    else:
+        host, port = orders.meeting
+        store = meet(host, port, "first", deadline)
+        address, place = route_to(host, port), joined(host, port)
+    store.set_timeout(timedelta(seconds=min(_MEETING_SECONDS, max(1.0, orders.timeout_seconds))))
+    return store, address, place
+
+
+def _meeting(orders: Orders, store: TCPStore, address: str) -> _Meeting:
+    return _Meeting.from_backend(
+        run_id=_RUN,
+        store=store,
+        backend=C10dRendezvousBackend(store, _RUN),
+        min_nodes=orders.least,
+        max_nodes=orders.most,
+        local_addr=address,
+        timeout=RendezvousTimeout(
+            join=timedelta(seconds=max(1.0, orders.timeout_seconds)),
+            last_call=timedelta(seconds=LAST_CALL_SECONDS),
+        ),
+        keep_alive_interval=_PULSE_SECONDS,
+        keep_alive_max_attempt=round(SILENT_SECONDS / _PULSE_SECONDS),
+    )
+
+
+def _end_all(folder: Path) -> None:
+    """Kill what is left of the ranks, and of what they started."""
+    for pid, started in janitor.signed_in(str(folder)).values():
+        if janitor.start_time(pid) in (started, None):
+            janitor.kill_group(pid)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What torch's agent logs is told by the errors of this package. `LOGLEVEL`, which torch reads,
+    brings it back."""
+    if "LOGLEVEL" in os.environ:
+        yield
+        return
+    prefixes = ("torch.distributed.elastic", "torchelastic-events")
+    logging.getLogger("torchelastic-events-null")  # torch makes it when it first has an event
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(prefixes)]
+    levels = {name: logging.getLogger(name).level for name in names}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Signal handlers are afterwards what they were."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextmanager
+def _janitor(*folders: Path) -> Iterator[None]:
+    """A process that ends the ranks and deletes `folders` if this one is killed. The ranks sign in to
+    the first."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", janitor.__file__, *map(str, folders)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        try:
+            process.communicate(janitor.DONE, timeout=_JANITOR_SECONDS)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            process.kill()
+            process.wait(_JANITOR_SECONDS)

@@ -1,0 +1,514 @@
+"""Membership: who started this process, as which rank of how many, and how the ranks are joined.
+
+Starters leave different variables behind: torchrun and this package `RANK`, Slurm `SLURM_PROCID`,
+MPI its own. `find` reads them all into one record, in one place, so that nothing else in the package
+looks at them. `join` makes the process group and takes it away again.
+
+What `join` sets and puts back: the current CUDA device, the number of intra-op threads, and the
+network interface (`GLOO_SOCKET_IFNAME`, and over several machines `NCCL_SOCKET_IFNAME`), which torch
+reads from the environment alone. What the user has set of it stays.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal, TypeAlias
+from urllib.parse import urlsplit
+
+from anybatch.errors import InputError, LaunchError
+from anybatch.launch import moment
+from anybatch.launch.hostlist import counts, hosts
+from anybatch.launch.network import (
+    LOOPBACK,
+    Deadline,
+    gather_at,
+    interface_to,
+    joined,
+    meet,
+    parse_address,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+Launcher: TypeAlias = Literal["torch", "torchrun", "slurm", "mpi", "anybatch"]
+DeviceType: TypeAlias = Literal["cpu", "cuda"]
+
+MARK = "ANYBATCH_LAUNCHED"
+"""Set by this package in the ranks that it starts, in nothing else."""
+
+ATTEMPT = "ANYBATCH_ATTEMPT"
+"""Set by it, too: how often ranks of this run have been started before."""
+
+COLLECTIVE_SECONDS = 1800.0
+"""How long a collective of the process group may take, as torch has it for gloo. Reaching each other
+has its own, shorter deadline."""
+
+_FAREWELL_SECONDS = 10.0
+
+_num_joins = 0
+"""Of this process. Alike on all ranks, since they join together; what an earlier group left in a store
+that outlives it does not count for a later one."""
+
+_served: dict[tuple[str, int], Store] = {}
+
+_store_of_group: Store | None = None
+
+_FIRST_PORT, _NUM_PORTS = 10_000, 20_000  # below the ports that the kernel hands out
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """This process among the ranks of a run.
+
+    Attributes:
+        rank: 0 to `world_size - 1`.
+        world_size: ranks on all machines.
+        local_rank: 0 to `local_world_size - 1`.
+        local_world_size: ranks on this machine.
+        launcher: who started it; `"torch"` if the script has made the process group itself.
+        attempt: how often the ranks of this run were started before, because one had failed or the
+            number of machines had changed. The same on all ranks that this package starts; torchrun
+            counts failures, each of its machines for itself.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: Launcher
+    attempt: int = 0
+
+
+def find(environment: Mapping[str, str] | None = None) -> Membership | None:
+    """This process's membership, or None if it was started by itself.
+
+    In this order: a process group of torch that is there already; torchrun's variables (`RANK`,
+    `WORLD_SIZE`; a group of one counts); a Slurm job step of several tasks (not the shell of
+    `sbatch`); an MPI job of several ranks. `LOCAL_RANK` is the rank where it is not set, as on one
+    machine.
+
+    Args:
+        environment: instead of the process's own.
+
+    Raises:
+        InputError: variables are missing or contradict each other.
+    """
+    variables = _Variables(os.environ if environment is None else environment)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        return _from_group(variables, distributed.get_rank(), distributed.get_world_size())
+    return _started(variables)
+
+
+@contextmanager
+def join(
+    membership: Membership,
+    device_type: DeviceType,
+    *,
+    rendezvous: str | None = None,
+    timeout_seconds: float,
+) -> Iterator[None]:
+    """The process group of the ranks, for the length of a `with` block: gloo, and NCCL beside it for
+    CUDA. A group that is there already is left alone. Every rank has to call it.
+
+    Args:
+        membership: of this process.
+        device_type: where the ranks compute. On CUDA each takes the visible device with the number
+            of its local rank.
+        rendezvous: where the ranks meet: `env://`, `tcp://HOST:PORT` (a port of rank 0's machine) or
+            `file:///PATH` (on a disk that all see, a new name for each run). Default: as the
+            launcher has it.
+        timeout_seconds: within which all ranks have to be there and connected.
+
+    Raises:
+        InputError: an address that cannot be read, or more ranks than devices.
+        LaunchError: the ranks did not find each other in time.
+    """
+    from torch import distributed
+
+    global _num_joins, _store_of_group
+    if distributed.is_initialized():
+        yield
+        return
+    _num_joins += 1
+    deadline = Deadline(timeout_seconds)
+    moment.forget()
+    with ExitStack() as stack:
+        if device_type == "cuda":
+            _take_device(membership)
+        else:
+            stack.enter_context(_threads(membership))
+        try:
+            store, place, host, serves = _store(membership, rendezvous, deadline)
+            stack.enter_context(_interface(membership, host))
+            _connect(membership, device_type, store, place, deadline)
+        except BaseException as error:
+            moment.note(error)
+            raise
+        _store_of_group = store
+        try:
+            yield
+        except BaseException as error:
+            moment.note(error)
+            _leave(device_type, failed=True)
+            raise
+        finally:
+            _store_of_group = None
+        _leave(device_type, failed=False)
+        _say_farewell(store, membership, serves)
+
+
+def store_of_group() -> Store | None:
+    """The store of the process group that there is, or None. Whoever asks it in another thread takes a
+    clone: a connection answers one question at a time."""
+    from torch import distributed
+
+    if _store_of_group is not None or not distributed.is_initialized():
+        return _store_of_group
+    return distributed.distributed_c10d._get_default_store()
+
+
+# --------------------------------------------------------------------------------- reading variables
+
+
+class _Variables:
+    """The environment, read with care."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+
+    def text(self, *names: str) -> str | None:
+        """The first of `names` that is set and not empty."""
+        return next((v for name in names if (v := self._environment.get(name))), None)
+
+    def number(self, name: str) -> int | None:
+        """A whole number from 0, or None if it is not set. Raises `InputError`."""
+        text = self.text(name)
+        if text is None:
+            return None
+        if not text.strip().isdecimal():
+            raise InputError(
+                f"the environment variable {name} is {text!r}: it has to be a whole number of at"
+                " least 0. Correct it, or unset it if this process is to run by itself."
+            )
+        return int(text)
+
+
+def _started(variables: _Variables) -> Membership | None:
+    return _from_torchrun(variables) or _from_slurm(variables) or _from_mpi(variables)
+
+
+def _from_group(variables: _Variables, rank: int, world_size: int) -> Membership:
+    """Of a group that is there. It does not say which ranks share a machine; whoever started them may
+    have."""
+    try:
+        started = _started(variables)
+    except InputError:
+        started = None  # the script has not gone by these variables either
+    if started is not None and (started.rank, started.world_size) == (rank, world_size):
+        return replace(started, launcher="torch")
+    return Membership(rank, world_size, rank, world_size, "torch")
+
+
+def _from_torchrun(variables: _Variables) -> Membership | None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    numbers = {name: variables.number(name) for name in names}
+    there = [name for name in names if numbers[name] is not None]
+    if not there:
+        return None
+    rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
+    if rank is None or world_size is None:
+        missing = "RANK" if rank is None else "WORLD_SIZE"
+        raise InputError(
+            f"the environment variable {there[0]} is {numbers[there[0]]}, but {missing} is not set:"
+            " start the ranks with torchrun, or set both, or unset it if this process is to run by"
+            " itself."
+        )
+    ours = variables.text(MARK) is not None
+    attempt = variables.number(ATTEMPT if ours else "TORCHELASTIC_RESTART_COUNT") or 0
+    local_rank, local_size = numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"]
+    launcher: Launcher = "anybatch" if ours else "torchrun"
+    found = _checked(variables, rank, world_size, local_rank, local_size, launcher)
+    return replace(found, attempt=attempt)
+
+
+def _from_slurm(variables: _Variables) -> Membership | None:
+    # The shells of sbatch and salloc have SLURM_PROCID and SLURM_NTASKS too, but are no step.
+    rank = variables.number("SLURM_PROCID")
+    world_size = variables.number("SLURM_STEP_NUM_TASKS")
+    if rank is None or world_size is None or world_size < 2:
+        return None
+    local_size = None
+    tasks = variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    node = variables.number("SLURM_NODEID")
+    if tasks is not None and node is not None:
+        per_node = counts(tasks)
+        local_size = per_node[node] if node < len(per_node) else None
+    local_rank = variables.number("SLURM_LOCALID")
+    return _checked(variables, rank, world_size, local_rank, local_size, "slurm", "SLURM_PROCID")
+
+
+def _from_mpi(variables: _Variables) -> Membership | None:
+    families = (
+        (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    )
+    for names in families:
+        rank, world_size, local_rank, local_size = (variables.number(name) for name in names)
+        if rank is None and world_size is None:
+            continue
+        if rank is None or world_size is None:
+            there, missing = names[:2] if world_size is None else names[1::-1]
+            raise InputError(
+                f"the environment variable {there} is {variables.text(there)}, but {missing} is not"
+                " set: start the ranks with mpirun, or unset it if this process is to run by itself."
+            )
+        if world_size > 1:
+            return _checked(variables, rank, world_size, local_rank, local_size, "mpi", names[0])
+    return None
+
+
+def _checked(
+    variables: _Variables,
+    rank: int,
+    world_size: int,
+    local_rank: int | None,
+    local_size: int | None,
+    launcher: Launcher,
+    name: str = "RANK",
+) -> Membership:
+    """The membership, if its numbers agree. Without local numbers the ranks are taken to be on one
+    machine."""
+    if rank >= world_size:
+        raise InputError(
+            f"the environment variable {name} is {rank}, but there are {world_size} ranks: it has to"
+            f" be between 0 and {world_size - 1}, and different in each process."
+        )
+    if local_rank is None:
+        local_rank = rank if local_size is None else rank % max(1, local_size)
+    if local_size is None:
+        local_size = world_size
+    if local_rank >= local_size or local_size > world_size:
+        raise InputError(
+            f"this process is rank {rank} of {world_size}, and on this machine rank {local_rank} of"
+            f" {local_size}, which cannot be: correct the environment variables that say so"
+            " (LOCAL_RANK, LOCAL_WORLD_SIZE), or start the ranks with torchrun."
+        )
+    return Membership(rank, world_size, local_rank, local_size, launcher)
+
+
+# ------------------------------------------------------------------------------- where the ranks meet
+
+
+def _store(
+    membership: Membership, rendezvous: str | None, deadline: Deadline
+) -> tuple[Store, str, str | None, bool]:
+    """The store where the ranks meet, its place in words, the host that leads there (None: a file),
+    and whether this rank serves it."""
+    from torch.distributed import FileStore, PrefixStore
+
+    variables = _Variables(os.environ)
+    url = urlsplit(rendezvous or "env://")
+    if url.scheme == "file":
+        if not url.path or url.netloc not in ("", "localhost"):
+            raise InputError(
+                f"the rendezvous is {rendezvous!r}: write file:// and the whole path of a new file,"
+                " such as file:///shared/run-1."
+            )
+        try:
+            base: Store = FileStore(url.path, membership.world_size)
+        except RuntimeError as error:
+            raise LaunchError(
+                f"the file {url.path} of the rendezvous cannot be opened: check that its folder is"
+                " there and can be written to."
+            ) from error
+        place, host, serves = url.path, None, False
+    elif url.scheme in ("env", "tcp"):
+        agent_serves = False
+        if url.scheme == "tcp":
+            host, port = parse_address(url.netloc, "the address of the rendezvous")
+        else:
+            host, port = _address(membership, variables, explicit=rendezvous is not None)
+            # The agent behind torchrun serves the store itself, at the address that it gives.
+            agent_serves = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        serves = membership.rank == 0 and not agent_serves
+        # A rank that joins again may be quicker than the one that serves: the store of rank 0 stays.
+        base = _served.get((host, port)) or meet(
+            host, port, "host" if serves else "guest", deadline
+        )
+        if serves and port:
+            _served[host, port] = base
+        place = joined(host, port)
+    else:
+        raise InputError(
+            f"the rendezvous is {rendezvous!r}: it has to begin with env://, tcp:// or file://."
+        )
+    store = PrefixStore(f"anybatch/{membership.attempt}/{_num_joins}", base)
+    gather_at(store, place, membership.world_size, deadline)
+    return store, place, host, serves
+
+
+def _address(membership: Membership, variables: _Variables, explicit: bool) -> tuple[str, int]:
+    """Where rank 0 is to be found, from the environment."""
+    host, port = variables.text("MASTER_ADDR"), variables.number("MASTER_PORT")
+    if host is not None and port is not None:
+        if not 0 < port < 1 << 16:
+            raise InputError(
+                f"the environment variable MASTER_PORT is {port}: a port is between 1 and 65535."
+            )
+        return host, port
+    alone = membership.local_world_size == membership.world_size
+    if membership.launcher == "slurm" and not explicit:
+        step = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        if host is None and step is not None:
+            host = LOOPBACK if alone else hosts(step)[0]
+        key = f"{variables.text('SLURM_JOB_ID', 'SLURM_JOBID')}.{variables.text('SLURM_STEP_ID')}"
+    elif membership.launcher == "mpi" and not explicit:
+        if host is None and alone:
+            host = LOOPBACK
+        key = variables.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or str(os.getppid())
+    elif membership.world_size == 1:
+        return LOOPBACK, 0
+    else:
+        key = None
+    if host is None or key is None:
+        missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
+        raise InputError(
+            f"the environment variable {missing} is not set, so the {membership.world_size} ranks do"
+            " not know where to meet: set MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a"
+            " free port there, alike for all ranks."
+        )
+    return host, port or _FIRST_PORT + zlib.crc32(key.encode()) % _NUM_PORTS
+
+
+# ------------------------------------------------------------------------------------ joining, leaving
+
+
+def _connect(
+    membership: Membership,
+    device_type: DeviceType,
+    store: Store,
+    place: str,
+    deadline: Deadline,
+) -> None:
+    from torch import distributed
+
+    backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
+    try:
+        distributed.init_process_group(
+            backend,
+            store=store,
+            rank=membership.rank,
+            world_size=membership.world_size,
+            timeout=timedelta(seconds=max(1.0, deadline.left)),
+        )
+    except (RuntimeError, OSError) as error:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "the default")
+        raise LaunchError(
+            f"the {membership.world_size} ranks met at {place}, but could not connect to each other"
+            f" within {deadline.seconds:g} s: check that all machines reach each other over the"
+            f" interface {interface} (GLOO_SOCKET_IFNAME chooses another). torch says: {error}"
+        ) from error
+    # The deadline was for the connections. Collectives may wait for a slow rank for longer.
+    distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
+
+
+def _leave(device_type: DeviceType, failed: bool) -> None:
+    """Take the group away. After a failure peers may be gone in the middle of a collective, and what
+    NCCL has under way would be waited for: it is aborted."""
+    from torch import distributed
+
+    if not distributed.is_initialized():
+        return  # the script has done it
+    if not failed:
+        distributed.destroy_process_group()
+        return
+    try:
+        if device_type == "cuda":
+            distributed.distributed_c10d._abort_process_group()
+        else:
+            distributed.destroy_process_group()
+    except RuntimeError:
+        return  # what has failed before is what has to be told
+
+
+def _say_farewell(store: Store, membership: Membership, serves: bool) -> None:
+    """The rank that serves the store stays until the others have left, or have had time to."""
+    try:
+        if store.add("left", 1) == membership.world_size:
+            store.set("empty", "1")
+        if serves:
+            store.wait(["empty"], timedelta(seconds=_FAREWELL_SECONDS))
+    except RuntimeError:
+        return  # the others are gone, or the one that served
+
+
+def _take_device(membership: Membership) -> None:
+    import torch
+
+    visible = torch.cuda.device_count()
+    # Slurm may show each task its own device alone.
+    own = membership.launcher == "slurm" and "SLURM_GPUS_PER_TASK" in os.environ
+    index = 0 if own else membership.local_rank
+    if index >= visible:
+        raise InputError(
+            f"{membership.local_world_size} ranks were started on this machine, where {visible} CUDA"
+            f" device{'' if visible == 1 else 's'} can be seen: start as many ranks as there are"
+            " devices, or show more of them (CUDA_VISIBLE_DEVICES)."
+        )
+    torch.cuda.set_device(index)
+
+
+@contextmanager
+def _threads(membership: Membership) -> Iterator[None]:
+    """This rank's part of the cores for operations, unless the user has said how many threads."""
+    import torch
+
+    if "OMP_NUM_THREADS" in os.environ:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, _num_cores() // membership.local_world_size))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _num_cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def _interface(membership: Membership, host: str | None) -> Iterator[None]:
+    """Point the backends at the interface that leads to where the ranks met. Left to themselves they
+    take the one that the machine's own name resolves to, which on many machines leads nowhere."""
+    single = membership.local_world_size == membership.world_size
+    name = interface_to(host or LOOPBACK, 1) if host or single else None
+    values = {} if name is None else {"GLOO_SOCKET_IFNAME": name}
+    if name is not None and not single:
+        values["NCCL_SOCKET_IFNAME"] = f"={name}"
+    ours = {key: value for key, value in values.items() if key not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for key in ours:
+            os.environ.pop(key, None)

@@ -1,0 +1,220 @@
+"""A training run as a Slurm job: the batch script, and its submission.
+
+submitit writes the script, from typed parameters to `#SBATCH` lines. It would also have each task
+unpickle a function; here each task is one rank of the command that a user would type, which finds its
+membership by itself, so that a job can be read, edited and submitted again by hand.
+
+A job that may be requeued ends early in one of two ways. Preempted, or on a failed node, Slurm requeues
+it by itself. Short of its time limit, Slurm sends the ranks a signal; they finish their step, save, and
+leave together with status 75, whereupon the script has the job requeued. Started again, the command
+gets the options by which it resumes.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from anybatch.errors import InputError, LaunchError
+
+STOPPED_EARLY = 75
+"""The exit status of a run that has saved everything and is to be resumed."""
+
+_SUBMIT_SECONDS = 120
+_SIGNAL = re.compile(r"(?:[A-Z][A-Z0-9]*|\d+)@\d+$")
+_TIME = re.compile(r"(?:\d+-)?\d+(?::\d{1,2}){0,2}$")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job to be submitted.
+
+    Attributes:
+        arguments: of `python -m anybatch`, the same for every rank.
+        name: of the job.
+        logs: folder for the script and what ranks write, seen by all nodes.
+        nodes: machines.
+        ranks_per_node: processes on each.
+        gpus_per_node: devices on each, seen by all ranks there; None asks for none.
+        cpus_per_rank: cores for each; None leaves it to Slurm.
+        time: limit, as Slurm writes it (`90`, `2:00:00`, `1-12`); None is the partition's.
+        partition: None is Slurm's default.
+        requeue: whether the job is started again after it had to end early.
+        signal: what ranks are sent before the time limit, and how many seconds before: `TERM@60`.
+        resume: options added to `arguments` when the job is started again.
+    """
+
+    arguments: tuple[str, ...]
+    name: str
+    logs: Path
+    nodes: int = 1
+    ranks_per_node: int = 1
+    gpus_per_node: int | None = None
+    cpus_per_rank: int | None = None
+    time: str | None = None
+    partition: str | None = None
+    requeue: bool = False
+    signal: str = "TERM@60"
+    resume: tuple[str, ...] = ()
+
+
+def script(job: Job) -> str:
+    """The batch script of `job`.
+
+    Raises:
+        InputError: an attribute cannot be, or submitit is not installed.
+    """
+    _check(job)
+    try:
+        from submitit import SlurmExecutor
+    except ImportError as error:
+        raise InputError(
+            "submitit, which writes Slurm's batch scripts, is not installed:"
+            " pip install 'anybatch[slurm]'."
+        ) from error
+
+    class Executor(SlurmExecutor):
+        """Writes scripts where Slurm is not installed, too."""
+
+        @classmethod
+        def affinity(cls) -> int:
+            return 1
+
+    executor = Executor(job.logs)
+    extra: dict[str, str | bool] = {"signal": job.signal}
+    extra["requeue" if job.requeue else "no-requeue"] = True
+    optional = {
+        "partition": job.partition,
+        "gpus_per_node": job.gpus_per_node,
+        "cpus_per_task": job.cpus_per_rank,
+    }
+    # Since Slurm 22.05 srun does not take over the job's cores per task by itself.
+    cores = [] if job.cpus_per_rank is None else [f"--cpus-per-task={job.cpus_per_rank}"]
+    executor.update_parameters(
+        job_name=job.name,
+        nodes=job.nodes,
+        ntasks_per_node=job.ranks_per_node,
+        stderr_to_stdout=True,
+        wckey=None,
+        time=job.time,
+        additional_parameters=extra,
+        # One rank that fails ends the others, which would wait for it.
+        srun_args=["--kill-on-bad-exit=1", *cores],
+        setup=_setup(job),
+        teardown=_teardown(job),
+        **{key: value for key, value in optional.items() if value is not None},
+    )
+    command = shlex.join([sys.executable, "-u", "-m", "anybatch", *job.arguments])
+    if job.resume:
+        command += ' "${again[@]}"'
+    text = executor._make_submission_file_text(command, uid="")
+    # The step says by itself who its tasks are; what submitit adds for its own is not used.
+    return text.replace("export SUBMITIT_EXECUTOR=slurm\n", "").rstrip("\n") + "\n"
+
+
+def submit(job: Job) -> str:
+    """Submit `job`, and return its number.
+
+    Raises:
+        InputError: Slurm is not installed here, or see `script`.
+        LaunchError: Slurm did not take it.
+    """
+    text = script(job)
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise InputError(
+            "sbatch cannot be found, so there is no Slurm to submit to: run this on a login node of"
+            " the cluster (or load its module), or look at the script with --dry-run."
+        )
+    job.logs.mkdir(parents=True, exist_ok=True)
+    try:
+        done = subprocess.run(
+            [sbatch, "--parsable"],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=_SUBMIT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(
+            f"sbatch has not answered within {_SUBMIT_SECONDS} s: see whether squeue does, and whether"
+            " the job is there, before you submit it again."
+        ) from error
+    if done.returncode:
+        raise LaunchError(
+            f"Slurm did not take the job: {_in_words(done.stderr)}. See sinfo for the partitions and"
+            " what they have."
+        )
+    number = done.stdout.strip().partition(";")[0]
+    (job.logs / f"{number}_submission.sh").write_text(text, "utf-8")
+    return number
+
+
+def output_of(job: Job, number: str) -> Path:
+    """The file that rank 0 of job `number` writes to. Other ranks have theirs beside it."""
+    return job.logs.absolute() / f"{number}_0_log.out"
+
+
+def _setup(job: Job) -> list[str] | None:
+    if not job.resume:
+        return None
+    options = shlex.join(job.resume)
+    return [
+        "again=()",
+        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then again=({options}); fi',
+    ]
+
+
+def _teardown(job: Job) -> list[str] | None:
+    if not job.requeue:
+        return None
+    return [
+        "status=$?",
+        f'if [ "$status" -eq {STOPPED_EARLY} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        'exit "$status"',
+    ]
+
+
+def _check(job: Job) -> None:
+    """Raises `InputError` for the first attribute that cannot be."""
+    counts = {
+        "--nodes": job.nodes,
+        "--ranks-per-node": job.ranks_per_node,
+        "--gpus-per-node": job.gpus_per_node,
+        "--cpus-per-rank": job.cpus_per_rank,
+    }
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}: give a whole number of at least 1.")
+    if job.gpus_per_node is not None and job.gpus_per_node < job.ranks_per_node:
+        raise InputError(
+            f"--gpus-per-node is {job.gpus_per_node} and --ranks-per-node is {job.ranks_per_node}:"
+            " each rank needs a GPU of its own, so ask for as many GPUs, or for fewer ranks."
+        )
+    if not _SIGNAL.match(job.signal):
+        raise InputError(
+            f"--signal is {job.signal!r}: write a signal's name and how many seconds before the time"
+            " limit it is sent, such as TERM@60."
+        )
+    if job.time is not None and not _TIME.match(job.time):
+        raise InputError(
+            f"--time is {job.time!r}: write minutes (90), hours (2:00:00) or days (1-12:00:00)."
+        )
+    for name, text in (("--job-name", job.name), ("--partition", job.partition)):
+        if text is not None and (not text or any(c.isspace() for c in text)):
+            raise InputError(f"{name} is {text!r}: give a name without spaces.")
+
+
+def _in_words(output: str) -> str:
+    """sbatch's complaints in one line."""
+    lines: Sequence[str] = [line.removeprefix("sbatch: ") for line in output.splitlines()]
+    return (
+        "; ".join(line.removeprefix("error: ").rstrip(".") for line in lines if line) or "no reason"
+    )

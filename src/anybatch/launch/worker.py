@@ -1,0 +1,148 @@
+"""The process of one rank, from its first line: tied to its agent, signed in, its output in place.
+
+    python -m anybatch.launch.worker FOLDER AGENT LOGS call
+    python -m anybatch.launch.worker FOLDER AGENT LOGS command MODULE ARGUMENT...
+
+Started by the elastic agent with torchrun's variables in the environment. Nothing heavy is imported
+before the rank is tied to its agent. On Linux the kernel kills the rank when the agent ends; elsewhere
+the agent's janitor alone does.
+
+Files in FOLDER, each named by attempt and local rank: `0-1.pid` (who), `0-1.result` or `0-1.failure`
+(of a call), `0-1.noted` (what failed first, before it ends) and last `0-1.word` (how it ended); see
+`ends`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+import traceback
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from anybatch.launch import moment
+from anybatch.launch.ends import write_whole, write_word
+from anybatch.launch.janitor import start_time
+from anybatch.launch.leaving import prepare
+from anybatch.launch.membership import ATTEMPT, MARK
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Run one rank."""
+    folder, agent, logs, kind, *arguments = sys.argv[1:]
+    _tie_to(int(agent))
+    path = Path(folder) / f"{os.environ[ATTEMPT]}-{os.environ['LOCAL_RANK']}"
+    write_whole(path.with_suffix(".pid"), f"{os.getpid()} {start_time(os.getpid()) or 0}".encode())
+    _place_output(Path(folder), Path(logs), int(os.environ["RANK"]))
+    moment.listener = partial(_note, path.with_suffix(".noted"))
+    faulthandler.enable()
+    os.environ[MARK] = "1"
+    if kind == "call":
+        _call(Path(folder) / "call", path)
+    else:
+        _command(arguments[0], arguments[1:], path)
+
+
+def _note(path: Path, failure: moment.Failure | None) -> None:
+    if failure is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_word(path, 1, failure)
+
+
+def _tie_to(agent: int) -> None:
+    """This rank ends when its agent does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent:  # it has ended before the line above
+        os._exit(1)
+
+
+def _place_output(folder: Path, logs: Path, rank: int) -> None:
+    """Rank 0 writes where the agent does, or into pipes that the agent reads; others into files."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        pipe = folder / name
+        if rank:
+            target = logs / f"rank-{rank}.log"
+            opened = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        elif pipe.exists():
+            opened = os.open(pipe, os.O_WRONLY)
+        else:
+            continue
+        os.dup2(opened, number)
+        os.close(opened)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _call(payload: Path, path: Path) -> None:
+    import cloudpickle
+
+    prepare(partial(_write_failure, path))
+    try:
+        import_path, data = cloudpickle.loads(payload.read_bytes())
+        sys.path[:] = import_path
+        function, args, kwargs = cloudpickle.loads(data)
+        result = function(*args, **kwargs)
+    except BaseException as error:
+        _write_failure(path, error)
+        sys.exit(1)
+    try:
+        packed = cloudpickle.dumps(result)
+    except Exception as error:
+        error.add_note(f"the return value, a {type(result).__qualname__}, cannot be pickled")
+        _write_failure(path, error)
+        sys.exit(1)
+    write_whole(path.with_suffix(".result"), packed)
+    write_word(path.with_suffix(".word"), 0, moment.note())
+
+
+def _write_failure(path: Path, error: BaseException) -> None:
+    import cloudpickle
+
+    noted = moment.note(error)
+    try:
+        packed = cloudpickle.dumps(error)
+    except Exception:
+        packed = None
+    what = f"{type(error).__qualname__}: {error}"
+    failure: dict[str, Any] = {
+        "what": what,
+        "traceback": "".join(traceback.format_exception(error)),
+        "error": packed,
+    }
+    write_whole(path.with_suffix(".failure"), cloudpickle.dumps(failure))
+    # The cause of the error that reaches this place may be another one, noted before.
+    write_word(path.with_suffix(".word"), 1, replace(noted, what=what))
+
+
+def _command(module: str, arguments: list[str], path: Path) -> None:
+    sys.argv[1:] = arguments
+    word = path.with_suffix(".word")
+    prepare(lambda error: write_word(word, error.exit_status, moment.note(error)))
+    status, failed = 1, None
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as leaving:
+        code = leaving.code
+        status = code if isinstance(code, int) else 0 if code is None else 1
+        raise
+    except BaseException as error:
+        failed = error
+        raise
+    finally:
+        write_word(word, status, moment.note(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""Machine: where a task runs. Devices, the memory budget of each, and how fast they are.
+
+A machine is detected (`Machine.here`) or described for hardware that is not here
+(`Machine.describe`). It is plain data: planning reads it and never touches the device.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import psutil
+import torch
+
+from anybatch import catalogue
+from anybatch.errors import InputError
+from anybatch.units import format_bytes, parse_bytes
+
+DeviceKind = Literal["cpu", "cuda"]
+
+USABLE = 0.9
+"""The part of free memory that is taken as the budget when the user names none: the rest is for the
+other processes, whose needs change while training runs."""
+
+
+MMAP_THRESHOLD = 128 << 10
+"""On the CPU, under a budget, blocks from this size on are mapped by themselves and given back when
+freed. In one heap with small blocks they would leave holes that count under the limit and are of no
+use to larger blocks. The engine sets it and the estimate reckons with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Nominal speeds of a device, where nothing was measured.
+
+    Attributes:
+        flops: multiply-adds counted twice, per second, in float32.
+        half_flops: the same in float16 or bfloat16.
+        bytes: memory traffic, bytes per second.
+        launch_seconds: time to start one operation.
+        tf32_flops: as `flops`, in TensorFloat-32; 0: the device has none.
+        link_bytes: what crosses to other devices, bytes per second in each direction.
+    """
+
+    flops: float
+    half_flops: float
+    bytes: float
+    launch_seconds: float
+    tf32_flops: float = 0.0
+    link_bytes: float = 1e10
+
+
+# Orders of magnitude for one core with 256-bit vectors, and for a mid-range GPU with tensor cores.
+_CPU_CORE = Rates(flops=4e10, half_flops=2e10, bytes=8e9, launch_seconds=5e-6, link_bytes=2e9)
+_GPU = Rates(flops=3e13, half_flops=1.2e14, bytes=8e11, launch_seconds=8e-6, tf32_flops=6e13)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device and the bytes that training may use on it.
+
+    Attributes:
+        kind: `"cpu"` or `"cuda"`.
+        index: number among the devices of its kind.
+        name: what the maker calls it.
+        total_bytes: memory it has.
+        budget_bytes: memory that training may use. On CUDA all that the process holds on the device,
+            the context included; on CPU what training adds to the process as it was when training
+            began.
+        present: False for a device that is described, not detected.
+        rates: nominal speeds.
+        capability: CUDA's compute capability or ROCm's architecture; empty where it is not known.
+    """
+
+    kind: DeviceKind
+    index: int
+    name: str
+    total_bytes: int
+    budget_bytes: int
+    present: bool
+    rates: Rates
+    capability: str = ""
+
+    @property
+    def torch_name(self) -> str:
+        """As `torch.device` takes it: `"cpu"` or `"cuda:1"`."""
+        return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
+
+    def describe(self) -> str:
+        """One line for people."""
+        return f"{self.name}, budget {format_bytes(self.budget_bytes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The devices that a task may use, in rank order."""
+
+    devices: tuple[Device, ...]
+
+    @classmethod
+    def here(
+        cls, memory: str | int | None = None, device: str | None = None, count: int = 1
+    ) -> Machine:
+        """This machine: its first CUDA device, or the CPU where there is none.
+
+        Args:
+            memory: budget per device, as `parse_bytes` reads it; None: 90% of what is free now.
+            device: `"cpu"`, `"cuda"` or `"cuda:N"`; None chooses.
+            count: devices, in order from that one on; of the CPU, ranks that share it.
+
+        Raises:
+            InputError: if `memory` is no size or more than the device has, or there is no such
+                device.
+        """
+        _check_count(count)
+        first = _detect(device)
+        if first.kind == "cpu":
+            # Ranks on one CPU share its memory.
+            part = replace(first, budget_bytes=first.budget_bytes // count)
+            machine = cls((part,) * count)
+        else:
+            others = [_detect(f"cuda:{first.index + i}") for i in range(1, count)]
+            machine = cls((first, *others))
+        return machine if memory is None else machine.with_budget(memory)
+
+    @classmethod
+    def describe(cls, text: str, count: int | None = None) -> Machine:
+        """Hardware that is not here: a size (`"24GiB"`) or a name of the catalogue (`"rtx-4090"`), or
+        several alike (`"4 x 24GiB"`, `"8 x h100-80gb"`).
+
+        Args:
+            text: see above; names are understood however they are written.
+            count: number of devices, where `text` gives none.
+
+        Raises `InputError` if the text is neither, with the closest names.
+        """
+        remedy = "write a size or a name, such as '24GiB', 'rtx-4090' or '8 x h100-80gb'"
+        times = re.fullmatch(r"\s*(\d+)\s*[x*×]\s*(.*?)\s*", text)
+        number, what = (int(times[1]), times[2]) if times else (None, text.strip())
+        if not what:
+            raise InputError(f"machine is {text!r}: {remedy}.")
+        if number is not None and count is not None:
+            raise InputError(
+                f"machine is {text!r}, and {count} devices are asked for too: give the number once."
+            )
+        if number == 0:
+            raise InputError(
+                f"machine is {text!r}, which has no device: write at least '1 x {what}'."
+            )
+        num_devices = number or (1 if count is None else count)
+        _check_count(num_devices)
+        if _is_size(what):
+            size = parse_bytes(what, name="the machine's memory")
+            name = f"any {format_bytes(size)} GPU"
+            one = Device("cuda", 0, name, size, size, False, _GPU)
+        else:
+            one = _of_model(catalogue.find(what))
+        return cls(tuple(replace(one, index=i) for i in range(num_devices)))
+
+    def with_budget(self, memory: str | int) -> Machine:
+        """This machine, of each of whose devices training may use `memory`, as `parse_bytes` reads
+        it. Raises `InputError` if that is no size or more than a device has."""
+        budget = parse_bytes(memory)
+        for device in self.devices:
+            if budget > device.total_bytes:
+                raise InputError(
+                    f"memory is {memory!r}, but {device.name} has only"
+                    f" {format_bytes(device.total_bytes)}: give at most that, or leave it out to use"
+                    " what is free."
+                )
+        return Machine(tuple(replace(device, budget_bytes=budget) for device in self.devices))
+
+    @property
+    def device(self) -> Device:
+        """The first device: the one that a plan for a single device uses."""
+        return self.devices[0]
+
+
+def _check_count(count: int) -> None:
+    if count < 1:
+        raise InputError(f"the number of devices is {count}: give a whole number of at least 1.")
+
+
+def _is_size(text: str) -> bool:
+    """Whether `text` is meant as a size: a number and a unit of bytes, or a number that names no
+    device (`4090` does)."""
+    return not catalogue.knows(text) and bool(
+        re.fullmatch(r"\s*-?[\d.]+(e\d+)?\s*([kmgt]?i?b?)?\s*", text, re.IGNORECASE)
+    )
+
+
+def _of_model(model: catalogue.Model) -> Device:
+    size = model.usable_bytes
+    name = f"{model.maker_name} ({model.memory_gib} GB)"
+    return Device("cuda", 0, name, size, size, False, rates_of(model), model.capability)
+
+
+def rates_of(model: catalogue.Model) -> Rates:
+    """The speeds on the maker's sheet."""
+    return Rates(
+        flops=model.fp32,
+        half_flops=model.half,
+        bytes=model.memory_bandwidth,
+        launch_seconds=_GPU.launch_seconds,
+        tf32_flops=model.tf32,
+        link_bytes=model.link_bandwidth,
+    )
+
+
+def can_enforce(kind: DeviceKind) -> bool:
+    """Whether a budget on this kind of device is held by something stronger than good will.
+
+    CUDA's caching allocator refuses; on Linux the kernel does (`RLIMIT_DATA`, which counts private
+    writable mappings since 4.7). Other systems accept the limit and ignore it.
+    """
+    return kind == "cuda" or sys.platform == "linux"
+
+
+def _detect(wanted: str | None) -> Device:
+    if wanted is None:
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    match = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", wanted)
+    if match is None:
+        raise InputError(f"device is {wanted!r}: write 'cpu', 'cuda' or 'cuda:N'.")
+    if match[1] == "cpu":
+        return _cpu()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = int(match[2] or 0)
+    if index >= count:
+        seen = f"only {count} of them" if count else "no CUDA device at all"
+        raise InputError(
+            f"device is {wanted!r}, but torch sees {seen} here: choose another device,"
+            " or check the driver and CUDA_VISIBLE_DEVICES."
+        )
+    return _cuda(index)
+
+
+def _cpu() -> Device:
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    memory = psutil.virtual_memory()
+    rates = Rates(
+        flops=_CPU_CORE.flops * cores,
+        half_flops=_CPU_CORE.half_flops * cores,
+        bytes=_CPU_CORE.bytes * min(cores, 4),
+        launch_seconds=_CPU_CORE.launch_seconds,
+    )
+    name = f"CPU with {cores} core{'s' if cores != 1 else ''}"
+    return Device("cpu", 0, name, memory.total, int(memory.available * USABLE), True, rates)
+
+
+def _cuda(index: int) -> Device:
+    free, total = torch.cuda.mem_get_info(index)
+    name = torch.cuda.get_device_name(index)
+    known = catalogue.recognise(name, total)
+    if torch.version.hip:
+        capability = str(torch.cuda.get_device_properties(index).gcnArchName).partition(":")[0]
+    else:
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(index))
+    rates = rates_of(known) if known else _GPU
+    return Device("cuda", index, name, total, int(free * USABLE), True, rates, capability)

@@ -1,0 +1,13 @@
+"""How ranks act as one: see `group.py`."""
+
+from anybatch.parallel.choose import group_of as group_of
+from anybatch.parallel.group import Agreed as Agreed
+from anybatch.parallel.group import Group as Group
+from anybatch.parallel.group import SingleDevice as SingleDevice
+from anybatch.parallel.group import Wish as Wish
+from anybatch.parallel.in_process import InProcess as InProcess
+from anybatch.parallel.in_process import InProcessRanks as InProcessRanks
+from anybatch.parallel.norms import PassAbandoned as PassAbandoned
+from anybatch.parallel.replicate import Replicate as Replicate
+from anybatch.parallel.vote import exchange as exchange
+from anybatch.parallel.vote import leads as leads

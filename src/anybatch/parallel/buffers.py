@@ -1,0 +1,331 @@
+"""Buffers after a step: what one rank would hold that had seen all samples in their order.
+
+Every rank stages a step from the same buffers and writes them in its own passes. BatchNorm's running
+statistics can be put together exactly. Each ghost batch with the statistic s makes of r
+
+    (1 - m) r + m s
+
+so what a rank has done to them is affine, `end = a * start + b` with `a = (1 - m) ** ghosts`, whatever
+s was, and affine maps follow one another in rank order. With `momentum=None` the statistics are means
+over all batches so far, and sums add up. For a buffer of any other module there is no rule: the lowest
+rank that wrote it gives it to all, as DistributedDataParallel does with those of rank 0. Only buffers
+that changed cross, since masks and tables can be large; they are found by content, since some kernels
+write a buffer without changing its version.
+
+Every rank computes the same from the same numbers, so buffers are the same to the bit on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+Held = Callable[[nn.Module, str], Tensor | None]
+"""What buffer `name` of `module` held when the step began. Its result is only read."""
+
+Broadcast = Callable[[Sequence[Tensor | None], int], list[Tensor | None]]
+"""Gives every rank the tensors of one rank: (this rank's own, rank) -> that rank's. May write into the
+tensors given."""
+
+
+_STATISTICS = ("running_mean", "running_var")
+_COUNT = "num_batches_tracked"
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """A norm whose running statistics can be put together, and how many values they are."""
+
+    module: _BatchNorm
+    width: int
+
+    def now(self) -> list[Tensor]:
+        """The running statistics as they are now."""
+        return [_known(self.module._buffers[name]) for name in _STATISTICS]
+
+    def held(self, held: Held) -> list[Tensor]:
+        """The running statistics as the step found them."""
+        return [_known(held(self.module, name)) for name in _STATISTICS]
+
+
+@final
+class BufferAgreement:
+    """The buffers of `model`, agreed upon by ranks. Knows no transport: what `contribution` gives on
+    every rank is to be brought to `settle` on every rank.
+
+    Args:
+        model: the same on all ranks.
+        synchronised: every norm saw whole ghost batches on each rank that took part, so the rank that
+            saw most of them has the right statistics already.
+
+    Attributes:
+        size: length of a contribution.
+    """
+
+    def __init__(self, model: nn.Module, synchronised: bool = False) -> None:
+        self._synchronised = synchronised
+        self._norms: list[_Norm] = []
+        self._others: list[tuple[nn.Module, list[str]]] = []
+        self._held: Held = _not_told
+        for module in model.modules():
+            names = list(module._buffers)
+            if isinstance(module, _BatchNorm) and _is_affine(module):
+                width = sum(_known(module._buffers[name]).numel() for name in _STATISTICS)
+                self._norms.append(_Norm(module, width))
+                names = [name for name in names if name not in (*_STATISTICS, _COUNT)]
+            if names:
+                self._others.append((module, names))
+        self._num_values = sum(norm.width for norm in self._norms)
+        self._num_flags = sum(len(names) for _, names in self._others)
+        self.size: int = 2 * len(self._norms) + self._num_values + self._num_flags
+
+    def nothing(self) -> Tensor:
+        """The contribution of a rank that has none, on the CPU."""
+        return torch.zeros(self.size, dtype=torch.float64)
+
+    @torch.no_grad()
+    def contribution(self, held: Held) -> Tensor:
+        """What this rank did to the buffers: float64, shape [size], on the CPU. Waits for the device.
+
+        Batches seen before and in this step by each norm; the inhomogeneous parts of its running
+        statistics; which other buffers changed.
+
+        Args:
+            held: tells the buffers at the start of the step, also in `settle`.
+        """
+        self._held = held
+        counts: list[int] = []
+        ends: list[Tensor] = []
+        starts: list[Tensor] = []
+        factors: list[tuple[float, float]] = []
+        for norm, (before, seen) in zip(self._norms, self._batches(), strict=True):
+            counts += before, seen
+            ends += norm.now()
+            starts += norm.held(self._held)
+            factors.append(self._factors(norm, before, seen))
+        values = torch.zeros(0, dtype=torch.float64)
+        if self._norms:
+            of_end, of_start = zip(*factors, strict=True)
+            values = self._weighed(of_end, _flat(ends)) - self._weighed(of_start, _flat(starts))
+        flags = [
+            _changed(module._buffers.get(name), self._held(module, name))
+            for module, names in self._others
+            for name in names
+        ]
+        return torch.cat([torch.tensor(counts).double(), values, torch.tensor(flags).double()])
+
+    @torch.no_grad()
+    def settle(self, contributions: Tensor, broadcast: Broadcast) -> None:
+        """Make the buffers those of one rank that saw everything. After `contribution`.
+
+        Args:
+            contributions: of all ranks, in rank order; shape [R, size], on the CPU.
+            broadcast: for buffers of other modules. Called equally often on all ranks.
+        """
+        parts = [2 * len(self._norms), self._num_values, self._num_flags]
+        counts, values, flags = contributions.split(parts, dim=1)
+        if self._norms:
+            self._settle_norms(counts.long().tolist(), values)
+        if bool(flags.any()):
+            self._settle_others(flags, broadcast)
+
+    def _batches(self) -> list[tuple[int, int]]:
+        """Of each norm: batches before the step, and in it. One wait for the device, for all."""
+        if not self._norms:
+            return []
+        now = [norm.module._buffers[_COUNT] for norm in self._norms]
+        before = [self._held(norm.module, _COUNT) for norm in self._norms]
+        both = torch.stack([_known(count) for count in (*before, *now)]).tolist()
+        pairs = zip(both[: len(now)], both[len(now) :], strict=True)
+        return [(first, last - first) for first, last in pairs]
+
+    def _factors(self, norm: _Norm, before: int, seen: int) -> tuple[float, float]:
+        """What end and start are multiplied with to give what a rank contributes."""
+        if self._synchronised:
+            return 1.0, 0.0
+        if not seen:
+            return 0.0, 0.0
+        momentum = norm.module.momentum
+        if momentum is None:
+            return float(before + seen), float(before)  # the sum over this step's batches
+        return 1.0, _power(1.0 - momentum, seen)
+
+    def _settle_norms(self, counts: list[list[int]], values: Tensor) -> None:
+        """`counts`: [R][2 * norms]; `values`: [R, num_values]."""
+        of_start: list[float] = []
+        of_rank: list[list[float]] = [[] for _ in counts]
+        num_seen: list[int] = []
+        for number, norm in enumerate(self._norms):
+            seen = [one[2 * number + 1] for one in counts]
+            first, weights = self._weights(norm, counts[0][2 * number], seen)
+            of_start.append(first)
+            num_seen.append(max(seen) if self._synchronised else sum(seen))
+            for rank, weight in enumerate(weights):
+                of_rank[rank].append(weight)
+        final = self._weighed(
+            of_start, _flat([t for norm in self._norms for t in norm.held(self._held)])
+        )
+        for weights, mine in zip(of_rank, values, strict=True):
+            final += self._weighed(weights, mine)
+        targets = [tensor for norm in self._norms for tensor in norm.now()]
+        results = final.to(targets[0].device).split([tensor.numel() for tensor in targets])
+        for target, result in zip(targets, results, strict=True):
+            target.copy_(result.view_as(target))
+        for norm, seen in zip(self._norms, num_seen, strict=True):
+            before = _known(self._held(norm.module, _COUNT))
+            _known(norm.module._buffers[_COUNT]).copy_(before + seen)
+
+    def _weighed(self, weights: Sequence[float], values: Tensor) -> Tensor:
+        """`values` times a weight per norm; zero where that is zero, whatever the value."""
+        spread = self._spread(weights)
+        return torch.where(spread != 0, values * spread, 0.0)
+
+    def _weights(self, norm: _Norm, before: int, seen: list[int]) -> tuple[float, list[float]]:
+        """The weight of the start, and of each rank's contribution."""
+        total = sum(seen)
+        if not total:
+            return 1.0, [0.0] * len(seen)
+        if self._synchronised:
+            source = seen.index(max(seen))
+            return 0.0, [float(rank == source) for rank in range(len(seen))]
+        momentum = norm.module.momentum
+        if momentum is None:
+            share = 1.0 / (before + total)
+            return before * share, [share if one else 0.0 for one in seen]
+        keep = 1.0 - momentum
+        return _power(keep, total), [
+            _power(keep, sum(seen[rank + 1 :])) if one else 0.0 for rank, one in enumerate(seen)
+        ]
+
+    def _spread(self, per_norm: Sequence[float]) -> Tensor:
+        """A number per norm, for each of its values; shape [num_values]."""
+        widths = torch.tensor([norm.width for norm in self._norms])
+        return torch.tensor(per_norm, dtype=torch.float64).repeat_interleave(widths)
+
+    def _settle_others(self, flags: Tensor, broadcast: Broadcast) -> None:
+        """All changed buffers of a module come from one rank, so that they suit one another."""
+        from_rank: dict[int, list[tuple[nn.Module, str]]] = {}
+        per_module = flags.split([len(names) for _, names in self._others], dim=1)
+        for (module, names), changed in zip(self._others, per_module, strict=True):
+            if bool(changed.any()):
+                source = int(changed.any(dim=1).long().argmax())
+                crossing = zip(names, changed.any(dim=0).tolist(), strict=True)
+                from_rank.setdefault(source, []).extend((module, n) for n, some in crossing if some)
+        for source, places in sorted(from_rank.items(), key=lambda item: item[0]):
+            mine = [module._buffers.get(name) for module, name in places]
+            given = broadcast(mine, source)
+            for (module, name), value in zip(places, given, strict=True):
+                module._buffers[name] = value
+
+
+@final
+class BuffersOverGroup:
+    """A `BufferAgreement` of the ranks of a process group.
+
+        staged     this rank's passes are over; may run out of memory
+        gather     on every rank in every attempt, before the vote
+        settle     on every rank, once the step is committed
+
+    Args:
+        model: the same on all ranks.
+        device: of the group's tensors.
+        group: None: the default one.
+        synchronised: see `BufferAgreement`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        synchronised: bool = False,
+    ) -> None:
+        self._agreement = BufferAgreement(model, synchronised)
+        self._device = device
+        self._group = group
+        self._nothing = self._agreement.nothing()
+        self._mine: Tensor = self._nothing
+        size = dist.get_world_size(group)
+        self._theirs: Tensor = self._nothing.new_zeros(size, self._agreement.size, device=device)
+
+    def staged(self, held: Held) -> None:
+        """Work out what this rank contributes. Waits for the device."""
+        self._mine = self._agreement.contribution(held)
+
+    def gather(self) -> None:
+        """Tell one another what happened to the buffers; nothing, for a rank that did not come to
+        `staged`."""
+        if self._agreement.size:
+            mine, self._mine = self._mine.to(self._device), self._nothing
+            dist.all_gather(list(self._theirs.unbind()), mine, group=self._group)
+
+    def settle(self) -> None:
+        """Make the buffers the same on all ranks. The step must have succeeded on all of them."""
+        if self._agreement.size:
+            self._agreement.settle(self._theirs.cpu(), self._broadcast)
+
+    def _broadcast(self, mine: Sequence[Tensor | None], source: int) -> list[Tensor | None]:
+        """See `Broadcast`. Tensors cross in place where their shapes agree, as bytes, since backends
+        do not know every dtype."""
+        forms: list[Any] = [None if t is None else (t.shape, t.dtype, t.device.type) for t in mine]
+        dist.broadcast_object_list(forms, group_src=source, group=self._group)
+        given: list[Tensor | None] = []
+        for own, form in zip(mine, forms, strict=True):
+            if form is None:
+                given.append(None)
+                continue
+            shape, dtype, kind = form
+            if own is None or (own.shape, own.dtype, own.device.type) != form:
+                device = self._device if self._device.type == kind else torch.device(kind)
+                own = torch.empty(shape, dtype=dtype, device=device)
+            if own.numel():
+                wire = own.detach().to(self._device).contiguous()
+                dist.broadcast(wire.view(-1).view(torch.uint8), group_src=source, group=self._group)
+                if wire.data_ptr() != own.data_ptr():
+                    own.data.copy_(wire)
+            given.append(own)
+        return given
+
+
+def _is_affine(norm: _BatchNorm) -> bool:
+    """Whether its running statistics can be put together: it has them, and counts its batches."""
+    return all(norm._buffers.get(name) is not None for name in (*_STATISTICS, _COUNT))
+
+
+def _changed(now: Tensor | None, before: Tensor | None) -> bool:
+    if now is None or before is None:
+        return now is not before
+    same_kind = now.shape == before.shape and now.dtype == before.dtype
+    return not (same_kind and now.device == before.device and torch.equal(now, before))
+
+
+def _known(buffer: Tensor | None) -> Tensor:
+    assert buffer is not None, "a norm lost its running statistics in the middle of a step"
+    return buffer
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """All values in a row: float64, on the CPU."""
+    return torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors]).cpu()
+
+
+def _power(base: float, exponent: int) -> float:
+    """`base ** exponent` by squaring: the same bits on every machine, which a library's `pow` does not
+    promise."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+def _not_told(module: nn.Module, name: str) -> Tensor | None:
+    raise RuntimeError("a rank must contribute before it can settle")

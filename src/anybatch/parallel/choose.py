@@ -1,0 +1,78 @@
+"""Choose: from a plan to the group of ranks that it is for, and to this rank's device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from anybatch.errors import InputError
+from anybatch.oom import is_limited
+from anybatch.parallel.compress import sums_in
+from anybatch.parallel.ddp import Ddp
+from anybatch.parallel.group import Group, SingleDevice
+from anybatch.parallel.local_steps import LocalSteps
+from anybatch.parallel.replicate import Replicate
+from anybatch.parallel.shard import Shard
+from anybatch.parallel.stale import Stale
+from anybatch.plans import Plan
+
+
+@contextmanager
+def group_of(plan: Plan) -> Iterator[tuple[Group, str]]:
+    """The group that `plan` is for, seen from this process, and the device of this rank.
+
+    Raises `InputError` if there are not as many ranks as the plan has.
+    """
+    if plan.parallel == "single":
+        yield SingleDevice(), _first(plan.device)
+        return
+    if plan.parallel == "in-process":
+        raise ValueError("ranks of one process are made by anybatch.crew, all at once")
+    there = dist.get_world_size() if dist.is_initialized() else 1
+    if there != plan.num_ranks:
+        raise InputError(
+            f"the plan is for {plan.num_ranks} ranks, and here {'is' if there == 1 else 'are'} {there}:"
+            f" start it with `anybatch train --ranks {plan.num_ranks}` or torchrun, or plan anew."
+        )
+    device = _own(plan.device)
+    # What the kernel may refuse memory must not be refused any while it speaks to others.
+    overlaps = device != "cpu" or not (plan.enforced or is_limited())
+    if plan.parallel == "ddp" or not plan.exchange.is_exact:
+        yield _as_asked(plan, torch.device(device), overlaps), device
+        return
+    if plan.parallel == "shard":
+        yield Shard(plan.shares, torch.device(device), plan.choice.precision), device
+        return
+    synchronised = plan.norms == "synchronised"
+    yield Replicate(plan.shares, torch.device(device), overlaps, synchronised), device
+
+
+def _as_asked(plan: Plan, device: torch.device, overlaps: bool) -> Group:
+    """What is only done where the plan asks for it."""
+    exchange = plan.exchange
+    if plan.enforced and not overlaps and (plan.parallel == "ddp" or exchange.stale):
+        raise InputError(
+            f"the plan has {'stale gradients' if exchange.stale else 'parallel ddp'} and a budget that"
+            " the operating system enforces, but gradients cross while a step computes, and who is"
+            " refused memory in the middle of that cannot answer: run it without --memory."
+        )
+    if plan.parallel == "ddp":
+        return Ddp(plan.shares, device, exchange)
+    sums = sums_in(exchange.compress)
+    if exchange.every > 1:
+        return LocalSteps(plan.shares, device, exchange.every, exchange.outer, sums)
+    if exchange.stale:
+        return Stale(plan.shares, device, sums)
+    return Replicate(plan.shares, device, overlaps, plan.norms == "synchronised", sums)
+
+
+def _first(device: str) -> str:
+    return "cuda:0" if device == "cuda" else device
+
+
+def _own(device: str) -> str:
+    """`cuda` is the current device of this process, which whoever started the ranks has set."""
+    return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device

@@ -1,0 +1,649 @@
+"""Fronts for code written in the style of `nn.DataParallel`: several devices, one process, one module.
+
+`nn.DataParallel` gathers all outputs on the first device, computes the loss there, and needs more
+memory on it than on any other. Here outputs stay where they were made, and so does the loss; what
+crosses between devices is parameters, their gradients, and three numbers per device:
+
+    model = DataParallelModel(model)              outputs: one per device, each on its own
+    criterion = DataParallelCriterion(criterion)  loss: the exact mean over the whole batch
+    loss = criterion(model(inputs), targets)
+    loss.backward()                               gradients: those of the plain module
+
+For training from the start, `anybatch.train` does more (it divides the batch in time as well); this is
+for loops that are there already.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch.compute.loss import read_loss
+from anybatch.data import batch_size, map_leaves, share, split, to_device
+from anybatch.data.microbatch import is_samples, parts_of, rebuilt
+from anybatch.errors import DataError, InputError
+from anybatch.parallel.thread_state import ThreadState
+from anybatch.task import Loss
+
+T = TypeVar("T")
+
+Device = torch.device | str | int
+
+_HALVES = (torch.float16, torch.bfloat16)  # their sums overflow, or are coarse
+
+
+@final
+class Outputs(list[Any]):
+    """What a `DataParallelModel` returns: one output per device that had samples, in their order, each
+    on its device.
+
+    Attributes:
+        sizes: number of samples of each.
+    """
+
+    def __init__(self, outputs: Sequence[Any], sizes: Sequence[int]) -> None:
+        super().__init__(outputs)
+        self.sizes: tuple[int, ...] = tuple(sizes)
+
+
+class _Front(nn.Module, ABC):
+    """A module run on several devices. Its `state_dict` is that of the plain module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module: nn.Module = module
+        # Where the front is itself part of a module that is loaded.
+        self.register_load_state_dict_pre_hook(_insert_prefix)
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See the final classes."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the plain module: no `module.` before the names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load what the plain module saved, or `nn.DataParallel`, with `module.` before the names."""
+        own = self.module.state_dict().keys()
+        bare = {name.removeprefix("module."): value for name, value in state_dict.items()}
+        if len(own & bare.keys()) > len(own & state_dict.keys()):
+            state_dict = bare
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+class _OnDevices(_Front, ABC):
+    """A model, its inputs scattered over devices."""
+
+    def __init__(self, module: nn.Module, devices: Sequence[Device] | None) -> None:
+        if not isinstance(module, nn.Module):
+            raise InputError(
+                f"{type(self).__name__} is given a value of type {type(module).__name__} as its"
+                " module: give a torch.nn.Module."
+            )
+        super().__init__(module)
+        self.devices: tuple[torch.device, ...] = _devices(devices)
+
+    @abstractmethod
+    def sizes(self, num_samples: int) -> list[int]:
+        """How many of `num_samples` samples each device takes."""
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int = 0) -> Outputs:
+        self._check_home()
+        # A mapping is always a structure; a tuple of tensors might be read as samples.
+        batch: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        if dim:
+            batch = map_leaves(batch, lambda leaf: _moved(leaf, dim, 0))
+        num_samples = batch_size(batch) if batch else 0
+        taken = [(i, n) for i, n in enumerate(self.sizes(num_samples)) if n]
+        taken = taken or [(0, num_samples)]  # nothing to share out: the first device runs it
+        numbers, sizes = zip(*taken, strict=True)
+        devices = [self.devices[i] for i in numbers]
+        pieces = split(batch, sizes) if num_samples else [batch]
+        pieces = [to_device(p, d, non_blocking=True) for p, d in zip(pieces, devices, strict=True)]
+        if dim:
+            pieces = [map_leaves(piece, lambda leaf: _moved(leaf, 0, dim)) for piece in pieces]
+        modules = _replicas(self.module, devices, first_is_home=numbers[0] == 0)
+        works = [
+            functools.partial(_call, module, piece, len(args))
+            for module, piece in zip(modules, pieces, strict=True)
+        ]
+        outputs = Outputs(_in_parallel(works, devices), sizes)
+        if numbers[0] != 0:
+            _take_buffers(self.module, modules[0], self.devices[0])
+        return outputs
+
+    def _check_home(self) -> None:
+        home = self.devices[0]
+        if all(tensor.device == home for tensor in _tensors_of(self.module)):
+            return
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+            if tensor.device != home:
+                raise InputError(
+                    f"{name!r} of the module is on {tensor.device}, but the first of the devices is"
+                    f" {home}: move the module there with .to({str(home)!r})."
+                )
+
+
+@final
+class DataParallelModel(_OnDevices):
+    """`module` on several devices; outputs stay where they are made.
+
+    `forward` cuts its arguments along dim 0 by exact shares (tensors in any nesting, lists of samples,
+    keyword arguments; whatever has no samples in it goes to every device), and returns `Outputs`. A
+    batch may have any size; a device that gets no sample runs nothing.
+
+    In training mode BatchNorm normalises on each device by that device's samples, and running
+    statistics are those of the first device that has some, as with `nn.DataParallel`. On the CPU
+    all replicas draw from one random generator, in no fixed order; CUDA devices have one each.
+
+    Args:
+        module: on the first device.
+        devices: default all CUDA devices that are visible, or the CPU alone. One may come twice.
+        shares: what each device takes, as ratios; default all the same.
+
+    Attributes:
+        module: the plain module.
+        devices: as they are used.
+
+    Raises:
+        InputError: the devices or the shares cannot be used, or the module is elsewhere.
+        DataError: the arguments disagree on the number of samples.
+
+    An error of a replica is raised as it is, with a note that names the device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[Device] | None = None,
+        shares: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__(module, devices)
+        self._shares = tuple(shares) if shares is not None else (1,) * len(self.devices)
+        if len(self._shares) != len(self.devices):
+            raise InputError(
+                f"there are {len(self._shares)} shares for {len(self.devices)} devices: give one for"
+                " each device."
+            )
+        share(1, self._shares, 0)  # or says what is wrong with them
+
+    def sizes(self, num_samples: int) -> list[int]:
+        """How many of `num_samples` samples each device takes."""
+        return [len(share(num_samples, self._shares, i)) for i in range(len(self.devices))]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Outputs:
+        """The outputs of all devices that have samples."""
+        return self._run(args, kwargs)
+
+
+@final
+class BalancedDataParallel(_OnDevices):
+    """`nn.DataParallel` whose first device takes fewer samples, since the outputs are gathered on it.
+
+    `forward` returns the gathered output, on the first device. Where the loss can be computed on each
+    device, `DataParallelModel` needs no such remedy.
+
+    Args:
+        first_device_share: samples per forward pass for the first device, 0 for none; never more than
+            an even share. The others take even shares of the rest.
+        model: on the first device.
+        dim: of the samples, in inputs and outputs.
+        devices: default all CUDA devices that are visible, or the CPU alone.
+
+    Raises as `DataParallelModel` does.
+    """
+
+    def __init__(
+        self,
+        first_device_share: int,
+        model: nn.Module,
+        dim: int = 0,
+        devices: Sequence[Device] | None = None,
+    ) -> None:
+        super().__init__(model, devices)
+        whole = isinstance(first_device_share, int) and not isinstance(first_device_share, bool)
+        if not whole or first_device_share < 0:
+            raise InputError(
+                f"the share of the first device is {first_device_share!r}: give its number of samples"
+                " per forward pass, a whole number of at least 0."
+            )
+        self.first_device_share: int = first_device_share
+        self.dim: int = dim
+
+    def sizes(self, num_samples: int) -> list[int]:
+        """How many of `num_samples` samples each device takes."""
+        count = len(self.devices)
+        if count == 1:
+            return [num_samples]
+        first = min(self.first_device_share, len(share(num_samples, (1,) * count, 0)))
+        others = (1,) * (count - 1)
+        return [first, *(len(share(num_samples - first, others, i)) for i in range(count - 1))]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output for the whole batch, on the first device."""
+        return _gathered(self._run(args, kwargs, self.dim), self.devices[0], self.dim)
+
+
+@final
+class DataParallelCriterion(_Front):
+    """`criterion` computed on each device, as one exact mean over the whole batch.
+
+    Called with the outputs of a `DataParallelModel` and the targets of the whole batch, in its order;
+    each device gets its part of these. Returns a scalar on the first output's device, equal to
+    `criterion(outputs of the whole batch, targets)`:
+
+    - `nn.CrossEntropyLoss` and `nn.NLLLoss` are weighed by what they count (class weights,
+      `ignore_index`), and so are `F.cross_entropy` and `F.nll_loss`;
+    - with `reduction="sum"` the sums are added up;
+    - `anybatch.Loss` and pairs (sum, weight) say themselves what they are weighed by;
+    - a scalar is taken as the mean over the samples, and weighed by their number.
+
+    Args:
+        criterion: `(output, *targets)` to one of these; a module or a function.
+
+    Attributes:
+        module: the criterion.
+
+    Raises:
+        InputError: the outputs do not go with the targets.
+        LossError: the criterion returned something else.
+    """
+
+    def __init__(self, criterion: Callable[..., Any]) -> None:
+        if not callable(criterion):
+            raise InputError(
+                f"the criterion is a value of type {type(criterion).__name__}: give a loss module or"
+                " a function."
+            )
+        super().__init__(_as_module(criterion))
+
+    def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Tensor:
+        """The loss: a scalar tensor on the device of the first output."""
+        if isinstance(outputs, Tensor) or not isinstance(outputs, Sequence) or not outputs:
+            raise InputError(
+                f"the criterion is given a value of type {type(outputs).__name__} as outputs: give the"
+                " list that DataParallelModel returns, one output per device."
+            )
+        whole: dict[Any, Any] = {**dict(enumerate(targets)), **kwargs}
+        sizes = _sizes_of(outputs, whole)
+        devices = [_device_of(output) for output in outputs]
+        pieces = split(whole, sizes) if whole else [whole] * len(outputs)
+        pieces = [to_device(p, d, non_blocking=True) for p, d in zip(pieces, devices, strict=True)]
+        home = next((t.device for t in _tensors_of(self.module)), devices[0])
+        criteria = _replicas(self.module, devices, first_is_home=home == devices[0])
+        losses = _in_parallel(
+            [
+                functools.partial(_sum_and_weight, criterion, output, piece, len(targets), size)
+                for criterion, output, piece, size in zip(
+                    criteria, outputs, pieces, sizes, strict=True
+                )
+            ],
+            devices,
+        )
+        total = _added([loss.sum for loss in losses], devices[0])
+        if getattr(self.module, "reduction", None) == "sum":
+            return total
+        return total / _added([loss.weight for loss in losses], devices[0])
+
+
+def gather(outputs: Sequence[Any], device: Device | None = None) -> Any:
+    """The outputs of all devices as one, on one device: what the plain module returns for the whole
+    batch, for evaluation. Gradients flow back.
+
+    Tensors are joined along dim 0, lists of samples end to end; scalar tensors, of which there is one
+    per device, become a vector; of other values the first is kept where all agree, else their list.
+
+    Args:
+        outputs: of a `DataParallelModel`.
+        device: default that of the first output.
+
+    Raises `InputError` if there are no outputs.
+    """
+    if isinstance(outputs, Tensor) or not outputs:
+        raise InputError(
+            "there are no outputs to gather: give the list that DataParallelModel returns, one output"
+            " per device."
+        )
+    target = _device_of(outputs[0]) if device is None else _devices([device])[0]
+    return _gathered(outputs, target, dim=0)
+
+
+# ----------------------------------------------------------------------------------------- replicas
+
+
+class _Copies(torch.autograd.Function):
+    """A tensor copied to several devices; its gradients are added up in the order of the devices.
+
+    One tensor at a time, so that a gradient leaves its device as soon as it is final, and a parameter
+    that no replica used keeps None for a gradient, as in the plain module.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, devices: Sequence[torch.device], tensor: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.home = tensor.device
+        return tuple(_to(tensor, device, copy=True) for device in devices)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor | None]:
+        total: Tensor | None = None
+        for gradient in gradients:
+            if gradient is not None:
+                here = _to(gradient, ctx.home)
+                total = here if total is None else total + here
+        return None, total
+
+
+def _replicas(
+    module: nn.Module, devices: Sequence[torch.device], first_is_home: bool
+) -> list[nn.Module]:
+    """One module per device, their gradients those of `module`.
+
+    At home that is `module` itself, so what its forward writes (running statistics, counters) stays.
+    """
+    away = list(devices[1:] if first_is_home else devices)
+    copies: dict[int, tuple[Tensor, ...]] = {}
+    if away:
+        copies = {id(tensor): _copies(tensor, away) for tensor in _tensors_of(module)}
+    replicas = [
+        _rewired(module, {key: tensors[i] for key, tensors in copies.items()})
+        for i in range(len(away))
+    ]
+    return [module, *replicas] if first_is_home else replicas
+
+
+def _copies(tensor: Tensor, devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
+    copies: Any = _Copies.apply(devices, tensor)
+    return copies
+
+
+def _rewired(module: nn.Module, copies: Mapping[int, Tensor]) -> nn.Module:
+    """A module like `module` that shares everything with it but parameters and buffers."""
+    # torch's own method: modules with further references to their parameters (RNNs) extend it.
+    shells: dict[nn.Module, Any] = {m: m._replicate_for_data_parallel() for m in module.modules()}
+    for original, shell in shells.items():
+        for name, child in original._modules.items():
+            shell._modules[name] = None if child is None else shells[child]
+        for name, param in original._parameters.items():
+            if param is not None:
+                setattr(shell, name, copies[id(param)])
+                vars(shell).pop(name, None)
+            # Among the parameters, so that `parameters()` works in forward; no leaves.
+            shell._parameters[name] = None if param is None else copies[id(param)]
+        for name, buffer in original._buffers.items():
+            shell._buffers[name] = None if buffer is None else copies[id(buffer)]
+    return shells[module]
+
+
+@torch.no_grad()
+def _take_buffers(module: nn.Module, replica: nn.Module, home: torch.device) -> None:
+    """The first device had no samples: keep what the forward of `replica` wrote."""
+    for own, copy in zip(module.modules(), replica.modules(), strict=True):
+        for name, buffer in own._buffers.items():
+            new = copy._buffers.get(name)
+            if buffer is not None and new is not None and new.shape == buffer.shape:
+                buffer.copy_(new)
+            else:
+                own._buffers[name] = None if new is None else _to(new.detach(), home)
+
+
+def _to(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
+    # What is on its way to the host could be read before it is there.
+    return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _insert_prefix(
+    front: nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: object
+) -> None:
+    """The names of the plain module as torch looks for them in a front: with `module.`."""
+    own = {f"{prefix}{name}" for name in front.state_dict()}
+    for name in [name for name in state_dict if name in own]:
+        inner = name.removeprefix(prefix)
+        state_dict[f"{prefix}module.{inner}"] = state_dict.pop(name)
+
+
+# ------------------------------------------------------------------------------------------ running
+
+
+def _in_parallel(works: Sequence[Callable[[], T]], devices: Sequence[torch.device]) -> list[T]:
+    """The results of `works`, each in a thread of its own with its device the current one; the first
+    in the thread of the caller. If several fail, the first of them counts."""
+    state = ThreadState(tuple(devices))
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(i: int) -> None:
+        try:
+            results[i] = state.run(works[i], devices[i])
+        except BaseException as error:
+            errors[i] = error
+
+    threads = [
+        threading.Thread(target=run, args=(i,), name=f"anybatch-replica-{i}")
+        for i in range(1, len(works))
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        run(0)
+    finally:
+        for thread in threads:
+            thread.join()
+    if errors:
+        number = min(errors)
+        first = errors[number]
+        if len(works) > 1:
+            first.add_note(f"raised on {devices[number]}, number {number} of {len(works)} devices")
+        try:
+            raise first
+        finally:  # else the traceback would hold, through this frame, the tensors of all replicas
+            errors.clear()
+            del first
+    return [results[i] for i in range(len(works))]
+
+
+def _call(function: Callable[..., Any], batch: Mapping[Any, Any], num_args: int) -> Any:
+    args = [batch[i] for i in range(num_args)]
+    return function(*args, **{name: v for name, v in batch.items() if isinstance(name, str)})
+
+
+def _moved(leaf: Any, source: int, target: int) -> Any:
+    return leaf.movedim(source, target) if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+
+def _devices(devices: Sequence[Device] | None) -> tuple[torch.device, ...]:
+    if devices is None:
+        count = torch.cuda.device_count()
+        return tuple(torch.device("cuda", i) for i in range(count)) or (torch.device("cpu"),)
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
+        raise InputError(
+            f"the devices are {devices!r}: give a list such as ['cuda:0', 'cuda:1'], or leave them out"
+            " to use all."
+        )
+    return tuple(_device(device) for device in devices)
+
+
+def _device(name: Device) -> torch.device:
+    try:
+        device = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
+    except (RuntimeError, TypeError, ValueError):
+        raise InputError(f"there is no device {name!r}: give 'cpu' or 'cuda:0', say.") from None
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count()
+    index = device.index or 0
+    if index >= count:
+        raise InputError(
+            f"there is no device {str(device)!r}: {count} CUDA devices are visible to this process."
+        )
+    return torch.device("cuda", index)
+
+
+def _device_of(output: Any) -> torch.device:
+    """Of the first tensor in `output`; the CPU if it holds none."""
+    found: list[torch.device] = []
+
+    def look(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            found.append(leaf.device)
+        return leaf
+
+    map_leaves(output, look)
+    return found[0] if found else torch.device("cpu")
+
+
+# -------------------------------------------------------------------------------- losses and outputs
+
+
+@final
+class _Function(nn.Module):
+    """A plain function as a criterion."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function: Callable[..., Any] = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        return self.function(*args, **kwargs)
+
+
+def _as_module(criterion: Callable[..., Any]) -> nn.Module:
+    if isinstance(criterion, nn.Module):
+        return criterion
+    function, options = criterion, {}
+    if isinstance(criterion, functools.partial) and not criterion.args:
+        function, options = criterion.func, criterion.keywords
+    # These two do not divide by the number of samples, and cannot say by what.
+    if function is F.cross_entropy:
+        return nn.CrossEntropyLoss(**options)
+    if function is F.nll_loss:
+        return nn.NLLLoss(**options)
+    return _Function(criterion)
+
+
+def _sum_and_weight(
+    criterion: nn.Module, output: Any, targets: Mapping[Any, Any], num_args: int, size: int
+) -> Loss:
+    reduction = getattr(criterion, "reduction", None)
+    plain = type(criterion).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+    if plain and reduction == "mean" and len(targets) == 1:
+        return _class_loss(criterion, output, next(iter(targets.values())))
+    returned = _call(functools.partial(criterion, output), targets, num_args)
+    if isinstance(returned, Tensor) and returned.dtype in _HALVES:
+        returned = returned.float()
+    if reduction == "sum":
+        returned = returned, 1
+    return read_loss(returned, lambda: size, training=False)
+
+
+def _class_loss(criterion: Any, output: Tensor, target: Tensor) -> Loss:
+    """Sum and weight of a class loss. Not its mean times its weight: where every target is ignored the
+    mean is 0 / 0."""
+    weight: Tensor | None = criterion.weight
+    if output.dtype in _HALVES:
+        output, weight = output.float(), None if weight is None else weight.float()
+    if isinstance(criterion, nn.NLLLoss):
+        total = F.nll_loss(
+            output, target, weight, ignore_index=criterion.ignore_index, reduction="sum"
+        )
+    else:
+        total = F.cross_entropy(
+            output,
+            target,
+            weight,
+            ignore_index=criterion.ignore_index,
+            reduction="sum",
+            label_smoothing=criterion.label_smoothing,
+        )
+    if target.is_floating_point():  # probabilities: the mean is over all places
+        return Loss(total, target.numel() // target.size(1))
+    counted = target != criterion.ignore_index
+    if weight is None:
+        return Loss(total, counted.sum())
+    return Loss(total, (weight[target.where(counted, 0)] * counted).sum())
+
+
+def _added(values: Sequence[Tensor | float], device: torch.device) -> Any:
+    """The sum of scalars, in their order; on `device` if one of them is a tensor."""
+    here: list[Any] = [_to(v, device) if isinstance(v, Tensor) else v for v in values]
+    return functools.reduce(operator.add, here)
+
+
+def _sizes_of(outputs: Sequence[Any], targets: Mapping[Any, Any]) -> Sequence[int]:
+    """Samples per output, so that they add up to those of the targets."""
+    total = batch_size(targets) if targets else None
+    known = outputs.sizes if isinstance(outputs, Outputs) else None
+    if known is not None and sum(known) == (sum(known) if total is None else total):
+        return known
+    # The user made these of the outputs; or a sample has several rows in outputs and targets.
+    found = [_size_of(output) for output in outputs]
+    if None not in found and total in (None, sum(n or 0 for n in found)):
+        return [n or 0 for n in found]
+    raise InputError(
+        f"the outputs of {len(outputs)} devices have {known or found} samples, but the targets have"
+        f" {total}: give the targets of the whole batch, in its order, and the outputs as"
+        " DataParallelModel returned them."
+    )
+
+
+def _size_of(output: Any) -> int | None:
+    try:
+        return batch_size(output)
+    except DataError:
+        return None
+
+
+def _gathered(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
+    sizes = outputs.sizes if isinstance(outputs, Outputs) else map(_size_of, outputs)
+    moved = [to_device(output, device, non_blocking=device.type != "cpu") for output in outputs]
+    return _joined(moved, list(sizes), dim)
+
+
+def _joined(parts: list[Any], sizes: Sequence[int | None], dim: int) -> Any:
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(parts, dim) if first.dim() else torch.stack(parts)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(parts, dim) if first.ndim else np.stack(parts)
+    members = [parts_of(part) for part in parts]
+    if members[0] is None:
+        same = all(part is first or _equal(part, first) for part in parts)
+        return first if same else parts
+    if isinstance(first, list | tuple) and not hasattr(first, "_fields"):
+        lengths = [len(part) for part in parts]
+        samples = lengths == list(sizes) and is_samples(first, len(first))
+        if samples or len(set(lengths)) > 1:
+            return type(first)([member for part in parts for member in part])
+    names = [[name for name, _ in part or ()] for part in members]
+    if names.count(names[0]) != len(names):
+        listing = " and ".join(str(each) for each in names)
+        raise InputError(
+            f"the outputs of the devices have different parts ({listing}): return the same ones"
+            " whatever the samples."
+        )
+    columns = [[value for _, value in part or ()] for part in members]
+    return rebuilt(first, [_joined(list(c), sizes, dim) for c in zip(*columns, strict=True)])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    plain = bool | int | float | str | bytes
+    return isinstance(one, plain) and type(one) is type(other) and one == other

@@ -1,0 +1,186 @@
+"""Group: how the ranks of a run act as one. One interface, final classes; the engine never asks which.
+
+Every method that speaks to other ranks is called by every rank in the same order, whatever happened on
+it: a rank that failed says so in the vote instead of staying away, so no rank ever waits for one that
+does not come.
+
+    prepare, adopt                    once: the same weights everywhere, gradients taken charge of
+    begin, last_pass, staged          in every attempt of a step: this rank's own part
+    gather, agree                     in every attempt: the sums and the vote
+    exchange                          when the vote has shown that there is something to tell
+    committed                         after the update
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import IntFlag
+from typing import TypeVar, final
+
+from torch import Tensor, nn
+
+from anybatch.compute import Replica
+from anybatch.parallel.buffers import Held
+from anybatch.parallel.told import together
+
+T = TypeVar("T")
+
+
+class Wish(IntFlag):
+    """What a rank wants all ranks to do together after a step."""
+
+    NOTHING = 0
+    SAVE = 1
+    STOP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks know after a vote without a failure.
+
+    Attributes:
+        totals: the sums over all ranks.
+        lengths: how many totals each rank had: a rank without samples knows of no metrics.
+        notes: the number that each rank sent along.
+        wished: what any rank wished.
+    """
+
+    totals: list[float]
+    lengths: tuple[int, ...]
+    notes: tuple[float, ...]
+    wished: Wish = Wish.NOTHING
+
+
+class Group(ABC):
+    """All ranks of a run, seen from one of them.
+
+    Attributes:
+        rank: number of this one, from 0.
+        shares: parts of the global batch that the ranks take, by rank; only their ratios count.
+        lockstep: every rank must run equally many passes in a step, since ranks meet inside passes.
+        overlaps: whether gradients may begin to cross while the last backward pass still runs.
+        in_one_process: the ranks are threads of one process.
+        diverges: weights and optimizer states differ between ranks, which take steps by themselves.
+    """
+
+    rank: int
+    shares: Sequence[float]
+    lockstep: bool = False
+    overlaps: bool = False
+    in_one_process: bool = False
+    diverges: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.shares)
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """The model that `make` builds, before the optimizer is made: with the same parameters and
+        buffers on all ranks.
+
+        Raises the error of `make` on the rank where it fails, and `PeerFailed` on the others.
+        """
+        model = together(self, make)
+        self.prepare(model)
+        return model
+
+    def prepare(self, model: nn.Module) -> None:  # noqa: B027 - nothing is a good default
+        """Before the optimizer is made: the same parameters and buffers on all ranks."""
+
+    def adopt(self, replica: Replica) -> None:  # noqa: B027
+        """Take charge of the gradients of `replica`."""
+
+    def begin(self) -> None:  # noqa: B027
+        """An attempt at a step begins."""
+
+    def last_pass(self) -> AbstractContextManager[None]:
+        """Around the last pass of this rank in a step."""
+        return nullcontext()
+
+    def between_passes(self) -> None:  # noqa: B027
+        """Between two passes: other ranks of this process may have their turn on the host."""
+
+    def staged(self, held: Held) -> None:  # noqa: B027
+        """This rank's passes are over. `held` tells what buffers held when the step began. May run out
+        of memory."""
+
+    @abstractmethod
+    def gather(self, failed: bool) -> None:
+        """Make this rank's gradients the sums over all ranks. `failed`: this rank has none that
+        count, and takes part all the same.
+
+        Raises `PeerLost` if a rank is gone.
+        """
+
+    @abstractmethod
+    def agree(
+        self, totals: Tensor | None, note: float = 0.0, wish: Wish = Wish.NOTHING
+    ) -> Agreed | None:
+        """The vote: the totals over all ranks; None on every rank if any of them failed.
+
+        Waits for the device once.
+
+        Args:
+            totals: float64, shape [num_totals], this rank's sums; None if this rank failed. A rank
+                may have fewer than others: what is missing counts as zero.
+            note: any number, for all ranks to know.
+            wish: what this rank wants all to do after the step.
+
+        Raises `PeerLost` if a rank is gone.
+        """
+
+    @abstractmethod
+    def exchange(self, value: T) -> list[T]:
+        """The `value` of every rank, by rank. For small things that pickle, and rare moments.
+
+        Raises `PeerLost` if a rank is gone.
+        """
+
+    def committed(self, replica: Replica) -> None:  # noqa: B027
+        """After the update of a step: what else has to be made the same on all ranks."""
+
+    def settle(self, replica: Replica) -> float:
+        """Bring to its end what is under way between ranks, before weights are read: for an evaluation,
+        and at the end of training. Gradients that were still crossing become those of `replica`.
+
+        Returns their total weight, or 0 if there are none. Raises `PeerLost` if a rank is gone.
+        """
+        return 0.0
+
+    def state(self) -> dict[str, Tensor]:
+        """Between two steps, settled: what the exchange itself remembers, by name; the tensors, not
+        copies. Alike on all ranks."""
+        return {}
+
+    def restored(self) -> None:  # noqa: B027
+        """Weights and `state` have been filled anew."""
+
+    def close(self) -> None:  # noqa: B027
+        """The run is over."""
+
+
+@final
+class SingleDevice(Group):
+    """One rank by itself: what it knows is what all know."""
+
+    rank: int = 0
+    shares: Sequence[float] = (1.0,)
+
+    def gather(self, failed: bool) -> None:
+        """Nothing to gather."""
+
+    def agree(
+        self, totals: Tensor | None, note: float = 0.0, wish: Wish = Wish.NOTHING
+    ) -> Agreed | None:
+        """This rank's own totals. Waits for the device once."""
+        if totals is None:
+            return None
+        return Agreed(totals.tolist(), (len(totals),), (note,), wish)
+
+    def exchange(self, value: T) -> list[T]:
+        """This rank's own value."""
+        return [value]

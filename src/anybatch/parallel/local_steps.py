@@ -1,0 +1,214 @@
+"""Local steps: every rank trains by itself and the weights are averaged every k steps.
+
+    rank 0   step step step step |         | step step step step |         |
+    rank 1   step step step step | average | step step step step | average |
+    rank 2   step step step step |         | step step step step |         |
+
+Within a round each rank takes steps on the mean gradient of its own share, with its own optimizer, and
+speaks to nobody: the network is crossed once in k steps, a rank that runs out of memory redoes its
+step alone, and no rank waits for a slower one. At the end of a round the ranks' movements
+
+    D_r = weights at the start of the round - weights of rank r now
+
+are averaged, each by the weight of what it was learned from, and the mean D moves the common weights:
+
+    averaging (Stich 2019, "Local SGD converges fast and communicates little")     w := w - D
+    outer optimizer (Douillard et al. 2023, "DiLoCo", algorithm 1)                  w := w - Nesterov(D)
+
+The outer momentum is computed by every rank from the same sums, so it is the same to the bit
+everywhere. The inner optimizers' states stay with their ranks. This is not the mathematics of the
+synchronous step: the result depends on the number of ranks and on k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from anybatch.compute import Replica
+from anybatch.compute.buckets import Buckets
+from anybatch.parallel.group import Agreed, Group, Wish
+from anybatch.parallel.sums import Sums
+from anybatch.parallel.vote import Vote, calling, exchange, same_weights, wish_of
+from anybatch.plans import Outer
+
+T = TypeVar("T")
+
+
+@final
+class LocalSteps(Group):
+    """The ranks of torch.distributed's default group, each with its own weights for a while.
+
+    Within a step (from `begin` to `committed`) the other ranks are not asked: `agree` returns this
+    rank's own totals, so the gradient is the mean of its own share and the loss that is reported is
+    that share's. Outside (evaluation, the start of a run) ranks speak as always.
+
+    Args:
+        shares: by rank, none zero.
+        device: of this rank.
+        every: steps per round.
+        outer: the outer optimizer; None: plain averages.
+        sums: how movements are added up.
+    """
+
+    diverges: bool = True
+
+    def __init__(
+        self,
+        shares: Sequence[float],
+        device: torch.device,
+        every: int,
+        outer: Outer | None,
+        sums: Sums,
+    ) -> None:
+        self.rank: int = dist.get_rank()
+        self.shares: Sequence[float] = tuple(shares)
+        self._device = device
+        self._every = every
+        self._outer = outer
+        self._sums = sums
+        self._vote = Vote(device)
+        self._within_step = False
+        self._wish = Wish.NOTHING  # of this rank, in this round
+        self._wished = Wish.NOTHING  # of all, in the round before
+        self._num_steps = 0
+        self._weight = 0.0  # of what was learned from in this round
+        self._weight_of_step = 0.0
+        self._last = [0.0, 1.0, 0.0]
+        self._buckets: Buckets | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._start: list[Tensor] = []
+        self._momenta: list[Tensor] = []
+
+    def prepare(self, model: nn.Module) -> None:
+        """See `Group`: those of rank 0."""
+        same_weights(model)
+
+    def adopt(self, replica: Replica) -> None:
+        """See `Group`."""
+        # Between two steps nobody needs the gradients' storage: the movements cross in it.
+        self._buckets = replica.flatten()
+        self._parameters = [param for param in replica.parameters if param.requires_grad]
+        self._start = [param.detach().clone() for param in self._parameters]
+        if self._outer is not None:
+            self._momenta = [torch.zeros_like(param) for param in self._start]
+        self._sums.reserve(self._buckets.flats)
+
+    def begin(self) -> None:
+        """See `Group`."""
+        self._within_step = True
+
+    def gather(self, failed: bool) -> None:
+        """Nothing is gathered within a round."""
+
+    def agree(
+        self, totals: Tensor | None, note: float = 0.0, wish: Wish = Wish.NOTHING
+    ) -> Agreed | None:
+        """Within a step this rank's own totals, and what was wished in the round before; else the vote
+        of all."""
+        if not self._within_step:
+            return self._vote.hold(totals, note, wish=wish)[0]
+        if totals is None:
+            return None
+        values: list[float] = totals.tolist()
+        self._weight_of_step = values[1]
+        buckets = self._buckets
+        if values[1] == 0:
+            # No samples for this rank in a short last step, or none that count: no update, and what
+            # is reported stays as it was.
+            values = self._last[: len(values)]
+            if buckets is not None:
+                buckets.drop_unused([False] * len(buckets.used))
+        else:
+            self._last = values
+            if buckets is not None and not all(buckets.used):
+                buckets.drop_unused(buckets.used)
+        self._wish |= wish
+        return Agreed(values, (len(values),), (), self._wished)
+
+    def exchange(self, value: T) -> list[T]:
+        """The value of every rank; within a step only this rank's own, and empty ones (what its type
+        gives without arguments) in the places of those who were not asked."""
+        if not self._within_step:
+            return exchange(value)
+        return [value if rank == self.rank else type(value)() for rank in range(self.size)]
+
+    def committed(self, replica: Replica) -> None:
+        """See `Group`: every so many steps the round ends."""
+        self._within_step = False
+        self._wished = Wish.NOTHING
+        self._num_steps += 1
+        self._weight += self._weight_of_step
+        if self._num_steps == self._every:
+            self._end_round(replica)
+
+    def settle(self, replica: Replica) -> float:
+        """End the round now, so that all ranks have the same weights: before an evaluation and at the
+        end of training. No gradient is left over: 0."""
+        self._within_step = False
+        if self._num_steps:
+            self._end_round(replica)
+        return 0.0
+
+    def state(self) -> dict[str, Tensor]:
+        """The outer momentum."""
+        return {f"momentum.{i}": momentum for i, momentum in enumerate(self._momenta)}
+
+    @torch.no_grad()
+    def restored(self) -> None:
+        """The next round starts from the weights that are there now."""
+        torch._foreach_copy_(self._start, list(self._parameters))
+
+    @torch.no_grad()
+    def _end_round(self, replica: Replica) -> None:
+        assert self._buckets is not None
+        with calling("while the weights were averaged"):
+            wishes = [bool(self._wish & one) for one in Wish]
+            sums = torch.tensor([self._weight, *wishes], dtype=torch.float64, device=self._device)
+            dist.all_reduce(sums)
+            total, *counts = sums.tolist()
+            self._wish, self._wished = Wish.NOTHING, wish_of(counts)
+            part = self._weight / total if total else 1.0 / self.size
+            moved = self._buckets.views
+            torch._foreach_copy_(moved, self._start)
+            torch._foreach_sub_(moved, list(self._parameters))
+            torch._foreach_mul_(moved, part)
+            for flat in self._buckets.flats:
+                self._sums.start(flat)
+            self._sums.finish()
+            _average_buffers(replica.model, part, self._device)
+        if self._outer is None:
+            torch._foreach_sub_(self._start, moved)
+        else:
+            beta = self._outer.momentum
+            torch._foreach_mul_(self._momenta, beta)
+            torch._foreach_add_(self._momenta, moved)
+            torch._foreach_add_(moved, self._momenta, alpha=beta)
+            torch._foreach_add_(self._start, moved, alpha=-self._outer.lr)
+        torch._foreach_copy_(list(self._parameters), self._start)
+        self._num_steps, self._weight = 0, 0.0
+
+
+def _average_buffers(model: nn.Module, part: float, device: torch.device) -> None:
+    """Floating buffers become their weighted means, whole numbers (counts) the largest of any rank."""
+    buffers = list(model.buffers())
+    floating = [b for b in buffers if b.is_floating_point()]
+    counts = [b for b in buffers if not b.is_floating_point() and not b.is_complex()]
+    if floating:
+        wide = torch.float64 if any(b.dtype == torch.float64 for b in floating) else torch.float32
+        flat = torch.cat([b.detach().to(device, wide).reshape(-1) for b in floating]).mul_(part)
+        dist.all_reduce(flat)
+        _pour(flat, floating)
+    if counts:
+        flat = torch.cat([b.detach().to(device, torch.int64).reshape(-1) for b in counts])
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX)
+        _pour(flat, counts)
+
+
+def _pour(flat: Tensor, into: Sequence[Tensor]) -> None:
+    for tensor, piece in zip(into, flat.split([t.numel() for t in into]), strict=True):
+        tensor.copy_(piece.view(tensor.shape))

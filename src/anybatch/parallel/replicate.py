@@ -1,0 +1,138 @@
+"""Replicate: a whole model on every rank, gradients added up once per global step.
+
+DistributedDataParallel reduces inside autograd's own hooks, so a rank that fails in the middle of a
+backward pass leaves the others waiting, and it finds unused parameters by walking the graph. Here
+every rank reduces a fixed list of buckets in a fixed order in every step, whatever happens:
+
+    1. all passes but the last only add to the gradients
+    2. in the last one, each bucket is sent off as it becomes complete          (overlap)
+    3. when it is over, or has failed at any point, those not yet sent are sent
+    4. one small sum carries the vote: failures, losses, weights
+
+So the network is crossed once per step however many micro-batches there are, a rank may have fewer of
+them than others or none, and after a failure all ranks are at the same place and redo the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from anybatch.compute import Replica
+from anybatch.compute.buckets import Buckets
+from anybatch.parallel.buffers import BuffersOverGroup, Held
+from anybatch.parallel.group import Agreed, Group, Wish
+from anybatch.parallel.norms import NormExchange
+from anybatch.parallel.sums import Exact, Sums
+from anybatch.parallel.vote import Vote, calling, exchange, same_weights
+
+T = TypeVar("T")
+
+
+@final
+class Replicate(Group):
+    """The ranks of torch.distributed's default group, each with the whole model.
+
+    Args:
+        shares: by rank.
+        device: of this rank.
+        overlaps: see `Group`. Without it all buckets are sent after the last pass.
+        synchronised: ghost batches of BatchNorm are divided over the ranks, which meet inside every
+            pass; then buckets have to wait until the passes are over.
+        sums: how buckets are added up; None: exactly.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[float],
+        device: torch.device,
+        overlaps: bool = True,
+        synchronised: bool = False,
+        sums: Sums | None = None,
+    ) -> None:
+        self.rank: int = dist.get_rank()
+        self.shares: Sequence[float] = tuple(shares)
+        self.overlaps: bool = overlaps and not synchronised
+        self._device = device
+        self._vote = Vote(device)
+        self._norms = NormExchange(device) if synchronised else None
+        self._buffers: BuffersOverGroup | None = None
+        self._buckets: Buckets | None = None
+        self._sums: Sums = sums or Exact()
+
+    def prepare(self, model: nn.Module) -> None:
+        """See `Group`: those of rank 0."""
+        same_weights(model)
+
+    def adopt(self, replica: Replica) -> None:
+        """See `Group`."""
+        self._buckets = replica.flatten()
+        self._sums.reserve(self._buckets.flats)
+        self._buffers = BuffersOverGroup(
+            replica.model, self._device, synchronised=self._norms is not None
+        )
+        if self._norms is not None:
+            replica.synchronise(self._norms)
+
+    def begin(self) -> None:
+        """See `Group`."""
+        if self._norms is not None:
+            self._norms.begin()
+
+    def staged(self, held: Held) -> None:
+        """See `Group`."""
+        if self._buffers is not None:
+            self._buffers.staged(held)
+
+    def last_pass(self) -> AbstractContextManager[None]:
+        """See `Group`."""
+        if self._buckets is None or not self.overlaps:
+            return nullcontext()
+        flats = self._buckets.flats
+        return self._buckets.giving(lambda number: self._sums.start(flats[number]))
+
+    def gather(self, failed: bool) -> None:
+        """See `Group`. What is sent here arrives in `agree`, together with the vote."""
+        if self._buckets is None or self._buffers is None:
+            return
+        with calling("while gradients were added up"):
+            if self._norms is not None:
+                self._norms.finish(failed)
+            self._buckets.complete()
+            for flat in self._buckets.flats[self._sums.num_started :]:
+                self._sums.start(flat)
+            self._buffers.gather()
+
+    def agree(
+        self, totals: Tensor | None, note: float = 0.0, wish: Wish = Wish.NOTHING
+    ) -> Agreed | None:
+        """See `Group`."""
+        buckets = self._buckets
+        flags = (False, False) if buckets is None else (buckets.late, not all(buckets.used))
+        agreed, (late, unused) = self._vote.hold(totals, note, flags, self._arrive, wish)
+        if agreed is None:
+            return None
+        if late:  # see `Buckets.late`: the step is redone without overlap
+            self.overlaps = False
+            return None
+        if unused and buckets is not None:
+            buckets.drop_unused(self._vote.any_of(buckets.used))
+        return agreed
+
+    def _arrive(self) -> None:
+        self._sums.finish(None if self._buckets is None else self._buckets.measure)
+
+    def committed(self, replica: Replica) -> None:
+        """See `Group`: the buffers."""
+        if self._buffers is not None:
+            with calling("while buffers were put together"):
+                self._buffers.settle()
+
+    def exchange(self, value: T) -> list[T]:
+        """See `Group`."""
+        return exchange(value)

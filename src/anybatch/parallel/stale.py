@@ -1,0 +1,159 @@
+"""Stale: gradients that cross the network while the next step computes, applied one step late.
+
+    compute   | step 0 | step 1 | step 2 | step 3 |
+    network            |  g 0   |  g 1   |  g 2   |  g 3   |
+    update         -       g 0      g 1      g 2      g 3 (at the end)
+
+The time of a step becomes the larger of computing and crossing instead of their sum, which overlap
+inside a step reaches only for the last backward pass. The gradient that updates the weights was
+computed on those of one update before (delay 1; Lian et al. 2015, "Asynchronous parallel stochastic
+gradient for nonconvex optimization"). What is delayed is the gradient alone: the vote of a step is
+still held in that step, so a rank that runs out of memory is heard at once, all redo the step, and the
+gradients under way, which lie in storage of their own, are not touched by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from anybatch.compute import Replica
+from anybatch.compute.buckets import Buckets
+from anybatch.parallel.buffers import BuffersOverGroup, Held
+from anybatch.parallel.group import Agreed, Group, Wish
+from anybatch.parallel.sums import Sums
+from anybatch.parallel.vote import Vote, calling, exchange, same_weights
+
+T = TypeVar("T")
+
+_PIECE = 1 << 20  # elements exchanged at once between two storages
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """Gradients that are crossing.
+
+    Attributes:
+        weight: total weight of the global batch that they are sums over.
+        used: for each parameter, whether any rank used it.
+    """
+
+    weight: float
+    used: Sequence[bool]
+
+
+@final
+class Stale(Group):
+    """The ranks of torch.distributed's default group, each with the whole model, one gradient behind.
+
+    The first step, and the first after `settle`, has no gradient to apply and leaves the weights as
+    they are: no parameter has a gradient, so that the optimizer passes over all of them. Takes as
+    much memory again as the gradients.
+
+    Args:
+        shares: by rank.
+        device: of this rank.
+        sums: how gradients are added up.
+    """
+
+    def __init__(self, shares: Sequence[float], device: torch.device, sums: Sums) -> None:
+        self.rank: int = dist.get_rank()
+        self.shares: Sequence[float] = tuple(shares)
+        self._device = device
+        self._vote = Vote(device)
+        self._sums = sums
+        self._within_step = False
+        self._buffers: BuffersOverGroup | None = None
+        self._buckets: Buckets | None = None
+        self._crossing: list[Tensor] = []
+        self._under_way: _UnderWay | None = None
+
+    def prepare(self, model: nn.Module) -> None:
+        """See `Group`: those of rank 0."""
+        same_weights(model)
+
+    def adopt(self, replica: Replica) -> None:
+        """See `Group`."""
+        self._buckets = replica.flatten()
+        self._buffers = BuffersOverGroup(replica.model, self._device)
+        self._crossing = [torch.zeros_like(flat) for flat in self._buckets.flats]
+        self._sums.reserve(self._crossing)
+
+    def begin(self) -> None:
+        """See `Group`."""
+        self._within_step = True
+
+    def staged(self, held: Held) -> None:
+        """See `Group`."""
+        if self._buffers is not None:
+            self._buffers.staged(held)
+
+    def gather(self, failed: bool) -> None:
+        """The gradients of the step before are there when this returns."""
+        with calling("while gradients were added up"):
+            self._sums.finish()
+            if self._buffers is not None:
+                self._buffers.gather()
+
+    def agree(
+        self, totals: Tensor | None, note: float = 0.0, wish: Wish = Wish.NOTHING
+    ) -> Agreed | None:
+        """The vote. If no rank failed, the gradients of this step are sent off and those of the step
+        before take their place, in the scale of this one: the engine divides by its weight."""
+        buckets = self._buckets
+        unused = self._within_step and buckets is not None and not all(buckets.used)
+        agreed, (unused,) = self._vote.hold(totals, note, (unused,), wish=wish)
+        if agreed is None or buckets is None or not self._within_step:
+            return agreed
+        self._within_step = False
+        buckets.complete()
+        used = self._vote.any_of(buckets.used) if unused else [True] * len(buckets.used)
+        before, now = self._under_way, _UnderWay(agreed.totals[1], used)
+        for gradients, crossing in zip(buckets.flats, self._crossing, strict=True):
+            _swap(gradients, crossing)
+            with calling("while gradients were sent off"):
+                self._sums.start(crossing)
+        self._under_way = now
+        if before is None:
+            buckets.drop_unused([False] * len(used))
+        else:
+            if now.weight != before.weight:
+                torch._foreach_mul_(buckets.flats, now.weight / before.weight)
+            buckets.drop_unused(before.used)
+        return agreed
+
+    def committed(self, replica: Replica) -> None:
+        """See `Group`: the buffers."""
+        if self._buffers is not None:
+            with calling("while buffers were put together"):
+                self._buffers.settle()
+
+    def exchange(self, value: T) -> list[T]:
+        """See `Group`."""
+        return exchange(value)
+
+    def settle(self, replica: Replica) -> float:
+        """Make the gradients under way those of `replica`, before an evaluation and at the end of
+        training, so that each is applied once. Their total weight; 0 if there are none."""
+        last, buckets = self._under_way, self._buckets
+        if last is None or buckets is None:
+            return 0.0
+        with calling("while gradients were added up"):
+            self._sums.finish()
+        torch._foreach_copy_(buckets.flats, self._crossing)
+        buckets.drop_unused(last.used)
+        self._under_way = None
+        return last.weight
+
+
+def _swap(one: Tensor, other: Tensor) -> None:
+    """Exchange the contents of two 1-D tensors, with little memory."""
+    for left, right in zip(one.split(_PIECE), other.split(_PIECE), strict=True):
+        kept = left.clone()
+        left.copy_(right)
+        right.copy_(kept)

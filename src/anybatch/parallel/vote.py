@@ -1,0 +1,142 @@
+"""Vote: one small sum over the ranks, by which all of them learn whether all succeeded.
+
+It carries everything that the ranks have to know of each other in a step, so that a step crosses the
+network once for the gradients and once for this:
+
+    failures | flags | wishes | totals per rank | notes | loss, weight, metrics, ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any, TypeVar, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from anybatch.errors import PeerLost
+from anybatch.oom import is_memory_error
+from anybatch.parallel.group import Agreed, Wish
+
+T = TypeVar("T")
+
+_INLINE = 3 + 2 * 8
+"""Totals that travel with the vote itself: loss, weight, and eight metrics. More take a second sum."""
+
+
+@final
+class Vote:
+    """The votes of the ranks of torch.distributed's default group.
+
+    Args:
+        device: of the tensors that the group carries.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._rank = dist.get_rank()
+        self._size = dist.get_world_size()
+        self._device = device
+
+    def hold(
+        self,
+        totals: Tensor | None,
+        note: float = 0.0,
+        flags: Sequence[bool] = (),
+        meanwhile: Callable[[], None] | None = None,
+        wish: Wish = Wish.NOTHING,
+    ) -> tuple[Agreed | None, list[int]]:
+        """What all ranks agreed on, None if one failed; and for each flag, on how many ranks it holds.
+
+        Args:
+            totals, note, wish: see `Group.agree`.
+            flags: equally many on every rank.
+            meanwhile: what to wait for while the vote is on its way, so that its latency is hidden.
+
+        Raises `PeerLost` if a rank is gone.
+        """
+        size = self._size
+        mine = torch.zeros(0) if totals is None else totals
+        slots = [0.0] * (2 * size)
+        slots[self._rank], slots[size + self._rank] = len(mine), note
+        wishes = [bool(wish & one) for one in Wish]
+        head = torch.tensor([totals is None, *flags, *wishes, *slots], dtype=torch.float64)
+        ballot = torch.zeros(len(head) + _INLINE, dtype=torch.float64, device=self._device)
+        ballot[: len(head)] = head.to(self._device)
+        ballot[len(head) : len(head) + len(mine)] = mine[:_INLINE]
+        with calling("in the vote at the end of a step"):
+            work = cast(Any, dist.all_reduce(ballot, async_op=True))
+            if meanwhile is not None:
+                meanwhile()
+            work.wait()
+            read = ballot.tolist()
+            raised = [int(count) for count in read[1 : 1 + len(flags)]]
+            if read[0]:
+                return None, raised
+            rest = read[1 + len(flags) :]
+            wished, rest = wish_of(rest[: len(wishes)]), rest[len(wishes) :]
+            lengths = tuple(int(n) for n in rest[:size])
+            values = rest[2 * size :]
+            if max(lengths) > _INLINE:
+                more = torch.zeros(max(lengths) - _INLINE, dtype=torch.float64, device=self._device)
+                more[: max(0, len(mine) - _INLINE)] = mine[_INLINE:]
+                dist.all_reduce(more)
+                values += more.tolist()
+        notes = tuple(rest[size : 2 * size])
+        return Agreed(values[: max(lengths)], lengths, notes, wished), raised
+
+    def any_of(self, own: Sequence[bool]) -> list[bool]:
+        """For each place, whether `own` holds there on some rank. Raises `PeerLost`."""
+        held = torch.tensor(own, dtype=torch.uint8, device=self._device)
+        with calling("in the vote at the end of a step"):
+            dist.all_reduce(held, op=dist.ReduceOp.MAX)
+        return [bool(one) for one in held.tolist()]
+
+
+def wish_of(counts: Sequence[float]) -> Wish:
+    """What was wished, from how many ranks wished each."""
+    return reduce(
+        or_, (one for one, count in zip(Wish, counts, strict=True) if count), Wish.NOTHING
+    )
+
+
+def same_weights(model: nn.Module) -> None:
+    """Parameters and buffers of `model` become those of rank 0. Raises `PeerLost`."""
+    with calling("while the weights were sent"), torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def leads() -> bool:
+    """Whether this process is rank 0, or the only one: it speaks to people and writes files."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def exchange(value: T) -> list[T]:
+    """The `value` of every rank of the default group, by rank; of this process, if there is none.
+
+    Raises `PeerLost` if a rank is gone.
+    """
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    with calling("while the ranks told each other what happened"):
+        dist.all_gather_object(values, value)
+    return values
+
+
+@contextlib.contextmanager
+def calling(when: str) -> Iterator[None]:
+    """Around collectives: what torch says when a rank does not answer becomes `PeerLost`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_memory_error(error):
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PeerLost(
+            f"a rank did not answer {when} ({reason}): it has ended or hangs; its own output says why."
+        ) from error

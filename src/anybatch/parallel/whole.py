@@ -1,0 +1,184 @@
+"""Whole: the values of a sharded model and its optimizer, as one rank alone would hold them.
+
+Out and in, tensor by tensor, so that no rank ever holds more than one whole tensor beside what it
+keeps. Names and shapes are those of the plain model and optimizer: what comes out loads into plain
+torch code, and what goes in may come from there, or from another number of ranks.
+
+Every function here is called by all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from anybatch.errors import InputError, listed
+from anybatch.parallel.vote import calling
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state of `model` on rank 0, on the host; on the other ranks nothing. Tensors that are tied in
+    the model are tied here."""
+    reshard(model)
+    found: dict[str, Tensor] = {}
+    seen: dict[int, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in seen:
+            seen[id(value)] = _gathered(value)
+        if dist.get_rank() == 0:
+            found[name] = seen[id(value)]
+    return found
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None) -> None:
+    """Fill `model` with `state` of rank 0; what other ranks give is not looked at.
+
+    Raises `InputError`, on all ranks, if names or shapes are not those of the model.
+    """
+    reshard(model)
+    places = cast(dict[str, Tensor], model.state_dict(keep_vars=True))
+    first = dist.get_rank() == 0
+    fault = _fault(places, state or {}) if first else ""
+    told: list[Any] = [fault]
+    with calling("while the weights were sent"):
+        dist.broadcast_object_list(told, src=0)
+        if told[0]:
+            raise InputError(told[0])
+        seen: set[int] = set()
+        for name, place in places.items():
+            if id(place) not in seen:
+                seen.add(id(place))
+                fill(place, state[name] if first and state is not None else None)
+
+
+def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """`optimizer.state_dict()` on rank 0, of whole tensors on the host; on the other ranks nothing."""
+    packed = optimizer.state_dict()
+    state = {
+        number: {n: _gathered(v) if isinstance(v, Tensor) else v for n, v in values.items()}
+        for number, values in packed["state"].items()
+    }
+    return {**packed, "state": state} if dist.get_rank() == 0 else {}
+
+
+def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any] | None) -> None:
+    """Fill `optimizer`, which works on a sharded model, with `state` of rank 0."""
+    first = dist.get_rank() == 0
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    skeleton: list[Any] = [None]
+    if first and state is not None:
+        values = {
+            number: {n: _outline(v) if isinstance(v, Tensor) else v for n, v in own.items()}
+            for number, own in state["state"].items()
+        }
+        skeleton = [{**state, "state": values}]
+    with calling("while the optimizer's state was sent"):
+        dist.broadcast_object_list(skeleton, src=0)
+        packed = skeleton[0]
+        for number, own in packed["state"].items():
+            for name, outline in own.items():
+                if isinstance(outline, Tensor):
+                    like = params[number] if outline.shape == params[number].shape else None
+                    place = _room(outline, like, _home(params[number]))
+                    fill(place, state["state"][number][name] if first and state else None)
+                    own[name] = place
+    optimizer.load_state_dict(packed)
+
+
+@torch.no_grad()
+def fill(place: Tensor, whole: Tensor | None) -> None:
+    """Give `place`, sharded or not, the values of `whole`, which rank 0 has."""
+    if not isinstance(place, DTensor):
+        home = _home(place)
+        sent = (
+            whole.to(home, place.dtype)
+            if whole is not None
+            else torch.empty_like(place, device=home)
+        )
+        sent = sent.contiguous()
+        dist.broadcast(sent, src=0)
+        place.copy_(sent)
+        return
+    mesh = place.device_mesh
+    parts = mesh.size(mesh.ndim - 1)  # the last dim of a mesh is the one that shards
+    rows = -(-place.shape[0] // parts)
+    local = place.to_local()
+    taken = torch.empty((rows, *place.shape[1:]), dtype=place.dtype, device=mesh.device_type)
+    pieces: list[Tensor] | None = None
+    if whole is not None:
+        cut = [_padded(whole[i * rows : (i + 1) * rows], taken) for i in range(parts)]
+        pieces = [cut[rank % parts] for rank in range(dist.get_world_size())]
+    dist.scatter(taken, pieces, src=0)
+    local.copy_(taken[: len(local)])
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of gathered weights: after a pass without gradient those of the root are still there, and
+    would be used again though the parts have changed."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _gathered(value: Tensor) -> Tensor:
+    """On rank 0 the whole of `value`, on the host; elsewhere nothing of it is kept."""
+    value = value.detach()
+    if isinstance(value, DTensor):
+        with calling("while the state was gathered"):
+            value = cast(DTensor, value.to(value.device_mesh.device_type)).full_tensor()
+    if dist.get_rank() != 0:
+        return torch.empty(0)
+    return value.to("cpu", copy=True)
+
+
+def _padded(piece: Tensor, like: Tensor) -> Tensor:
+    piece = piece.to(like.device, like.dtype)
+    if len(piece) == len(like):
+        return piece.contiguous()
+    padded = torch.zeros_like(like)
+    padded[: len(piece)] = piece
+    return padded
+
+
+def _home(place: Tensor) -> torch.device:
+    """Where tensors of the same model meet the other ranks."""
+    if isinstance(place, DTensor):
+        return torch.device(place.device_mesh.device_type)
+    return place.device
+
+
+def _outline(value: Tensor) -> Tensor:
+    return torch.empty_like(value, device="meta")
+
+
+def _room(outline: Tensor, like: DTensor | None, home: torch.device) -> Tensor:
+    """Uninitialised memory for a tensor of this shape: sharded as `like` is, if it is given."""
+    if like is None:
+        device = "cpu" if outline.dim() == 0 else home  # a step counter lives on the host
+        return torch.empty_like(outline, device=device)
+    return torch.empty_like(like, dtype=outline.dtype)
+
+
+def _fault(places: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
+    """What keeps `state` from being loaded, as a sentence; empty if nothing does."""
+    missing, unknown = places.keys() - state.keys(), state.keys() - places.keys()
+    if missing:
+        return f"the weights lack {listed(missing)}: they are for another model."
+    if unknown:
+        return (
+            f"the weights have {listed(unknown)}, which the model does not: they are for another."
+        )
+    for name, place in places.items():
+        if place.shape != state[name].shape:
+            return (
+                f"{name!r} has the shape {tuple(state[name].shape)} in the weights and"
+                f" {tuple(place.shape)} in the model: they are for another model."
+            )
+    return ""

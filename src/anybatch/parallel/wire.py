@@ -1,0 +1,197 @@
+"""Wire: the process group in which sharded passes gather weights and add up gradients.
+
+It is a group of its own, beside the default one, for the sake of failures. A rank that runs out of
+memory in the middle of a pass cannot complete what it began, and the others wait for it inside a
+collective. It cuts its wire: on gloo the connections are shut down, and every rank that waits at their
+other end wakes at once with an error (measured: 10 ms; `abort` does not do it, they wait out the
+deadline). The default group is untouched by it, so all ranks meet in the vote, and lay a new wire.
+
+    rank 0   pass  X out of memory, cuts      vote    new wire, step again
+    rank 1   pass    waits for 0 ... wakes    vote    new wire, step again
+
+Whoever wakes so cuts its own end too, for those that wait for it in turn.
+
+Shut down, not only closed: a connection ends when the last process that holds it has closed it, and
+processes that load samples were forked from a rank and hold all that it held. Gloo does not show its
+sockets, so those that appear while it connects are asked which other rank they end at.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from anybatch.errors import PeerLost
+from anybatch.parallel.norms import PassAbandoned
+from anybatch.parallel.vote import calling, exchange
+
+DEADLINE = timedelta(minutes=10)
+"""How long a rank waits for another inside a pass, if nobody says otherwise."""
+
+_Ends = tuple[tuple[str, int], tuple[str, int]]
+"""Address and port of this end of a connection, and of the other."""
+
+# torch 2.13 gave these two other names, and warns of the old ones.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@final
+class Wire:
+    """The group of this rank and of those that it shares a model with.
+
+    Args:
+        rings: all such groups, by ranks of the default group; each rank is in one of them.
+        deadline: how long a rank waits inside a pass for another.
+
+    Attributes:
+        broken: how this rank found the wire broken in a pass; empty: it did not.
+    """
+
+    def __init__(self, rings: Sequence[Sequence[int]], deadline: timedelta) -> None:
+        self._rings = rings
+        self._deadline = deadline
+        self._group: dist.ProcessGroup | None = None
+        self._lines: list[socket.socket] = []
+        self.broken: str = ""
+        self.lay()
+
+    def lay(self) -> None:
+        """A new wire in place of the old one. Every rank of the default group calls it."""
+        self.cut()
+        self.broken = ""
+        before = _sockets()
+        for ring in self._rings:
+            group: Any = dist.new_group(list(ring), timeout=self._deadline)
+            if dist.get_rank() in ring:
+                self._group = group
+        self._lines = _between_ranks(fd for fd, _ in _sockets() - before)
+
+    def cut(self) -> None:
+        """Wake whoever waits for this rank inside a pass. No pass goes through until `lay`."""
+        for line in self._lines:
+            with suppress(OSError):  # it has been cut at the other end
+                line.shutdown(socket.SHUT_RDWR)
+            line.close()
+        self._lines = []
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+            gc.collect()  # its threads end, and its sockets close, with the last reference to it
+
+    def connect(self, module: FSDPModule) -> None:
+        """Let the collectives of `module` go through this wire."""
+        gather: Any = _Gather(
+            self
+        )  # FSDP asks for these two methods, and has no public type for them
+        scatter: Any = _Scatter(self)
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(scatter)
+
+    @contextmanager
+    def speaking(self, when: str) -> Iterator[dist.ProcessGroup]:
+        """Around a collective of a pass. Raises `PassAbandoned` if another rank has left the pass."""
+        if self._group is None:
+            raise PassAbandoned("this rank has left the pass that the other ranks are in")
+        try:
+            with calling(when):
+                yield self._group
+        except PeerLost as error:
+            self.broken = str(error)
+        if self.broken:
+            self.cut()  # not inside `except`: the error holds the group
+            raise PassAbandoned(self.broken)
+
+
+class _Buffers:
+    """Where the two collectives take their memory: what FSDP calls before each of them."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer of its own for each call."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+@final
+class _Gather(_Buffers):
+    """The weights of a block, from the parts that the ranks hold."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False
+    ) -> Any:
+        with self._wire.speaking("while weights were gathered in a pass") as ring:
+            return _all_gather(output_tensor, input_tensor, ring, async_op)
+
+
+@final
+class _Scatter(_Buffers):
+    """The sums of the gradients of a block, each rank keeping its part."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: object,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        with self._wire.speaking("while gradients were added up in a pass") as ring:
+            return _reduce_scatter(output_tensor, input_tensor, op, ring, async_op)
+
+
+def _sockets() -> set[tuple[int, int]]:
+    """(descriptor, inode) of the sockets of this process; none on Windows, which does not fork."""
+    found: set[tuple[int, int]] = set()
+    for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
+        with suppress(OSError):  # the descriptor that has just listed them is closed again
+            about = os.fstat(int(name))
+            if stat.S_ISSOCK(about.st_mode):
+                found.add((int(name), about.st_ino))
+    return found
+
+
+def _between_ranks(descriptors: Iterable[int]) -> list[socket.socket]:
+    """Of these sockets the connections with other ranks: some may be another thread's. Each by a
+    descriptor of its own, since gloo closes, and the system gives away, those that it has.
+
+    Every rank of the default group calls it.
+    """
+    mine: dict[_Ends, socket.socket] = {}
+    for descriptor in descriptors:
+        with suppress(OSError):  # it has been closed
+            # Not by `socket.dup`, which would make the connection a blocking one, for gloo too.
+            line = socket.socket(fileno=os.dup(descriptor))
+            ends = _ends(line)
+            if ends is None:
+                line.close()
+            else:
+                mine[ends] = line
+    everyone = exchange(list(mine))
+    del everyone[dist.get_rank()]
+    theirs = {(there, here) for ends in everyone for here, there in ends}
+    for ends in mine.keys() - theirs:
+        mine.pop(ends).close()
+    return list(mine.values())
+
+
+def _ends(line: socket.socket) -> _Ends | None:
+    """Of a connection over a network."""
+    if line.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    try:
+        return line.getsockname()[:2], line.getpeername()[:2]
+    except OSError:  # it listens
+        return None

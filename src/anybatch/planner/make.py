@@ -1,0 +1,341 @@
+"""Make: a plan for a task on a machine, from what the search found and what the user should know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from anybatch.compute import DEFAULT_GHOST_BATCH
+from anybatch.errors import AnybatchError, InputError, NoPlanFits
+from anybatch.estimate import Subject
+from anybatch.estimate.calibration import SHEET_ERROR
+from anybatch.estimate.calibration_history import correction
+from anybatch.estimate.calibration_store import speeds_of
+from anybatch.estimate.seconds import Pace, meeting_seconds
+from anybatch.machine import Device, can_enforce
+from anybatch.planner.ranks import (
+    Layout,
+    norms_that_meet,
+    num_ghosts,
+    num_idle,
+    of_one_rank,
+    pass_of,
+)
+from anybatch.planner.search import Found, search
+from anybatch.planner.setting import Setting, Wishes
+from anybatch.plans import Choice, Norms, Plan, Prediction, Recompute
+from anybatch.units import format_bytes, format_seconds
+
+_PAYS = 1.05
+"""Dividing ghost batches has to be predicted to be this much faster: what meetings cost is known to no
+more than that."""
+
+_UNTRACED_MICRO_BATCH = 32
+
+
+def make_plan(
+    subject: Subject,
+    device: Device,
+    wishes: Wishes,
+    *,
+    limited: bool,
+    layout: Layout | None = None,
+    norms: Norms | None = None,
+    notices: tuple[str, ...] = (),
+) -> Plan:
+    """The plan for `subject` on `device`, or on several like it.
+
+    Args:
+        subject: the task, made ready.
+        device: where; its budget is kept in either case. With several ranks, the one that has least.
+        wishes: what the user fixed.
+        limited: the user named the budget, so it is to be enforced.
+        layout: the ranks; None: a single one.
+        norms: where ghost batches of BatchNorm are computed; None: on one rank each, or divided over
+            the ranks where some would have none and the step is faster so.
+        notices: what the user should read, found elsewhere.
+
+    Raises:
+        NoPlanFits: no plan does.
+        InputError: a wish cannot be had.
+    """
+    layout = layout or Layout()
+
+    def made(norms: Norms, *more: str) -> Plan:
+        way = replace(layout, norms=norms)
+        return _make(subject, device, wishes, limited, way, (*notices, *more))
+
+    if norms is not None:
+        _check_norms(norms, subject, layout, wishes)
+        return made(norms)
+    refused: NoPlanFits | None = None
+    plain: Plan | None = None
+    try:
+        plain = made("ghosts")
+    except NoPlanFits as error:
+        refused = error
+    divided = _divided(subject, layout, wishes, plain, made)
+    if divided is not None:
+        return divided
+    if plain is None:
+        assert refused is not None
+        raise refused
+    return plain
+
+
+def _divided(
+    subject: Subject,
+    layout: Layout,
+    wishes: Wishes,
+    plain: Plan | None,
+    made: Callable[..., Plan],
+) -> Plan | None:
+    """The plan that divides ghost batches over the ranks, if that pays: where each is computed by one
+    rank, some ranks are idle (`plain`), or none has the memory (None)."""
+    identity, idle = subject.identity, num_idle(subject, layout)
+    able = layout.parallel == "replicate" and len(layout.shares) > 1 and identity.ghost_batch
+    if not able or wishes.micro_batch is not None or (plain is not None and not idle):
+        return None
+    if plain is not None and plain.prediction is None:
+        return None
+    try:
+        if not norms_that_meet(subject):
+            return None
+        divided = made("synchronised")
+    except (NoPlanFits, InputError):
+        return None
+    if divided.prediction is None:
+        return None
+    seconds = divided.prediction.step_seconds
+    if plain is None or plain.prediction is None:
+        why = (
+            "No rank has the memory for a ghost batch of BatchNorm"
+            f" ({identity.ghost_batch} samples), so each is divided over the ranks, whose norms meet in"
+            " every pass. The result is the same."
+        )
+    elif seconds * _PAYS > plain.prediction.step_seconds:
+        return None
+    else:
+        count = num_ghosts(subject)
+        why = (
+            f"A global batch of {identity.global_batch} is {count}"
+            f" ghost batch{'es' if count > 1 else ''} of BatchNorm ({identity.ghost_batch} samples),"
+            f" fewer than there are ranks: {idle} of {len(layout.shares)} would be idle. So each ghost"
+            " batch is divided over the ranks, whose norms meet in every pass: predicted"
+            f" {format_seconds(seconds)} per step instead of"
+            f" {format_seconds(plain.prediction.step_seconds)}. The result is the same."
+        )
+    return divided.model_copy(update={"notices": (*divided.notices, why)})
+
+
+def _make(
+    subject: Subject,
+    device: Device,
+    wishes: Wishes,
+    limited: bool,
+    layout: Layout,
+    notices: tuple[str, ...],
+) -> Plan:
+    """The plan of one layout."""
+    whole, subject = subject, of_one_rank(subject, layout, device)
+    if layout.norms == "synchronised":
+        # One ghost batch per pass: the micro-batch is a rank's part of it.
+        wishes = replace(wishes, micro_batch=pass_of(whole, layout))
+    else:
+        _check(subject, wishes)
+    told = list(notices)
+    enforced = limited and device.present and can_enforce(device.kind)
+    if enforced and layout.parallel == "in-process" and device.kind == "cpu":
+        enforced = False
+        told.append(
+            "The ranks are in one process and have its memory in common, so the budget of each is only"
+            " planned with."
+        )
+    elif limited and device.present and not enforced:
+        told.append(
+            "This operating system does not enforce a memory limit on a process: the budget is only"
+            " planned with."
+        )
+    if not limited and device.kind == "cpu":
+        told.append(
+            "No budget was given, so nothing is enforced and the heap keeps what is freed: the measured"
+            " peak may be up to 1.6 times the predicted one. With --memory it is not."
+        )
+    try:
+        setting = setting_of(subject, device, wishes, enforced, len(layout.shares))
+        found = search(subject, setting, wishes)
+    except AnybatchError:
+        raise
+    except Exception as error:  # whatever the user's code raises on fake tensors
+        return _untraced(subject, device, wishes, enforced, error, told, whole, layout)
+    if not found.fits and layout.norms == "synchronised":
+        raise NoPlanFits(
+            f"no plan fits the budget of {format_bytes(device.budget_bytes)}: a pass of"
+            f" {found.choice.micro_batch} samples, the part of a rank of one ghost batch, is predicted"
+            f" to need {format_bytes(found.footprint.peak.num_bytes)} at the least. Give it more"
+            " memory, more ranks, or a smaller ghost batch, which changes BatchNorm's result.",
+            least_bytes=found.footprint.peak.num_bytes,
+        )
+    if not found.fits:
+        told.append(
+            f"The micro-batch of {found.choice.micro_batch} that was asked for is predicted to need"
+            f" {format_bytes(found.footprint.peak.num_bytes)}, more than the budget of"
+            f" {format_bytes(device.budget_bytes)}: expect it to be replaced when memory runs out."
+        )
+    return Plan(
+        **layout.fields(device),
+        task=whole.identity,
+        enforced=enforced,
+        choice=found.choice,
+        ladder=tuple(rung for rung in found.ladder if _is_rung(rung, found, layout)),
+        prediction=_prediction(found, setting, _meetings(whole, layout, found)),
+        rejected=found.rejected,
+        frontier=found.frontier,
+        notices=tuple(told),
+    )
+
+
+def _is_rung(rung: Choice, found: Found, layout: Layout) -> bool:
+    """Whether it can be run: a pass is one ghost batch where they are divided."""
+    return layout.norms == "ghosts" or rung.micro_batch == found.choice.micro_batch
+
+
+def _meetings(subject: Subject, layout: Layout, found: Found) -> float:
+    """Seconds that ranks meet in norms in a step."""
+    if layout.norms == "ghosts":
+        return 0.0
+    count = norms_that_meet(subject) or 0
+    return meeting_seconds(count, num_ghosts(subject), found.choice.recompute)
+
+
+def default_ghost_notice(subject_ghost: int | None, asked: int | None) -> tuple[str, ...]:
+    """What to say of BatchNorm where the task leaves its batch open."""
+    if subject_ghost is None or asked is not None:
+        return ()
+    notice = (
+        f"The model has BatchNorm: it normalises over ghost batches of {DEFAULT_GHOST_BATCH} samples"
+        " (set ghost_batch in the task to choose), so the result does not depend on the plan."
+    )
+    return (notice,)
+
+
+def _check(subject: Subject, wishes: Wishes) -> None:
+    size, identity = wishes.micro_batch, subject.identity
+    if size is None:
+        return
+    unit = min(identity.ghost_batch or 1, identity.global_batch)
+    if size < 1 or size > identity.global_batch:
+        raise InputError(
+            f"micro_batch is {size}, and the global batch {identity.global_batch}: give a whole number"
+            " from 1 to the global batch, or leave it out."
+        )
+    if size % unit and size != identity.global_batch:
+        raise InputError(
+            f"micro_batch is {size}, which would cut a ghost batch of BatchNorm ({unit} samples):"
+            f" give a multiple of {unit}."
+        )
+
+
+def _check_norms(norms: Norms, subject: Subject, layout: Layout, wishes: Wishes) -> None:
+    if norms == "ghosts":
+        return
+    if layout.parallel != "replicate" or subject.identity.ghost_batch is None:
+        raise InputError(
+            "norms is 'synchronised', which is for BatchNorm over several ranks that hold the whole"
+            f" model each: parallel is {layout.parallel!r}, and the model has"
+            f" {'BatchNorm' if subject.identity.ghost_batch else 'no BatchNorm'}. Leave norms out."
+        )
+    if wishes.micro_batch is not None:
+        raise InputError(
+            f"micro_batch is {wishes.micro_batch} and norms is 'synchronised', where a pass is one"
+            " ghost batch: leave one of them out, and set ghost_batch in the task."
+        )
+
+
+def setting_of(
+    subject: Subject, device: Device, wishes: Wishes, enforced: bool = False, num_ranks: int = 1
+) -> Setting:
+    """What the search needs to know of `device`. A device that is here is measured, if it was not
+    before.
+
+    Raises whatever the model or loss raises on fake tensors.
+    """
+    mapped = enforced and device.kind == "cpu"
+    pace = Pace(subject, device, speeds_of(device), wishes.precision, mapped)
+    return Setting(device, num_ranks, pace, mapped, correction(device, subject.identity))
+
+
+def _prediction(found: Found, setting: Setting, meetings: float) -> Prediction:
+    learned = setting.correction
+    training, evaluation = found.footprint.peak, found.evaluation
+    higher = max(training, evaluation, key=lambda peak: peak.num_bytes)
+    by_kind = dict(higher.by_kind)
+    peak = int(higher.num_bytes * learned.bytes)
+    if peak > higher.num_bytes:
+        by_kind["as in earlier runs"] = peak - higher.num_bytes
+    seconds = {
+        "forward": found.seconds.forward,
+        "backward": found.seconds.backward,
+        "recompute": found.seconds.recompute,
+        "update": found.seconds.update,
+        "exchange of gradients": found.seconds.exchange,
+        "norms over ranks": meetings,
+    }
+    return Prediction(
+        peak_bytes=peak,
+        evaluation_peak_bytes=int(evaluation.num_bytes * learned.bytes),
+        commit_bytes=found.footprint.commit_bytes,
+        step_seconds=(found.seconds.total + meetings) * learned.seconds,
+        by_kind=by_kind,
+        method=found.footprint.method,
+        step_parts={part: time * learned.seconds for part, time in seconds.items() if time},
+        seconds_method=_told_of_time(setting),
+        bytes_corrected_by=learned.bytes,
+        seconds_corrected_by=learned.seconds,
+        corrected_runs=learned.num_runs,
+    )
+
+
+def _told_of_time(setting: Setting) -> str:
+    if not setting.pace.measured:
+        return f"from nominal figures of the device: expect them within a factor of {SHEET_ERROR:g}"
+    way = "from speeds measured on this device"
+    if not setting.correction.num_runs:
+        return way
+    runs = f"{setting.correction.num_runs} run{'s' if setting.correction.num_runs > 1 else ''}"
+    return f"{way}, corrected by {setting.correction.seconds:.2f} from {runs} on this machine"
+
+
+def _untraced(
+    subject: Subject,
+    device: Device,
+    wishes: Wishes,
+    enforced: bool,
+    error: Exception,
+    told: list[str],
+    whole: Subject,
+    layout: Layout,
+) -> Plan:
+    """A plan for a model that cannot be traced: begin small, and let the ladder do the rest."""
+    identity = subject.identity
+    unit = min(identity.ghost_batch or 1, identity.global_batch)
+    size = wishes.micro_batch or min(
+        identity.global_batch, max(unit, _UNTRACED_MICRO_BATCH // unit * unit)
+    )
+    reason = str(error).splitlines()[0] if str(error) else ""
+    told.append(
+        f"The model could not be traced on fake tensors ({type(error).__name__}: {reason}), so nothing"
+        f" is predicted: the run begins with a micro-batch of {size}."
+    )
+    return Plan(
+        **layout.fields(device),
+        task=whole.identity,
+        enforced=enforced,
+        choice=Choice(
+            micro_batch=size,
+            evaluation_batch=size,
+            precision=wishes.precision,
+            recompute=wishes.recompute or Recompute(),
+        ),
+        notices=tuple(told),
+    )

@@ -1,0 +1,144 @@
+"""Ranks: what a plan for several devices means for one of them.
+
+Each takes its part of the global batch and runs it as a device of its own; then gradients are added up
+over the link. This is all that planning knows of data parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from anybatch.compute import batch_norms
+from anybatch.data import divided_ghosts, ghosts, share
+from anybatch.estimate import Subject
+from anybatch.estimate.sharding import Division, parts_of
+from anybatch.machine import Device
+from anybatch.plans import Balancing, Norms, Parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The ranks that a plan is for, and how they share a step. See `Plan` for the fields."""
+
+    parallel: Parallel = "single"
+    shares: tuple[float, ...] = (1.0,)
+    balance: Balancing = "fixed"
+    devices: tuple[str, ...] = ()
+    norms: Norms = "ghosts"
+
+    def fields(self, device: Device) -> dict[str, Any]:
+        """Those of `Plan` that say where and by whom."""
+        several = self.parallel in ("replicate", "ddp", "shard")
+        return {
+            "parallel": self.parallel,
+            "shares": self.shares,
+            "balance": self.balance,
+            "norms": self.norms,
+            "devices": self.devices,
+            "device": device.kind if several else device.torch_name,
+            "device_name": device.name,
+            "budget_bytes": device.budget_bytes,
+        }
+
+
+def layout_of(
+    devices: Sequence[Device], parallel: Parallel | None, balance: Balancing | None = None
+) -> Layout:
+    """How the ranks on `devices`, one each, share a step, before anything is measured: by the nominal
+    speed of their devices. `balance`: as asked for; None: measured where the ranks' times tell
+    something."""
+    if len(devices) == 1 and parallel in (None, "single"):
+        return Layout()
+    speeds = [device.rates.flops for device in devices]
+    alike = len(set(speeds)) == 1
+    return Layout(
+        parallel=parallel or "replicate",
+        shares=(1.0,) * len(devices) if alike else tuple(s / max(speeds) for s in speeds),
+        # What ranks on one CPU measure is mostly what they take from each other.
+        balance=balance or ("fixed" if devices[0].kind == "cpu" else "measured"),
+        devices=tuple(d.torch_name for d in devices) if parallel == "in-process" else (),
+    )
+
+
+def of_one_rank(subject: Subject, layout: Layout, device: Device) -> Subject:
+    """What the rank with the largest share computes: its part of the global batch."""
+    if len(layout.shares) == 1:
+        return subject
+    identity = subject.identity
+    unit = identity.ghost_batch or 1
+    if layout.norms == "synchronised":
+        unit = pass_of(subject, layout)
+        most = unit * num_ghosts(subject)
+    else:
+        parts = _parts(identity.global_batch, layout, unit)
+        # Whole ghosts: a micro-batch holds nothing else, but for one with all samples of the global
+        # batch.
+        most = min(-(-max(parts) // unit) * unit, identity.global_batch)
+    valid = subject.num_valid
+    return replace(
+        subject,
+        identity=identity.model_copy(
+            update={"global_batch": most, "ghost_batch": identity.ghost_batch and unit}
+        ),
+        num_valid=valid and max(_parts(valid, layout, 1)),
+        flat=layout.parallel == "replicate",
+        division=_division(subject, layout, device) if layout.parallel == "shard" else None,
+        families={},  # traces of the whole say nothing of a part
+    )
+
+
+def _parts(num_samples: int, layout: Layout, unit: int) -> list[int]:
+    """What each rank takes of so many samples."""
+    ranks = range(len(layout.shares))
+    return [len(share(num_samples, layout.shares, rank, unit)) for rank in ranks]
+
+
+def num_ghosts(subject: Subject) -> int:
+    """Ghost batches of a full global batch."""
+    identity = subject.identity
+    return len(ghosts(identity.global_batch, identity.ghost_batch or identity.global_batch))
+
+
+def pass_of(subject: Subject, layout: Layout) -> int:
+    """The most samples that a rank has in one pass where each ghost batch is divided over the ranks; at
+    least two, since a norm alone with one sample cannot be traced."""
+    identity = subject.identity
+    ghost = identity.ghost_batch or identity.global_batch
+    parts = [
+        len(part)
+        for rank in range(len(layout.shares))
+        for part in divided_ghosts(identity.global_batch, ghost, layout.shares, rank)
+    ]
+    return min(max(2, *parts), identity.global_batch)
+
+
+def num_idle(subject: Subject, layout: Layout) -> int:
+    """Ranks that would take part, but have no ghost batch of their own."""
+    able = sum(1 for one in layout.shares if one > 0)
+    return max(0, able - num_ghosts(subject)) if subject.identity.ghost_batch else 0
+
+
+def norms_that_meet(subject: Subject) -> int | None:
+    """How many norms the model has that can be synchronised over ranks; None if one of them computes
+    its statistics in a way of its own."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        norms = batch_norms(subject.build_model()).values()
+    known = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
+    return len(norms) if all(type(norm).forward in known for norm in norms) else None
+
+
+def _division(subject: Subject, layout: Layout, device: Device) -> Division:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        parts = parts_of(subject.build_model())
+    return Division(parts, len(layout.shares), by_gloo=device.kind == "cpu")
+
+
+def half_of(global_batch: int, unit: int) -> int:
+    """What each of two devices takes of the part of one, in whole units (ghost batches)."""
+    units = -(-global_batch // unit)
+    return min(global_batch, -(-units // 2) * unit)

@@ -1,0 +1,275 @@
+"""Planning: from a task and the devices at hand to a plan, on one rank or on many together.
+
+With several ranks every rank describes its own device to the others; rank 0 plans, and the others are
+given its plan, so that no rounding or setting can make them differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from anybatch.data import num_samples_of
+from anybatch.errors import InputError, NoPlanFits, PeerFailed
+from anybatch.estimate import Subject, subject_of
+from anybatch.launch import find
+from anybatch.machine import Device, Machine
+from anybatch.parallel import exchange as tell
+from anybatch.parallel.told import Told
+from anybatch.planner import Wishes, default_ghost_notice, layout_of, make_plan
+from anybatch.plans import (
+    Balancing,
+    Exchange,
+    Norms,
+    Parallel,
+    Plan,
+    Recompute,
+    parse_balance,
+    parse_norms,
+    parse_precision,
+)
+from anybatch.task import Task, check_task
+
+
+def plan(
+    task: Task,
+    machine: Machine | None = None,
+    *,
+    memory: str | int | None = None,
+    ranks: int | None = None,
+    parallel: Parallel | None = None,
+    precision: str = "fp32",
+    micro_batch: int | None = None,
+    recompute: str | Recompute | None = None,
+    exchange: Exchange | None = None,
+    norms: Norms | None = None,
+    balance: Balancing | None = None,
+    frontier: bool = False,
+) -> Plan:
+    """The fastest plan for `task` that is predicted to fit.
+
+    Where torch.distributed is initialised with several ranks, and no `machine` is given, all of them
+    have to call it, and get the same plan.
+
+    Args:
+        task: what to train.
+        machine: where; None: this machine.
+        memory: budget per device (`"10GiB"`, or bytes); None: most of what is free, or what
+            `machine` says.
+        ranks: how many to plan for; None: those that are here, or one for each device of `machine`.
+        parallel: how they share a step, see `plans.Parallel`; None: chosen.
+        precision: one of `plans.Precision`, or O0 to O3. Never changed by the planner.
+        micro_batch: samples per forward pass; None lets the planner choose.
+        recompute: `"none"`, `"all"`, `"nested"`, names of modules separated by commas, or a
+            `Recompute`; None lets the planner choose.
+        exchange: what ranks tell each other, where it is not to be exact; see `plans.Exchange`.
+        norms: `"ghosts"`: each ghost batch of BatchNorm is computed by one rank; `"synchronised"`: each
+            is divided over the ranks; None: the first, unless ranks would be idle so and the second is
+            faster.
+        balance: `"measured"`: shares follow the ranks' measured speed; `"fixed"`: they stay; None:
+            measured on GPUs.
+        frontier: look at ways that cannot win, too, so that the plan tells what memory buys in time.
+
+    Raises:
+        NoPlanFits: not even the leanest plan fits.
+        InputError: something in the task or the arguments cannot be used.
+    """
+    check_task(task)
+    checked_ranks(ranks, parallel)
+    parse_norms(norms)
+    parse_balance(balance)
+    together = machine is None and _are_several()
+    devices = _devices(machine, memory, ranks, parallel)
+
+    def make() -> Plan:
+        subject = subject_of(task)
+        wishes = Wishes(
+            precision=parse_precision(precision),
+            micro_batch=micro_batch,
+            recompute=_recompute(recompute, subject),
+            frontier=frontier,
+        )
+
+        def shared(way: Parallel | None, *more: str) -> Plan:
+            return make_plan(
+                subject,
+                min(devices, key=lambda device: device.budget_bytes),
+                wishes,
+                limited=memory is not None or machine is not None,
+                layout=layout_of(devices, way, balance),
+                # Ranks that meet inside passes exchange exactly.
+                norms=norms if exchange is None or exchange.is_exact else "ghosts",
+                notices=(
+                    *default_ghost_notice(subject.identity.ghost_batch, task.ghost_batch),
+                    *_size_notice(task),
+                    *more,
+                ),
+            )
+
+        try:
+            made = shared(parallel)
+            return made if exchange is None else made.exchanging(exchange)
+        except NoPlanFits as error:
+            if parallel is not None or exchange is not None or len(devices) == 1:
+                raise
+            try:
+                return shared("shard", _SHARDED)
+            except (NoPlanFits, InputError):
+                raise error from None
+
+    return _by_rank_0(make) if together else make()
+
+
+def serves_again(
+    before: Plan,
+    task: Task,
+    *,
+    memory: str | int | None = None,
+    ranks: int | None = None,
+    parallel: Parallel | None = None,
+    precision: str = "fp32",
+    micro_batch: int | None = None,
+    recompute: str | Recompute | None = None,
+    exchange: Exchange | None = None,
+    balance: Balancing | None = None,
+) -> bool:
+    """Whether `before`, a plan for `task`, is for the same ranks, devices, budget and wishes as one
+    that `plan` would make of these arguments. With several ranks all of them have to ask."""
+    devices = _devices(None, memory, ranks, parallel)
+    leanest = min(devices, key=lambda device: device.budget_bytes)
+    return (
+        before.task.name == task.name
+        and before.task.global_batch == task.global_batch
+        and len(before.shares) == len(devices)
+        and before.device_name == leanest.name
+        and before.enforced == (memory is not None)
+        and (memory is None or before.budget_bytes == leanest.budget_bytes)
+        and before.choice.precision == parse_precision(precision)
+        and (parallel is None or before.parallel == parallel)
+        and before.exchange == (exchange or Exchange())
+        and (balance is None or before.balance == balance)
+        and micro_batch is None
+        and recompute is None
+    )
+
+
+_SHARDED = (
+    "The whole model does not fit on each rank, so parameters, gradients and optimizer state are"
+    " divided over the ranks."
+)
+
+
+def checked_ranks(ranks: int | None, parallel: Parallel | None) -> None:
+    """Raises `InputError` for a number of ranks that cannot be."""
+    if ranks is None:
+        return
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise InputError(f"ranks is {ranks!r}: give a whole number of at least 1.")
+    if parallel == "single" and ranks > 1:
+        raise InputError(
+            f"ranks is {ranks}, but parallel is 'single', which is one rank: leave one of them out."
+        )
+
+
+def default_ranks() -> int:
+    """How many ranks this machine is used with if nobody says: one for each CUDA device, or one."""
+    return max(1, torch.cuda.device_count()) if torch.cuda.is_available() else 1
+
+
+def _devices(
+    machine: Machine | None, memory: str | int | None, ranks: int | None, parallel: Parallel | None
+) -> Sequence[Device]:
+    """The devices of the ranks to plan for, one each. Where this process is one of several, and no
+    machine is given, those of all of them, which have to ask together."""
+    if machine is None and _are_several():
+        return tell(_own_device(memory))
+    if machine is not None:
+        where = machine if memory is None else machine.with_budget(memory)
+        if ranks is not None and len(where.devices) == 1:
+            return where.devices * ranks
+        if ranks is not None and ranks != len(where.devices):
+            raise InputError(
+                f"ranks is {ranks}, but the machine has {len(where.devices)} devices: leave ranks out,"
+                " or describe as many devices."
+            )
+        return where.devices
+    here = Machine.here(memory).device
+    if here.kind == "cpu":
+        return _on_one_cpu(here, ranks or 1, divided=memory is None)
+    count = ranks or (default_ranks() if parallel not in (None, "single") else 1)
+    return [Machine.here(memory, f"cuda:{i}").device for i in range(count)]
+
+
+def _are_several() -> bool:
+    """Whether this process is one of several ranks that are joined."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _on_one_cpu(device: Device, ranks: int, divided: bool) -> list[Device]:
+    """`ranks` times the CPU; what is free is divided among them."""
+    budget = device.budget_bytes // ranks if divided else device.budget_bytes
+    return [replace(device, budget_bytes=budget)] * ranks
+
+
+def _own_device(memory: str | int | None) -> Device:
+    """This rank's device; of a CPU, its part of what is free."""
+    if torch.cuda.is_available():
+        return Machine.here(memory, f"cuda:{torch.cuda.current_device()}").device
+    member = find()
+    neighbours = member.local_world_size if member else 1
+    return _on_one_cpu(Machine.here(memory).device, neighbours, divided=memory is None)[0]
+
+
+def _by_rank_0(make: Callable[[], Plan]) -> Plan:
+    """What rank 0 makes, on every rank; or its error, as `PeerFailed` on the others."""
+    found: Plan | None = None
+    wrong: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            found = make()
+        except Exception as error:
+            wrong = error
+    told = None if wrong is None else Told.of(wrong)
+    found, theirs = tell((found, told))[0]
+    if wrong is not None:
+        raise wrong
+    if theirs is not None:
+        raise PeerFailed(f"rank 0 could not plan: {theirs.error}", theirs.exit_status)
+    assert found is not None
+    return found
+
+
+def _recompute(wish: str | Recompute | None, subject: Subject) -> Recompute | None:
+    """What the user wrote for recompute. Raises `InputError` where the model has nothing like it."""
+    if wish is None or isinstance(wish, Recompute):
+        return wish
+    if wish == "none":
+        return Recompute()
+    named = {"all": subject.blocks, "nested": subject.chains}.get(wish)
+    if named is None:
+        names = tuple(name.strip() for name in wish.split(",") if name.strip())
+        if not names:
+            raise InputError(
+                f"recompute is {wish!r}, which names no module: give 'none', 'all', 'nested' or"
+                " names of modules separated by commas."
+            )
+        return Recompute(blocks=names)
+    if not named:
+        what = "repeated blocks" if wish == "all" else "nn.Sequential of at least three layers"
+        raise InputError(
+            f"recompute is {wish!r}, but the model has no {what}: name the modules to recompute,"
+            " separated by commas, or leave it out."
+        )
+    return Recompute(blocks=named, nested=wish == "nested")
+
+
+def _size_notice(task: Task) -> Iterator[str]:
+    length = num_samples_of(task.train)
+    if length is not None and task.last == "keep" and length < task.global_batch:
+        yield (
+            f"The global batch of {task.global_batch:,} is larger than an epoch: each step takes all"
+            f" {length:,} samples (last='wrap' would take them from several epochs)."
+        )

@@ -1,0 +1,813 @@
+"""Rank: one rank of a run. Everything between a group of ranks and the readers of events.
+
+The place where data, engine and parallel meet: it knows which samples of a global step are its own,
+runs them, and tells what happened. It does not know in which process the other ranks are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from importlib.metadata import version
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from anybatch.compute import Replica
+from anybatch.compute.building import checked_optimizer, place
+from anybatch.compute.precision import check_available
+from anybatch.data import (
+    Bad,
+    Loader,
+    Place,
+    StepData,
+    StreamLoader,
+    divided_ghosts,
+    evaluation_batches,
+    ghosts,
+    is_map_style,
+    micro_batches,
+    num_samples_of,
+    on_device,
+    open_training,
+    share,
+    to_device,
+)
+from anybatch.engine import (
+    Balance,
+    Evaluation,
+    Keyed,
+    LearningRate,
+    Meter,
+    MicroBatch,
+    OneByOne,
+    PassedOver,
+    Pulse,
+    Skips,
+    Stragglers,
+    Transactions,
+    make_limit,
+    to_reserve,
+)
+from anybatch.errors import InputError, PeerLost
+from anybatch.estimate import identify
+from anybatch.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Rebalanced,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Sink,
+    StepDone,
+    Straggler,
+)
+from anybatch.parallel import Group, Wish
+from anybatch.parallel.told import together
+from anybatch.plans import Choice, Plan
+from anybatch.state import Checkpoints, Failed, TrainingState
+from anybatch.task import Progress, Task
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_METER_SECONDS = 0.5  # reading the kernel's books costs more than a small step
+
+
+def _at_work(
+    what: str,
+) -> Callable[[Callable[Concatenate[Rank, P], T]], Callable[Concatenate[Rank, P], T]]:
+    """A method that the watchdog watches; `what` names its beginning."""
+
+    def decorated(
+        method: Callable[Concatenate[Rank, P], T],
+    ) -> Callable[Concatenate[Rank, P], T]:
+        @wraps(method)
+        def watched(self: Rank, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            with self.pulse.at_work(what):
+                return method(self, *args, **kwargs)
+
+        return watched
+
+    return decorated
+
+
+class Rank:
+    """One rank of a run of `task` under `plan`, from its construction to `close`.
+
+    Args:
+        task: what to train.
+        plan: how; made for this task and for as many ranks as `group` has.
+        group: the ranks.
+        device: of this rank.
+        sink: gets the events; only rank 0 should have a reader.
+        pulse: told of what the rank does.
+        checkpoints: for `save` and `resume`; closed with the rank. They are made before the rank is,
+            since what they need of memory is not training's.
+
+    Attributes:
+        model: the user's module, trained so far.
+        last_evaluation: or None if there was none.
+        wished: what any rank wished before the last step, the same on all ranks.
+
+    Raises `InputError` if the plan was made for another task, the ranks differ in what they are to do,
+    or the model or optimizer cannot be used; `PeerFailed` if that is so on another rank.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        plan: Plan,
+        group: Group,
+        device: torch.device,
+        sink: Sink,
+        pulse: Pulse | None = None,
+        checkpoints: Checkpoints | None = None,
+    ) -> None:
+        self.pulse: Pulse = pulse or Pulse(group.rank)
+        self._task = task
+        self._given = plan
+        self._group = group
+        self._device = device
+        self._sink = sink
+        self.last_evaluation: Evaluated | None = None
+        self.wished: Wish = Wish.NOTHING
+        self._checkpoints = checkpoints
+        _check_can_skip(task, plan)
+        together(group, lambda: check_available(plan.choice.precision, device))
+        self._check_alike()
+        # From here on memory counts, so that what speaks to the other ranks was made before.
+        self._limit = make_limit(plan, device, counted=(task.model,))
+        self._meter: Meter = self._limit.enter()
+        self._randomness = Keyed(task.seed, group.rank, device)
+        try:
+            self._set_up(device)
+        except BaseException:
+            self._limit.leave()
+            raise
+
+    @_at_work("closing")
+    def close(self) -> None:
+        """Leave the model and the process as they were found, but for the training."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        self._engine.close()
+        self._loader.close()
+        self._group.close()
+        self._replica.close()
+        self._randomness.close()
+        self._limit.leave()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is followed now, or was at the end."""
+        return self._engine.plan
+
+    @property
+    def num_steps(self) -> int:
+        """Global steps that are committed, those before a resumption included."""
+        return self._num_done
+
+    @property
+    def total_steps(self) -> int | None:
+        """Global steps in all; None for a stream of unknown length."""
+        return self._steps.total_steps
+
+    @property
+    def evaluated_now(self) -> bool:
+        """Whether the model was evaluated since the last step."""
+        return self.last_evaluation is not None and self.last_evaluation.step == self._num_done
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory that training has used so far, on the device, above the baseline."""
+        return self._meter.peak_bytes()
+
+    @property
+    def wish(self) -> Wish:
+        """What this rank wishes all to do after a step. To be set; ranks know with the next step."""
+        return self._engine.wish
+
+    @wish.setter
+    def wish(self, wish: Wish) -> None:
+        self._engine.wish = wish
+
+    @property
+    def failed_together(self) -> bool:
+        """Whether the error that `step` raised was met by all ranks at the same place, so that they
+        can still save."""
+        return self._engine.failed_together
+
+    def begin(self) -> None:
+        """The next `step` is the first that is not done yet."""
+        self._loader.begin(self._num_done, self._cut)
+
+    @_at_work("loading")
+    def step(self) -> StepDone | None:
+        """Do the next global step, with all other ranks; None when training is over.
+
+        Raises what `Transactions.run` raises, and `DataError` for samples that cannot be read.
+        """
+        while (data := self._next()) is not None:
+            done = self._done(data)
+            if done is not None:
+                return done
+        self._engine.settle()
+        return None
+
+    @_at_work("saving")
+    def save(self, at_once: bool = False) -> None:
+        """Save everything that outlives a step; all ranks call it. Training goes on meanwhile where
+        there is memory for a copy, unless it is to be there `at_once`. What comes of it is told by
+        `saved`."""
+        self._engine.settle()
+        if self._checkpoints is None or (self._group.in_one_process and self._group.rank):
+            return
+        facts = {
+            "step": self._num_done,
+            "samples_seen": self._samples_seen,
+            "epoch": self._epoch,
+            "num_skipped": self._skips.num_samples if self._skips else 0,
+            "plan": self.plan.model_dump(mode="json"),
+            "versions": _versions(),
+        }
+        try:
+            content = self._state.content(facts)
+        except InputError as error:  # alike on all ranks
+            event = CheckpointFailed(time=time.time(), step=self._num_done, reason=str(error))
+            self._sink(event)
+            return
+        last = self.last_evaluation if self.evaluated_now else None
+        with self._limit.lifted():  # the small buffers of writing are nobody's budget
+            self._checkpoints.save(
+                content,
+                self._num_done,
+                score=last.loss if last else None,
+                # A copy on the device that trains would be taken from the budget of training.
+                stage=not at_once and (self._device.type != "cpu" or not self._given.enforced),
+            )
+
+    @_at_work("saving")
+    def saved(self, wait: bool = False) -> None:
+        """Tell what has become of the checkpoints since it was last told; `wait` for those under
+        way."""
+        if self._checkpoints is None:
+            return
+        if wait:
+            self._checkpoints.wait()
+        for outcome in self._checkpoints.finished():
+            now = time.time()
+            if isinstance(outcome, Failed):
+                self._sink(CheckpointFailed(time=now, step=outcome.step, reason=outcome.reason))
+            else:
+                self._sink(
+                    CheckpointSaved(
+                        time=now,
+                        step=outcome.step,
+                        folder=str(outcome.folder),
+                        num_bytes=outcome.num_bytes,
+                        seconds=outcome.seconds,
+                        held_seconds=outcome.held_seconds,
+                    )
+                )
+
+    @_at_work("resuming")
+    def resume(self) -> bool:
+        """Go on from the newest intact checkpoint, if there is one; all ranks call it, before the first
+        step. Whether there was.
+
+        Raises `InputError` if it is of another task or model, or none of those that are there is
+        intact.
+        """
+        if self._checkpoints is None:
+            return False
+        with self._limit.lifted():
+            found = self._checkpoints.newest()
+            if found is None:
+                return False
+            tensors = together(self._group, lambda: self._state.destinations(found))
+            self._checkpoints.load(found, tensors)
+        facts = self._state.restored(found)
+        self._num_done, self._samples_seen, self._epoch = (
+            facts.step,
+            facts.samples_seen,
+            facts.epoch,
+        )
+        if self._skips is not None:
+            self._skips.num_samples = facts.num_skipped
+        self._sink(
+            Resumed(
+                time=time.time(),
+                step=facts.step,
+                samples_seen=facts.samples_seen,
+                folder=str(found.folder),
+                passed_over=found.passed_over,
+            )
+        )
+        return True
+
+    @_at_work("evaluation")
+    def evaluate(self) -> Evaluated:
+        """Evaluate on all held-out samples, each once, under the plan's own batch.
+
+        Raises `InputError` if the task has none.
+        """
+        if self._task.valid is None:
+            raise InputError(
+                f"the task {self._task.name!r} has no held-out data to evaluate on: give it valid=..."
+            )
+        self._engine.settle()
+        begun = time.perf_counter()
+        with self._failing_together():
+            found, self._engine.plan = self._evaluation.means(
+                self._engine.plan,
+                self._num_done,
+                partial(self._batches, self._task.valid, skips=self._skips),
+                self._task.loss,
+                self._task.metrics,
+            )
+        event = Evaluated(
+            time=time.time(),
+            step=self._num_done,
+            epoch=self._epoch,
+            samples=found.samples,
+            loss=found.loss,
+            seconds=time.perf_counter() - begun,
+            metrics=found.metrics,
+        )
+        self.last_evaluation = event
+        self._sink(event)
+        return event
+
+    def predict(self, data: Any, output: Callable[[nn.Module, Any], Any]) -> Iterator[Any]:
+        """See `Session.predict`. This rank by itself: it takes all of `data`."""
+        outputs = self._evaluation.outputs(
+            self._engine.plan, self._num_done, partial(self._batches, data, alone=True), output
+        )
+        for result, self._engine.plan in outputs:
+            yield result
+
+    @_at_work("prediction")
+    def predict_all(self, data: Any, output: Callable[[nn.Module, Any], Any]) -> Any:
+        """See `Session.predict_all`."""
+        result, self._engine.plan = self._evaluation.gathered(
+            self._engine.plan,
+            self._num_done,
+            partial(self._batches, data),
+            output,
+            interleaved=not is_map_style(data),
+        )
+        return result
+
+    def started(self) -> RunStarted:
+        """The event that opens a run."""
+        return RunStarted(
+            time=time.time(),
+            task=self._task.name,
+            device=self._given.device_name or self._given.device,
+            num_samples=self._steps.num_samples,
+            total_steps=self._steps.total_steps,
+            plan=self._given.model_dump(mode="json"),
+            versions=_versions(),
+            notices=(*self._given.notices, *self._given.exchange.notices()),
+        )
+
+    @_at_work("ending")
+    def ended(self, seconds: float, finished: bool, reason: str = "") -> RunEnded:
+        """The event that closes a run. Ranks speak to each other only if it is `finished`."""
+        as_planned = self.plan.choice == self._given.choice
+        told = self._given.prediction if as_planned else None  # else it is of another choice
+        times = sorted(list(self._step_seconds)[1:] or self._step_seconds)
+        mine = self._meter.peak_bytes()
+        peaks = self._group.exchange(mine) if finished else [mine]
+        return RunEnded(
+            time=time.time(),
+            steps=self._num_done,
+            samples_seen=self._samples_seen,
+            seconds=seconds,
+            step_seconds=times[len(times) // 2] if times else None,
+            predicted_peak_bytes=told.peak_bytes if told else None,
+            measured_peak_bytes=max(peaks),
+            predicted_step_seconds=told.step_seconds if told else None,
+            budget_bytes=self._given.budget_bytes,
+            finished=finished,
+            reason=reason,
+            rank_peak_bytes=tuple(peaks) if len(peaks) > 1 else (),
+            num_skipped=self._skips.num_samples if self._skips else 0,
+        )
+
+    def _check_alike(self) -> None:
+        """Raises `InputError` if ranks were started with different versions, data or plans: they would
+        wait for each other in vain, or train on different samples."""
+        if self._group.size == 1:
+            return
+        task = self._task
+        mine = {
+            "the versions of anybatch and torch": str(_versions()),
+            "the task": task.name,
+            "the global batch": str(task.global_batch),
+            "the seed": str(task.seed),
+            "what to do about bad data": task.bad_data,
+            "the number of training samples": str(num_samples_of(task.train)),
+            "the number of held-out samples": str(
+                None if task.valid is None else num_samples_of(task.valid)
+            ),
+            "the plan": self._given.model_dump_json(exclude={"device_name", "notices"}),
+        }
+        everyone = self._group.exchange(mine)
+        for what, value in everyone[0].items():
+            for rank, other in enumerate(everyone):
+                if other[what] != value:
+                    told = "" if what == "the plan" else f" ({value} and {other[what]})"
+                    raise InputError(
+                        f"{what} of rank 0 and rank {rank} differ{told}: start all ranks with the same"
+                        " software, command and data."
+                    )
+
+    def _set_up(self, device: torch.device) -> None:
+        task, plan, group = self._task, self._given, self._group
+        self.model: nn.Module = group.build(lambda: self._built(device))
+        self._replica = together(
+            group,
+            lambda: Replica(
+                self.model,
+                lambda: checked_optimizer(
+                    task.optimizer(task.parameters_of(self.model)), self.model
+                ),
+                task.loss,
+                plan.choice,
+                device,
+                task.global_batch,
+            ),
+        )
+        self.pulse.follow(self._replica)
+        together(group, lambda: group.adopt(self._replica))
+        self._rates = LearningRate(self._replica.optimizer, task.schedule, task.scheduler)
+        self._state = TrainingState(task, self._replica, group, self._rates)
+        self._steps, self._loader = open_training(task, pin_memory=device.type == "cuda")
+        epoch = None if self._steps.num_samples is None else self._steps.epoch_samples
+        held_out = None if task.valid is None else num_samples_of(task.valid)
+        skips = task.bad_data == "skip"
+        self._skips = Skips(self._sink, epoch, held_out) if skips else None
+        self._engine = Transactions(
+            self._replica,
+            group,
+            plan,
+            randomness=self._randomness,
+            limit=self._limit,
+            meter=self._meter,
+            device=device,
+            sink=self._sink,
+            clip_norm=task.clip_norm,
+            commit_bytes=to_reserve(plan),
+            blame=OneByOne(self._replica, group, task.loss),
+            skips=self._skips,
+        )
+        self._reads = isinstance(self._loader, StreamLoader)
+        self._evaluation = Evaluation(
+            self._replica,
+            group,
+            device=device,
+            bench=self._engine.bench,
+            crossing=self._engine.crossing,
+            limit=self._limit,
+            meter=self._meter,
+            sink=self._sink,
+            leave_out=self._skips.leave_out_of_evaluation if self._skips else None,
+        )
+        # Where ranks meet inside passes, all take as long as the slowest of them.
+        apart = group.size > 1 and not group.lockstep and plan.norms == "ghosts"
+        self._balance = Balance() if plan.balance == "measured" and apart else None
+        self._stragglers = Stragglers(group.size)
+        self._num_done = self._samples_seen = self._epoch = 0
+        self._step_seconds: deque[float] = deque(maxlen=1000)
+        self._memory = 0
+        self._memory_read = 0.0
+        if not self.model.training:  # else each part is in the mode that the task left it in
+            self.model.train()
+
+    def _built(self, device: torch.device) -> nn.Module:
+        model = place(self._task.build_model(), device)
+        self._given.check_fits(identify(self._task, model))
+        return model
+
+    def _next(self) -> StepData | None:
+        # A stream is read here, so this can fail on one rank alone.
+        work = self._loader.next_step
+        with self._failing_together():
+            return together(self._group, work) if self._reads else work()
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Around what fails on all ranks if it does on one."""
+        try:
+            yield
+        except Exception as error:
+            self._engine.failed_together = not isinstance(error, PeerLost)
+            raise
+
+    def _done(self, data: StepData) -> StepDone | None:
+        """The step that was done, or None if it was left out whole."""
+        begun = time.perf_counter()
+        progress = Progress(
+            step=self._num_done,
+            samples=self._samples_seen,
+            epoch=data.epoch,
+            total_steps=self._steps.total_steps,
+            total_samples=self._steps.total_samples,
+        )
+        source = _GlobalStep(self._loader, data, self._passes, self._device, self.pulse)
+        done = self._engine.run(data.step, source, partial(self._rates.before_update, progress))
+        if isinstance(done, PassedOver):
+            self._pass_over(data, source.num_kept, done.reason)
+            return None
+        self.wished = done.wished
+        rate = self._rates.current
+        self._rates.after_update()
+        self._advance(data)
+        now = time.perf_counter()
+        self._step_seconds.append(now - begun)
+        if now - self._memory_read > _METER_SECONDS:
+            self._memory, self._memory_read = self._meter.peak_bytes(), now
+        event = StepDone(
+            time=time.time(),
+            step=self._num_done,
+            epoch=data.epoch,
+            samples=source.num_kept,
+            samples_seen=self._samples_seen,
+            loss=done.loss,
+            weight=done.weight,
+            learning_rate=rate,
+            grad_norm=done.grad_norm,
+            loss_scale=self._replica.loss_scale,
+            seconds=now - begun,
+            memory_bytes=self._memory,
+            micro_batch=self._engine.plan.choice.micro_batch,
+            metrics=done.metrics,
+            rank_seconds=done.rank_seconds if self._group.size > 1 else (),
+        )
+        self._sink(event)
+        if self._skips is not None:
+            self._skips.learned()
+            self._skips.done(data.num_samples, data.epoch, data.epoch_end)
+        self._rebalance(source.num_kept, done.rank_seconds)
+        if self._engine.grow():
+            self._loader.begin(self._num_done, self._cut)  # workers fetch ahead by the old choice
+        self._tell_stragglers(done.rank_seconds)
+        if self._evaluation_due(data):
+            self.evaluate()
+        return event
+
+    def _pass_over(self, data: StepData, num_kept: int, reason: str) -> None:
+        """The step is left out whole: its samples are taken, the schedule goes on, that is all."""
+        assert self._skips is not None
+        self._skips.pass_over(data.step, data.epoch, num_kept, reason)
+        self._rates.skip(1)
+        self._advance(data)
+        self._skips.done(data.num_samples, data.epoch, data.epoch_end)
+        if self._evaluation_due(data):
+            self.evaluate()
+
+    def _advance(self, data: StepData) -> None:
+        self._loader.commit()
+        self._num_done += 1
+        self.pulse.step = self._num_done
+        self._samples_seen += data.num_samples
+        self._epoch = data.epoch + data.epoch_end
+
+    def _rebalance(self, num_samples: int, seconds: Sequence[float]) -> None:
+        """New shares, if the ranks' times ask for them. All ranks see the same times."""
+        if self._balance is None:
+            return
+        before = tuple(self._group.shares)
+        unit = self._ghost or 1
+        after = self._balance.observe(
+            lambda shares: [
+                len(share(num_samples, shares, rank, unit)) for rank in range(self._group.size)
+            ],
+            before,
+            seconds,
+        )
+        if after is None:
+            return
+        self._group.shares = after
+        self._loader.begin(self._num_done, self._cut)  # workers fetch ahead by the old shares
+        slowest = max(range(len(seconds)), key=lambda rank: seconds[rank])
+        self._sink(
+            Rebalanced(
+                time=time.time(),
+                step=self._num_done,
+                reason=f"rank {slowest} took {seconds[slowest]:.3g} s and the fastest"
+                f" {min(s for s in seconds if s):.3g} s for their shares",
+                before=before,
+                after=after,
+            )
+        )
+
+    def _tell_stragglers(self, seconds: Sequence[float]) -> None:
+        for rank, mine, others in self._stragglers.observe(seconds):
+            self._sink(
+                Straggler(
+                    time=time.time(), step=self._num_done, rank=rank, seconds=mine, others=others
+                )
+            )
+
+    def _evaluation_due(self, data: StepData) -> bool:
+        if self._task.valid is None:
+            return False
+        every = self._task.evaluate_every
+        return data.epoch_end if every is None else self._num_done % every == 0
+
+    @property
+    def _ghost(self) -> int | None:
+        return self._given.task.ghost_batch
+
+    def _cut(self, num_samples: int) -> Sequence[range]:
+        return self._passes(self._engine.plan.choice, num_samples).fetched
+
+    def _passes(self, choice: Choice, num_samples: int) -> _Passes:
+        """What this rank runs of a step of so many samples."""
+        group, ghost = self._group, self._ghost
+        if self._given.norms == "synchronised" and ghost:
+            parts = divided_ghosts(num_samples, ghost, group.shares, group.rank)
+            return _Passes(parts, [[len(part)] if part else [] for part in parts])
+        cut = self._micro_batches(choice, num_samples, group.rank)
+        if not group.lockstep:
+            return _Passes(cut, ghost)
+        most = max(
+            len(self._micro_batches(choice, num_samples, rank)) for rank in range(group.size)
+        )
+        again = cut[0] if cut else range(1)  # any samples do: they are given no weight
+        num_idle = most - len(cut)
+        return _Passes([*[again] * num_idle, *cut], ghost, num_idle)
+
+    def _micro_batches(self, choice: Choice, num_samples: int, rank: int) -> Sequence[range]:
+        part = self._part(num_samples, rank)
+        return micro_batches(part, choice.micro_batch, self._ghost, num_samples)
+
+    def _part(self, num_samples: int, rank: int) -> range:
+        return share(num_samples, self._group.shares, rank, unit=self._ghost or 1)
+
+    def _batches(
+        self,
+        data: Any,
+        size: int,
+        first: int = 0,
+        alone: bool = False,
+        skips: Skips | None = None,
+    ) -> Iterator[tuple[Any, int]]:
+        """This rank's part of `data` (all of it if `alone`) from sample `first` on, on the device,
+        without what `skips` leaves out."""
+        task = self._task
+        batches = evaluation_batches(
+            data,
+            task.collate,
+            size,
+            first=first,
+            rank=0 if alone else self._group.rank,
+            shares=(1.0,) if alone else self._group.shares,
+            seed=task.seed,
+            num_workers=task.num_workers,
+            pin_memory=self._device.type == "cuda",
+            lockstep=self._group.lockstep and not alone,
+            gaps=skips.held_out if skips else (),
+            find_all=skips is not None,
+        )
+        numbers: deque[int] = deque()  # a batch is copied ahead: its number waits for it here
+
+        def plain() -> Iterator[Any]:
+            for batch, num_samples in batches:
+                numbers.append(num_samples)
+                yield batch
+
+        for batch in on_device(plain(), self._device):
+            self.pulse.beat()
+            yield batch, numbers.popleft()
+
+    def emit(self, event: Event) -> None:
+        """Give `event` to the readers."""
+        self._sink(event)
+
+
+class _Passes:
+    """The passes of one rank in one step.
+
+    Args:
+        parts: positions in the global batch, by pass; empty for a pass in which only others have
+            samples.
+        ghosts: samples per ghost batch of each pass, or the size of ghost batches, or None.
+        num_idle: so many passes are only run because other ranks run as many. They come first, while
+            buffers can still be put back to what the step found.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[range],
+        ghosts: Sequence[Sequence[int]] | int | None,
+        num_idle: int = 0,
+    ) -> None:
+        self.parts: Sequence[range] = parts
+        self._ghosts = ghosts
+        self._num_idle = num_idle
+
+    @property
+    def fetched(self) -> Sequence[range]:
+        """The parts that have samples."""
+        if self._ghosts is None or isinstance(self._ghosts, int):
+            return self.parts  # perhaps a million of them: they are not to be listed
+        return [part for part in self.parts if part]
+
+    def micro_batch(self, number: int, batches: Iterator[Any]) -> MicroBatch:
+        """Pass `number`, with the next of `batches` unless it has no samples."""
+        part, real = self.parts[number], number >= self._num_idle
+        return MicroBatch(
+            next(batches) if part else None,
+            len(part) if real else 0,
+            self._cut(number) if real else (),
+            last=number + 1 == len(self.parts),
+        )
+
+    def _cut(self, number: int) -> Sequence[int]:
+        if self._ghosts is None:
+            return ()
+        if isinstance(self._ghosts, int):
+            return ghosts(len(self.parts[number]), self._ghosts)
+        return self._ghosts[number]
+
+
+class _GlobalStep:
+    """The samples of one global step, fetched as often as the step is tried."""
+
+    def __init__(
+        self,
+        loader: Loader | StreamLoader,
+        data: StepData,
+        passes: Callable[[Choice, int], _Passes],
+        device: torch.device,
+        pulse: Pulse,
+    ) -> None:
+        self._loader = loader
+        self._data = data
+        self._passes = passes
+        self._device = device
+        self._pulse = pulse
+        self._parts: Sequence[range] = ()
+        self._gaps: Sequence[int] = ()
+        self._tried = False
+
+    @property
+    def num_kept(self) -> int:
+        """Samples of all ranks that are not left out."""
+        return self._data.num_samples - len(self._gaps)
+
+    def micro_batches(self, choice: Choice) -> Iterator[MicroBatch]:
+        """See `Source`."""
+        if self._tried:
+            self._data = self._loader.redo(lambda n: self._passes(choice, n).fetched, self._gaps)
+        self._tried = True
+        passes = self._passes(choice, self.num_kept)
+        self._parts = passes.parts
+        batches = on_device(self._data.micro_batches, self._device)
+        for number in range(len(passes.parts)):
+            self._pulse.beat()
+            yield passes.micro_batch(number, batches)
+
+    def describe(self, number: int) -> str:
+        """See `Source`."""
+        return self._loader.describe(self._parts[number])
+
+    def places(self, number: int) -> Sequence[Place]:
+        """See `Source`."""
+        return self._loader.places(self._parts[number])
+
+    def alone(self, place: Place) -> Any:
+        """See `Source`."""
+        self._pulse.beat()
+        return to_device(self._loader.alone(place), self._device)
+
+    def leave_out(self, bad: Sequence[Bad]) -> int:
+        """See `Source`."""
+        self._gaps = sorted({*self._gaps, *(one.place.position for one in bad)})
+        return self.num_kept
+
+
+def _check_can_skip(task: Task, plan: Plan) -> None:
+    exchange = plan.exchange
+    if task.bad_data == "skip" and (
+        exchange.every > 1 or exchange.stale or exchange.compress == "powersgd"
+    ):
+        raise InputError(
+            "bad_data is 'skip', and the plan exchanges gradients in a way where one that is not finite"
+            " stays, in what ranks remember or send off before they agree: use bad_data='stop', or"
+            " no local steps, stale gradients or powersgd."
+        )
+
+
+def _versions() -> dict[str, str]:
+    return {"anybatch": version("anybatch"), "torch": torch.__version__}

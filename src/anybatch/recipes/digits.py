@@ -1,0 +1,247 @@
+"""Handwritten digits: a residual convolutional network on real images, trained in seconds.
+
+The smallest task on which everything that makes batch sizes difficult is there: BatchNorm, which
+looks across the batch; blocks that can be recomputed; a data set that no power of two divides; and
+a held-out accuracy that falls if a step is computed wrongly. The images come with scikit-learn, so
+it needs no network; with `data` it reads MNIST itself, or anything in MNIST's format.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from anybatch.errors import InputError
+from anybatch.recipes.idx import load_folder
+from anybatch.recipes.schedules import warmup_cosine
+from anybatch.task import Loss, Task
+
+REFERENCE_BATCH = 128
+LARGEST_LR = 1e-2  # the square-root rule is one for noisy gradients; a whole data set has no noise
+
+
+def digits(
+    global_batch: int = 128,
+    epochs: int = 30,
+    data: Path | None = None,
+    lr: float = 3e-3,
+    width: int = 24,
+    weight_decay: float = 0.05,
+    dropout: float = 0.0,
+    ghost_batch: int = 32,
+    seed: int = 0,
+) -> Task:
+    """Classify handwritten digits with a small residual network.
+
+    Without `data`: the 1797 images (8 x 8, one channel) of scikit-learn, 1437 to train on and 360
+    held out. With `data`: the training and test files of MNIST, whatever their size.
+
+    Args:
+        global_batch: samples per optimizer step; above the size of the data set: all of them.
+        epochs: passes over the training images.
+        data: folder with data in MNIST's IDX format.
+        lr: peak learning rate at a global batch of 128; see `scaled_lr` for others.
+        width: channels of the first block; doubled where the image is halved.
+        weight_decay: of AdamW, on weight matrices and kernels only.
+        dropout: probability to drop a feature before the last layer.
+        ghost_batch: samples over which BatchNorm computes its statistics.
+        seed: of the order of samples, of initialisation and of dropout.
+
+    Raises:
+        InputError: naming every option out of range, or what is wrong with the data.
+    """
+    _check(lr=lr, width=width, weight_decay=weight_decay, dropout=dropout)
+    images = _scikit_learn() if data is None else _mnist(data)
+    num_train, _, image_height, image_width = images.train_x.shape
+    return Task(
+        model=partial(
+            build,
+            image=(image_height, image_width),
+            num_classes=images.num_classes,
+            width=width,
+            dropout=dropout,
+        ),
+        loss=loss,
+        optimizer=partial(torch.optim.AdamW, lr=scaled_lr(lr, global_batch, num_train)),
+        parameters=partial(decay_groups, weight_decay=weight_decay),
+        schedule=warmup_cosine(0.1),
+        train=TensorDataset(images.train_x, images.train_y),
+        valid=TensorDataset(images.test_x, images.test_y),
+        global_batch=global_batch,
+        epochs=epochs,
+        ghost_batch=ghost_batch,
+        seed=seed,
+        name="digits",
+    )
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+    """Cross-entropy of images (B, 1, H, W) float32 against labels (B) int64, and the accuracy."""
+    images, labels = batch
+    logits = model(images)
+    correct = (logits.detach().argmax(dim=1) == labels).sum()
+    total = F.cross_entropy(logits, labels, reduction="sum")
+    return Loss(total, weight=len(labels), metrics={"accuracy": correct})
+
+
+def scaled_lr(lr: float, global_batch: int, num_samples: int) -> float:
+    """The learning rate at `global_batch`, where it is `lr` at a global batch of 128.
+
+    It grows with the square root of the batch, the rule for Adam (Malladi, Lyu, Panigrahi and Arora
+    (2022), "On the SDEs and scaling rules for adaptive gradient algorithms"; the linear rule of
+    Goyal et al. (2017) is one for SGD), up to a cap of 0.01, or of `lr` if that is larger. Of the
+    rule, the learning rate alone is taken: the betas stay. A batch holds at most `num_samples`, all
+    there are.
+    """
+    batch = max(1, min(global_batch, num_samples))  # below 1, the task says what is wrong
+    return min(lr * math.sqrt(batch / REFERENCE_BATCH), max(lr, LARGEST_LR))
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Parameter groups of AdamW: weight decay on weights of two dimensions or more, none on biases
+    and the scales of BatchNorm, which it would only pull towards switching a channel off."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+# ------------------------------------------------------------------------------------- the model
+
+
+class Residual(nn.Module):
+    """(B, in, H, W) -> (B, out, H/stride, W/stride): two convolutions around a shortcut (He et al.
+    (2016), "Deep residual learning", figure 2)."""
+
+    def __init__(self, num_in: int, num_out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1: nn.Conv2d = nn.Conv2d(num_in, num_out, 3, stride, padding=1, bias=False)
+        self.norm1: nn.BatchNorm2d = nn.BatchNorm2d(num_out)
+        self.conv2: nn.Conv2d = nn.Conv2d(num_out, num_out, 3, padding=1, bias=False)
+        self.norm2: nn.BatchNorm2d = nn.BatchNorm2d(num_out)
+        self.shortcut: nn.Module = (
+            nn.Identity()
+            if num_in == num_out and stride == 1
+            else nn.Conv2d(num_in, num_out, 1, stride, bias=False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+def build(image: tuple[int, int], num_classes: int, width: int, dropout: float) -> nn.Sequential:
+    """Images (B, 1, H, W) to logits (B, num_classes): named blocks in a row, so that each of them
+    can be recomputed by itself.
+
+    The image is halved until its shorter side is at most 4. Every BatchNorm stands before the head
+    and sees more than one value per channel even for a batch of one image, so that a global batch
+    of 1 trains too.
+    """
+    blocks: dict[str, nn.Module] = {
+        "stem": nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        ),
+        "block1": Residual(width, width, stride=1),
+    }
+    height, length = image
+    while min(height, length) > 4:
+        height, length = (height + 1) // 2, (length + 1) // 2
+        blocks[f"block{len(blocks)}"] = Residual(width, 2 * width, stride=2)
+        width *= 2
+    blocks["head"] = nn.Sequential(
+        nn.Flatten(), nn.Dropout(dropout), nn.Linear(width * height * length, num_classes)
+    )
+    model = nn.Sequential()
+    for name, block in blocks.items():
+        model.add_module(name, block)
+    return model
+
+
+# -------------------------------------------------------------------------------------- the data
+
+
+class _Images(NamedTuple):
+    """Images (N, 1, H, W) float32 in 0..1, labels (N) int64."""
+
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    num_classes: int
+
+
+def _scikit_learn() -> _Images:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise InputError(
+            "the recipe 'digits' takes its images from scikit-learn, which cannot be imported"
+            f" ({error}): pip install anybatch[recipes], or give a folder with MNIST's files"
+            " (-s data=FOLDER)."
+        ) from error
+    pixels, labels = load_digits(return_X_y=True)
+    x = torch.as_tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    y = torch.as_tensor(labels, dtype=torch.int64)
+    # Every fifth image in the order of the labels: the same for everybody and for every seed, and
+    # each digit has its fifth held out.
+    by_label = y.argsort(stable=True)
+    held_out = by_label[::5]
+    kept = torch.ones(len(y), dtype=torch.bool).index_fill(0, held_out, False)
+    return _Images(x[kept], y[kept], x[held_out], y[held_out], num_classes=10)
+
+
+def _mnist(folder: Path) -> _Images:
+    arrays = load_folder(folder)
+    (height, width), test_size = arrays.train_images.shape[1:], arrays.test_images.shape[1:]
+    if tuple(test_size) != (height, width):
+        raise InputError(
+            f"the images in {str(folder)!r} are {height} x {width} for training but"
+            f" {' x '.join(map(str, test_size))} for testing: give files that belong together."
+        )
+    if min(height, width) < 2:
+        raise InputError(
+            f"the images in {str(folder)!r} are {height} x {width}: give images of at least 2 x 2."
+        )
+    for name, values in (("training", arrays.train_images), ("test", arrays.test_images)):
+        if values.dtype != torch.uint8:
+            raise InputError(
+                f"the {name} images in {str(folder)!r} hold values of type {values.dtype}: give"
+                " unsigned bytes, 0 to 255."
+            )
+    train_y, test_y = arrays.train_labels, arrays.test_labels
+    for name, labels in (("training", train_y), ("test", test_y)):
+        if labels.is_floating_point() or int(labels.min()) < 0:
+            raise InputError(
+                f"the {name} labels in {str(folder)!r} are not all whole numbers of at least 0:"
+                " give the number of a class for each image."
+            )
+    return _Images(
+        arrays.train_images.unsqueeze(1).float() / 255,
+        train_y.long(),
+        arrays.test_images.unsqueeze(1).float() / 255,
+        test_y.long(),
+        num_classes=1 + max(int(train_y.max()), int(test_y.max())),
+    )
+
+
+def _check(lr: float, width: int, weight_decay: float, dropout: float) -> None:
+    faults = []
+    if not 0 < lr < math.inf:
+        faults.append(f"lr is {lr!r}; give a number above zero")
+    if width < 1:
+        faults.append(f"width is {width!r}; give a whole number of at least 1")
+    if not 0 <= weight_decay < math.inf:
+        faults.append(f"weight_decay is {weight_decay!r}; give a number of at least zero")
+    if not 0 <= dropout < 1:
+        faults.append(f"dropout is {dropout!r}; give a number from 0 up to, not including, 1")
+    if faults:
+        raise InputError(f"the recipe 'digits' cannot be made: {'; '.join(faults)}.")

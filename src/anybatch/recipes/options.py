@@ -1,0 +1,224 @@
+"""Options of a recipe: `-s key=value` strings, converted by the annotations of the function.
+
+A recipe is a plain function with annotated arguments, which a person can call from Python as it
+stands; its options need no second description that could disagree with it. What is not annotated is
+read as JSON would be (a number, true, false), and as text otherwise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import types
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from anybatch.errors import InputError, listed
+
+_BOOLS = {"true": True, "yes": True, "on": True, "1": True}
+_BOOLS |= {"false": False, "no": False, "off": False, "0": False}
+_NONE = ("none", "null")
+# In a union the narrower type is tried first: "3" for `float | int` is an int.
+_ORDER: tuple[Any, ...] = (type(None), Literal, int, float, bool, Path, str)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class Option(NamedTuple):
+    """One option of a recipe, for people to read: its name, its type in words, its default
+    (`inspect.Parameter.empty` if it must be given) and what the docstring says about it."""
+
+    name: str
+    type: str
+    default: Any
+    doc: str
+
+    @property
+    def required(self) -> bool:
+        """Whether the option must be given."""
+        return self.default is inspect.Parameter.empty
+
+
+def options_in(function: Callable[..., Any]) -> list[Option]:
+    """The options of `function`, in its own order, with the text of its docstring's `Args:`."""
+    docs = _docs(inspect.getdoc(function) or "")
+    return [
+        Option(p.name, described(_annotation(function, p)), p.default, docs.get(p.name, ""))
+        for p in inspect.signature(function).parameters.values()
+        if p.kind not in _VARIADIC
+    ]
+
+
+def bind(
+    function: Callable[..., Any], given: Mapping[str, str], place: str
+) -> inspect.BoundArguments:
+    """The arguments to call `function` with: `given`, converted by its annotations.
+
+    A dash in a name stands for an underscore (`global-batch=64`). Raises `InputError` that names
+    `place` and every option that is unknown, missing or not convertible, all at once.
+    """
+    signature = inspect.signature(function)
+    named = {p.name: p for p in signature.parameters.values() if p.kind not in _VARIADIC}
+    rest = next((p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    texts: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    faults: list[str] = []
+    for key, text in given.items():
+        name = key if key in named else key.replace("-", "_")
+        parameter = named.get(name, rest)
+        if parameter is None:
+            faults.append(f"there is no option {key!r}; {_instead(name, list(named))}")
+        elif name in texts:
+            faults.append(f"option {name!r} is given twice; give it once")
+        else:
+            texts[name] = text
+            try:
+                values[name] = convert(str(text), _annotation(function, parameter))
+            except ValueError as error:
+                faults.append(f"option {name!r} is {text!r}; {error}")
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in texts:
+            kind = described(_annotation(function, parameter))
+            faults.append(f"option {name!r} ({kind}) is required; add -s {name}=VALUE")
+    if faults:
+        raise InputError(f"{place} cannot be called with these options: {'; '.join(faults)}.")
+
+    bound = signature.bind_partial()
+    bound.arguments.update({name: values[name] for name in named if name in values})
+    if rest is not None:
+        bound.arguments[rest.name] = {n: v for n, v in values.items() if n not in named}
+    bound.apply_defaults()
+    return bound
+
+
+def convert(text: str, annotation: Any = inspect.Parameter.empty) -> Any:
+    """`text` as a value of `annotation`: int, float, bool, str, Path, Literal, None, or a union.
+
+    Without an annotation: int, float, true or false, else the text. Raises `ValueError` that says
+    what to give instead.
+    """
+    if annotation in (inspect.Parameter.empty, Any, object):
+        return _guessed(text)
+    members = sorted(_members(annotation), key=_rank)
+    if all(_rank(member) == len(_ORDER) for member in members):
+        raise ValueError(
+            f"its type, {described(annotation)}, cannot be written as an option; annotate the"
+            " argument as int, float, bool, str, Path or Literal"
+        )
+    for member in members:
+        try:
+            return _converted(text, member)
+        except ValueError:
+            continue
+    raise ValueError(f"give {_wanted(members)}")
+
+
+def described(annotation: Any) -> str:
+    """The type in words: `int`, `Path or none`, `'a' or 'b'`, `any`."""
+    if annotation in (inspect.Parameter.empty, Any, object):
+        return "any"
+    return " or ".join(_member_described(member) for member in _members(annotation))
+
+
+def _member_described(member: Any) -> str:
+    if member is type(None):
+        return "none"
+    if get_origin(member) is Literal:
+        return " or ".join(repr(value) for value in get_args(member))
+    return member.__name__ if isinstance(member, type) and not get_args(member) else str(member)
+
+
+def _wanted(members: list[Any]) -> str:
+    words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
+    wanted = [words.get(m) or _member_described(m) for m in members if _rank(m) < len(_ORDER)]
+    return " or ".join([*wanted[1:], *wanted[:1]] if wanted[0] == "none" else wanted)
+
+
+def _members(annotation: Any) -> list[Any]:
+    """The members of a union, flat; a plain type is its own only member."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _members(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return [member for part in get_args(annotation) for member in _members(part)]
+    return [type(None) if annotation is None else annotation]
+
+
+def _rank(member: Any) -> int:
+    kind = Literal if get_origin(member) is Literal else member
+    return next((i for i, known in enumerate(_ORDER) if kind is known), len(_ORDER))
+
+
+def _converted(text: str, kind: Any) -> Any:
+    """`text` as one member of a union; raises `ValueError` if it is not one."""
+    word = text.strip().lower()
+    if kind is type(None) and word in _NONE:
+        return None
+    if get_origin(kind) is Literal:
+        for value in get_args(kind):
+            if text == value or (not isinstance(value, str) and word == str(value).lower()):
+                return value
+    if kind is bool and word in _BOOLS:
+        return _BOOLS[word]
+    if kind is Path and text:
+        return Path(text).expanduser()
+    if kind in (int, float, str):
+        return kind(text)
+    raise ValueError(text)
+
+
+def _guessed(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.strip().lower(), text)
+
+
+def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """The parameter's type: its annotation, evaluated if it is a string (as all are under `from
+    __future__ import annotations`); without one, that of a default of text or a path.
+
+    Each is evaluated by itself, so that one that exists for the type checker only (a name imported
+    under TYPE_CHECKING) does not cost the others theirs.
+    """
+    annotation = parameter.annotation
+    if isinstance(annotation, str):
+        inner = inspect.unwrap(function)
+        inner = inner.func if isinstance(inner, partial) else inner
+        try:
+            annotation = eval(annotation, getattr(inner, "__globals__", {}))
+        except Exception:  # whatever a name or an expression in user code raises
+            annotation = parameter.empty
+    if annotation is parameter.empty and isinstance(parameter.default, str | Path):
+        return Path if isinstance(parameter.default, Path) else str
+    return annotation
+
+
+def _instead(name: str, valid: list[str]) -> str:
+    if not valid:
+        return "it takes none"
+    close = difflib.get_close_matches(name, valid, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}give {listed(valid)}"
+
+
+def _docs(docstring: str) -> dict[str, str]:
+    """The entries under `Args:` of a docstring in Google's style, each joined to one line."""
+    docs: dict[str, str] = {}
+    section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", docstring, re.MULTILINE)
+    entry = re.compile(r"\*{0,2}(\w+)(?: \(.*?\))?: *(.*)")
+    name, first_indent = "", None
+    for line in (section[1] if section else "").splitlines():
+        indent = len(line) - len(line.lstrip())
+        first_indent = indent if first_indent is None else first_indent
+        match = entry.fullmatch(line.strip()) if indent == first_indent else None
+        if match:
+            name = match[1]
+            docs[name] = match[2]
+        elif name and line.strip():
+            docs[name] = f"{docs[name]} {line.strip()}".strip()
+    return docs

@@ -1,0 +1,319 @@
+"""From a word to a `Task`: a recipe's name, or `FILE.py[:function]` of the user.
+
+The table below holds strings, not functions: listing the recipes must not import torch, and a
+recipe whose library is not installed must not hide the others. A user's file is run as
+`python FILE.py` would run it (its folder in front of `sys.path`, for good, so that it may import
+its neighbours while training too), and what goes wrong in it is told with the lines of that file
+alone, not with thirty frames of the import system.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from anybatch.errors import AnybatchError, InputError, listed
+from anybatch.recipes.options import Option, bind, options_in
+
+if TYPE_CHECKING:
+    from anybatch.task import Task
+
+
+class _Recipe(NamedTuple):
+    target: str
+    description: str
+
+
+_RECIPES = {
+    "digits": _Recipe(
+        "anybatch.recipes.digits:digits",
+        "Handwritten digits (scikit-learn's, or MNIST's files): a small residual network.",
+    ),
+}
+_DEFAULT_FUNCTION = "task"
+_UNNAMED = "task"  # the name that a Task has if its author gave it none
+
+
+def names() -> dict[str, str]:
+    """Every recipe's name and a line on what it trains. Loads neither torch nor any recipe."""
+    return {name: recipe.description for name, recipe in _RECIPES.items()}
+
+
+def resolve(spec: str, options: Mapping[str, str] | None = None) -> Task:
+    """The task that `spec` means: a recipe's name, or `FILE.py[:function]` (default `task`).
+
+    `options` are the `key=value` strings of the command line; the function's annotations say what
+    they are converted to. A task that its function left unnamed is named after the recipe or file.
+
+    Raises:
+        InputError: one sentence that names the spec, what is wrong with it and what to do; where
+            the user's own code raised, its traceback follows. An `AnybatchError` of that code (a
+            task that cannot be trained, say) passes unchanged.
+    """
+    from anybatch.task import Task  # imports torch, which listing the recipes must not
+
+    found = _find(spec)
+    bound = bind(found.function, options or {}, found.place)
+    try:
+        task = found.function(*bound.args, **bound.kwargs)
+    except AnybatchError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise InputError(
+            f"{found.place} raised {type(error).__name__}: see the traceback below and correct the"
+            f" function or its options.\n{_short_traceback(error, found.file)}"
+        ) from error
+    if not isinstance(task, Task):
+        what = "None" if task is None else f"a value of type {type(task).__name__}"
+        raise InputError(f"{found.place} returned {what}: return an anybatch.Task.")
+    return replace(task, name=found.name) if task.name == _UNNAMED else task
+
+
+def options_of(spec: str) -> list[Option]:
+    """The options that `resolve(spec, ...)` takes: name, type, default, documentation.
+
+    Imports the recipe or runs the file, but does not call its function. Raises `InputError` as
+    `resolve` does.
+    """
+    return options_in(_find(spec).function)
+
+
+# ------------------------------------------------------------------------------- find the function
+
+
+class _Found(NamedTuple):
+    function: Callable[..., Any]
+    place: str  # for messages: "the recipe 'digits'"
+    name: str  # for a task without one
+    file: Path  # whose frames a traceback shows
+
+
+def _find(spec: str) -> _Found:
+    if spec in _RECIPES:
+        return _find_recipe(spec)
+    path, function = _split(spec)
+    if function is not None and path in _RECIPES:
+        raise InputError(
+            f"the task {spec!r} names a function of the recipe {path!r}, but a recipe has just the"
+            f" one: give {path!r}."
+        )
+    if not _looks_like_a_path(path):
+        raise InputError(_unknown_recipe(spec, path))
+    file = _checked_file(spec, path)
+    module = _load(file, spec)
+    name = _DEFAULT_FUNCTION if function is None else function
+    return _Found(
+        _function_in(module, name, spec), f"the function {name!r} of {path!r}", file.stem, file
+    )
+
+
+def _find_recipe(name: str) -> _Found:
+    module_name, _, function = _RECIPES[name].target.partition(":")
+    module = importlib.import_module(module_name)
+    file = Path(str(module.__file__))
+    return _Found(getattr(module, function), f"the recipe {name!r}", name, file)
+
+
+def _split(spec: str) -> tuple[str, str | None]:
+    """File and function; a colon that belongs to a folder's name is left where it is."""
+    path, colon, function = spec.rpartition(":")
+    if colon and (path.endswith(".py") or os.sep not in function):
+        return path, function
+    return spec, None
+
+
+def _looks_like_a_path(path: str) -> bool:
+    return os.sep in path or path.endswith(".py") or os.path.lexists(path) or path in (".", "..")
+
+
+def _unknown_recipe(spec: str, path: str) -> str:
+    close = difflib.get_close_matches(path.lower(), _RECIPES, n=1)
+    if os.path.isfile(f"{path}.py"):
+        hint = f"did you mean {spec.replace(path, f'{path}.py', 1)!r}? "
+    else:
+        hint = f"did you mean {close[0]!r}? " if close else ""
+    return (
+        f"there is no recipe {spec!r}: {hint}give {listed(_RECIPES)}, or a file of your own as"
+        " FILE.py or FILE.py:function."
+    )
+
+
+def _checked_file(spec: str, path: str) -> Path:
+    expanded = os.path.expanduser(path)
+    remedy = "give a Python file as FILE.py or FILE.py:function"
+    if os.path.isdir(expanded):
+        raise InputError(f"the task {spec!r} is a folder: {remedy}.")
+    if not os.path.isfile(expanded):
+        hint = ""
+        if path.endswith(".py"):
+            folder = os.path.dirname(expanded) or os.curdir
+            files = [f for f in _files_of(folder) if f.endswith(".py")]
+            close = difflib.get_close_matches(os.path.basename(path), files, n=1)
+            hint = (
+                f"did you mean {os.path.join(os.path.dirname(path), close[0])!r}? " if close else ""
+            )
+        raise InputError(
+            f"the file {path!r} of the task {spec!r} does not exist (looked from {os.getcwd()}):"
+            f" {hint}{remedy}."
+        )
+    if not path.endswith(".py"):
+        raise InputError(f"the task {spec!r} is not a .py file: {remedy}.")
+    return Path(expanded).resolve()
+
+
+def _files_of(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _function_in(module: ModuleType, name: str, spec: str) -> Callable[..., Any]:
+    functions = [
+        key
+        for key, value in vars(module).items()
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not key.startswith("_")
+    ]
+    if not hasattr(module, name):
+        close = difflib.get_close_matches(name, functions, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        remedy = (
+            f"{hint}name one of its functions as FILE.py:function, {listed(functions)}"
+            if functions
+            else "it has none at all; write one that returns an anybatch.Task"
+        )
+        raise InputError(f"the file of the task {spec!r} has no function {name!r}: {remedy}.")
+    function = getattr(module, name)
+    if not callable(function):
+        raise InputError(
+            f"{name!r} in the file of the task {spec!r} is a value of type"
+            f" {type(function).__name__}, which cannot be called: make it a function that returns"
+            " an anybatch.Task."
+        )
+    try:
+        inspect.signature(function)
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"{name!r} in the file of the task {spec!r} does not tell its arguments ({error}): name"
+            " a plain function that returns an anybatch.Task."
+        ) from error
+    return function
+
+
+# ----------------------------------------------------------------------------- run the user's file
+
+
+class _SourceLoader(importlib.machinery.SourceFileLoader):
+    """Compiles the source each time: no `__pycache__` beside the user's file, as with `python
+    FILE.py`, and none that is stale where a file is edited twice within a second."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+class _Loaded(NamedTuple):
+    module: ModuleType
+    state: tuple[int, int]  # modification time and size of the file when it was run
+
+
+_loaded: dict[Path, _Loaded] = {}
+
+
+def _load(file: Path, spec: str) -> ModuleType:
+    """The module of `file`: run once, and again when the file has changed since."""
+    known = _loaded.get(file)
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise InputError(f"the file of the task {spec!r} cannot be read: {error}.") from error
+    state = (status.st_mtime_ns, status.st_size)
+    if known is not None and known.state == state:
+        return known.module
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    name = known.module.__name__ if known is not None else _module_name(file)
+    module = _run(file, name, spec)
+    _loaded[file] = _Loaded(module, state)
+    return module
+
+
+def _run(file: Path, name: str, spec: str) -> ModuleType:
+    module_spec = importlib.util.spec_from_loader(name, _SourceLoader(name, str(file)))
+    if module_spec is None or module_spec.loader is None:
+        raise InputError(f"the file of the task {spec!r} cannot be imported: give a .py file.")
+    module = importlib.util.module_from_spec(module_spec)
+    before = sys.modules.get(name)
+    # Registered before it runs: dataclasses and pickle look a class's module up by name.
+    sys.modules[name] = module
+    try:
+        module_spec.loader.exec_module(module)
+    except BaseException as error:
+        sys.modules.pop(name, None)
+        if before is not None:
+            sys.modules[name] = before
+        if isinstance(error, AnybatchError) or not isinstance(error, Exception | SystemExit):
+            raise
+        raise InputError(
+            f"the file of the task {spec!r} cannot be imported, since it raised"
+            f" {type(error).__name__}: see the traceback below and correct the file.\n"
+            f"{_short_traceback(error, file)}"
+        ) from error
+    return module
+
+
+def _module_name(file: Path) -> str:
+    """The name under which a plain `import` finds this very file, or else a unique one.
+
+    With its own name, a neighbour that imports it gets the same module and not a second copy of its
+    classes, and a spawned process (which is given `sys.path`) can unpickle them. A file whose name
+    means another module (`json.py`, or a second `train.py`) must not take its place.
+    """
+    if file.stem.isidentifier() and file.stem not in sys.modules:
+        importlib.invalidate_caches()
+        spec = importlib.util.find_spec(file.stem)
+        if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file:
+            return file.stem
+    digest = hashlib.sha256(str(file).encode(errors="surrogateescape")).hexdigest()[:8]
+    return f"anybatch_task_{digest}_{file.stem}"
+
+
+def _short_traceback(error: BaseException, file: Path) -> str:
+    """The traceback with only the frames of the user's file and of its neighbours."""
+    summary = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in summary.stack if _is_own(Path(frame.filename), file)]
+    lines = ["Traceback (the frames of your files only):\n"] if frames else []
+    lines += traceback.StackSummary.from_list(frames).format()
+    lines += summary.format_exception_only()
+    return "".join(lines).rstrip("\n")
+
+
+def own_traceback(error: BaseException) -> str:
+    """The part of the traceback of `error` that lies in files that were run as tasks, and in their
+    neighbours; empty if it went through none of them."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for file in _loaded:
+        if any(Path(frame.filename) == file for frame in frames):
+            return _short_traceback(error, file)
+    return ""
+
+
+def _is_own(frame: Path, file: Path) -> bool:
+    if frame == file:
+        return True
+    package = Path(__file__).resolve().parents[1]
+    installed = "site-packages" in frame.parts or frame.is_relative_to(package)
+    return frame.is_relative_to(file.parent) and not installed

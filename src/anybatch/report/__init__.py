@@ -1,0 +1,23 @@
+"""Report: events and plans, told to people. A log file, a progress display, tables, one page.
+
+What is told of a run is read from `anybatch.events` and `anybatch.plans` and nothing else, so a report
+can be made on another machine, years later, from the run's folder alone.
+"""
+
+from anybatch.report.folder import RunFolder as RunFolder
+from anybatch.report.folder import last_plan as last_plan
+from anybatch.report.folder import output_folder as output_folder
+from anybatch.report.folder import run_files as run_files
+from anybatch.report.log import EventLog as EventLog
+from anybatch.report.log import follow as follow
+from anybatch.report.log import iterate as iterate
+from anybatch.report.log import read as read
+from anybatch.report.memory import print_ledger as print_ledger
+from anybatch.report.memory_page import write_frontier as write_frontier
+from anybatch.report.memory_page import write_ledger as write_ledger
+from anybatch.report.page import write as write
+from anybatch.report.progress import Progress as Progress
+from anybatch.report.sentences import describe as describe
+from anybatch.report.sheet import write_whole as write_whole
+from anybatch.report.terminal import print_plan as print_plan
+from anybatch.report.terminal import print_result as print_result

@@ -1,0 +1,496 @@
+"""Figures of the page, as data that plotly draws.
+
+Colours are named after custom properties of the page's style sheet (`--blue`), so that one figure
+serves the light theme and the dark one: the page puts in the colours when it draws.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from anybatch.events import OutOfMemory, Replanned
+from anybatch.plans import Candidate, Choice, Plan
+from anybatch.report.curves import Floats, smooth, thin
+from anybatch.report.record import Record
+from anybatch.report.sentences import format_number
+from anybatch.units import format_bytes, format_seconds
+
+KIND_COLORS = ("--blue", "--amber", "--teal", "--rose", "--violet", "--sky", "--moss", "--grey")
+MAX_METRICS = 8
+MAX_MARKS = 12
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot: `spec` holds plotly's data and layout, `alt` says in words what it shows."""
+
+    id: str
+    title: str
+    alt: str
+    spec: dict[str, Any]
+    height: int = 280
+
+
+# ----------------------------------------------------------------------------------------- memory
+
+
+def memory_parts(plan: Plan) -> list[tuple[str, int, str]]:
+    """(kind, bytes, colour) at the predicted peak, largest first, adding up to the peak."""
+    if plan.prediction is None:
+        return []
+    sizes = {kind: size for kind, size in plan.prediction.by_kind.items() if size > 0}
+    ordered = sorted(sizes.items(), key=lambda item: -item[1])
+    shown, merged = ordered[: len(KIND_COLORS) - 1], ordered[len(KIND_COLORS) - 1 :]
+    rest = sum(size for _, size in merged)
+    rest += max(0, plan.prediction.peak_bytes - sum(sizes.values()))
+    parts = [(kind, size, KIND_COLORS[i]) for i, (kind, size) in enumerate(shown)]
+    if rest:
+        parts.append(("other" if shown else "all kinds", rest, KIND_COLORS[-1]))
+    return parts
+
+
+def memory(plan: Plan, measured_bytes: int | None) -> Figure | None:
+    """The predicted peak by kind, beside the measured one and the budget."""
+    parts = memory_parts(plan)
+    if not parts and not measured_bytes:
+        return None
+    predicted = sum(size for _, size, _ in parts)
+    budget = plan.budget_bytes or 0
+    scale, unit = byte_scale(max(predicted, measured_bytes or 0, budget))
+    bars = [
+        _bar("predicted", size / scale, kind, color, format_bytes(size))
+        for kind, size, color in parts
+    ]
+    said = [f"predicted peak {format_bytes(predicted)}"] if parts else []
+    if measured_bytes:
+        text = format_bytes(measured_bytes)
+        bars.append(_bar("measured", measured_bytes / scale, "measured peak", "--ink-2", text))
+        said.append(f"measured peak {text}")
+    layout: dict[str, Any] = {
+        "barmode": "stack",
+        "bargap": 0.35,
+        "hovermode": "closest",
+        "showlegend": False,
+        "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "showgrid": False, "ticks": ""},
+    }
+    if budget:
+        said.append(f"budget {format_bytes(budget)}")
+        layout["xaxis"]["range"] = [0, 1.06 * max(predicted, measured_bytes or 0, budget) / scale]
+        layout["shapes"] = [_vertical(budget / scale, "--red", "solid")]
+        layout["annotations"] = [_label(budget / scale, f"budget {format_bytes(budget)}", "right")]
+    alt = f"{', '.join(said)}."
+    spec = {"data": bars, "layout": layout}
+    return Figure("memory", "Memory", alt[0].upper() + alt[1:], spec, 210)
+
+
+def _bar(row: str, value: float, name: str, color: str, text: str) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "y": [row],
+        "x": [_rounded(value)],
+        "name": escaped(name),
+        "marker": {"color": color, "line": {"width": 1, "color": "--card"}},
+        "hovertemplate": f"{escaped(name)}: {text}<extra></extra>",
+    }
+
+
+# ----------------------------------------------------------------------------------------- curves
+
+
+def loss(record: Record) -> Figure | None:
+    """Loss of training, raw and smoothed, and of the held-out samples."""
+    steps, values = record.column("step"), record.column("loss")
+    held_out = [(event.step, event.loss) for event in record.evaluations]
+    if not len(steps) and not held_out:
+        return None
+    smoothed = smooth(values)
+    traces: list[dict[str, Any]] = []
+    if np.isfinite(values).any():
+        many = len(steps) > 10
+        raw = ("--blue-faint", 1) if many else ("--blue", 2)
+        traces.append(_line(steps, values, "training, each step", *raw))
+        if many:
+            traces.append(_line(steps, smoothed, "training, smoothed", "--blue"))
+    if held_out:
+        traces.append(_points(held_out, "held-out", "--amber"))
+    layout = _curve_layout("loss", record, steps)
+    levels = [*smoothed.tolist(), *(value for _, value in held_out)]
+    levels = [value for value in levels if math.isfinite(value)]
+    if levels and min(levels) > 0 and max(levels) / min(levels) > 50:
+        ticks = _round_numbers(min(levels), max(levels))
+        layout["yaxis"] = {"title": {"text": "loss (logarithmic)"}, "type": "log", **ticks}
+    said = [_course("Training loss", smoothed)]
+    if held_out:
+        last = np.array([value for _, value in held_out])
+        said.append(_course("Held-out loss", last))
+    bad = np.flatnonzero(~np.isfinite(values))
+    if len(bad):
+        said.append(
+            f"The loss was not finite in {len(bad):,} of {len(values):,} steps, first in step"
+            f" {int(steps[bad[0]]):,}: the curve has gaps there."
+        )
+    return Figure("loss", "Loss", " ".join(said), {"data": traces, "layout": layout}, 340)
+
+
+def metrics(record: Record) -> list[Figure]:
+    """One figure per metric, for their scales differ."""
+    steps = record.column("step")
+    figures = []
+    for index, name in enumerate(record.metric_names()[:MAX_METRICS]):
+        held_out = [(e.step, e.metrics[name]) for e in record.evaluations if name in e.metrics]
+        training = record.metric(name)
+        traces, said = [], []
+        if np.isfinite(training).any():
+            training = smooth(training)
+            traces.append(_line(steps, training, "training, smoothed", "--blue"))
+            said.append(_course(f"Training {name}", training))
+        if held_out:
+            traces.append(_points(held_out, "held-out", "--amber"))
+            values = np.array([value for _, value in held_out])
+            said.append(_course(f"Held-out {name}", values))
+        layout = _curve_layout("", record, steps)
+        figures.append(
+            Figure(f"metric-{index}", name, " ".join(said), {"data": traces, "layout": layout})
+        )
+    return figures
+
+
+def speed(record: Record) -> list[Figure]:
+    """Throughput and time of a step, over steps."""
+    steps, seconds = record.column("step"), record.column("seconds")
+    if not len(steps):
+        return []
+    with np.errstate(divide="ignore", invalid="ignore"):
+        throughput = np.where(seconds > 0, record.column("samples") / seconds, np.nan)
+    scale, unit = _second_scale(_median(seconds))
+    each = [
+        ("throughput", "Throughput", throughput, "samples/s", "--teal"),
+        ("step-time", "Step time", seconds / scale, unit, "--violet"),
+    ]
+    said = [
+        f"Median {_samples_per_second(_median(throughput))}.",
+        f"Median {format_seconds(_median(seconds))} per step.",
+    ]
+    return [
+        _curve(name, title, record, values, unit, color, alt)
+        for (name, title, values, unit, color), alt in zip(each, said, strict=True)
+    ]
+
+
+def optimisation(record: Record) -> list[Figure]:
+    """Learning rate, and the norm of the gradient where it was taken."""
+    figures = []
+    if record.num_steps:
+        rate = record.column("learning_rate")
+        layout = _curve_layout("", record, record.column("step"), marks=False)
+        layout["yaxis"]["rangemode"] = "tozero"
+        trace = _line(record.column("step"), rate, "learning rate", "--rose")
+        alt = f"From {rate[0]:.3g} to {rate[-1]:.3g}, at most {rate.max():.3g}."
+        spec = {"data": [trace], "layout": {**layout, "showlegend": False}}
+        figures.append(Figure("learning-rate", "Learning rate", alt, spec))
+    norm = record.column("grad_norm")
+    if np.isfinite(norm).any():
+        title = "Gradient norm before clipping"
+        alt = _course("Gradient norm", smooth(norm))
+        figures.append(_curve("grad-norm", title, record, norm, "", "--moss", alt))
+    return figures
+
+
+def _curve(
+    name: str, title: str, record: Record, values: Floats, unit: str, color: str, alt: str
+) -> Figure:
+    """A curve of training: each step, and smoothed."""
+    steps = record.column("step")
+    if len(steps) > 10:
+        # The first step warms caches up, and is not like the others.
+        smoothed = smooth(np.concatenate([[np.nan], values[1:]]))
+        traces = [
+            _line(steps, values, "each step", f"{color}-faint", width=1),
+            _line(steps, smoothed, "smoothed", color),
+        ]
+    else:
+        traces = [_line(steps, values, "each step", color)]
+    layout = _curve_layout(unit, record, steps)
+    layout["yaxis"]["rangemode"] = "tozero"
+    if len(steps) > 20:
+        # One slow first step must not press the rest of the curve flat.
+        finite = values[np.isfinite(values)]
+        top = 1.3 * float(np.quantile(finite, 0.98)) if len(finite) else 0.0
+        if top > 0 and float(finite.max()) > 2 * top:
+            layout["yaxis"]["range"] = [0, _rounded(top)]
+    spec = {"data": traces, "layout": {**layout, "showlegend": False}}
+    return Figure(name, title, alt, spec)
+
+
+def _curve_layout(
+    y_title: str, record: Record, steps: Floats, marks: bool = True
+) -> dict[str, Any]:
+    layout: dict[str, Any] = {
+        "hovermode": "x unified",
+        "xaxis": {"title": {"text": "step"}, "tickformat": ",d"},
+        "yaxis": {"title": {"text": y_title}},
+    }
+    if len(steps) == 1:
+        layout["xaxis"] |= {"range": [steps[0] - 1, steps[0] + 1], "tickvals": [steps[0]]}
+    if marks:
+        lines = _marks(record)
+        layout["shapes"] = [_vertical(step, color, "dot") for step, _, color in lines]
+        layout["annotations"] = [_label(step, text, "left") for step, text, _ in lines]
+    return layout
+
+
+def _marks(record: Record) -> list[tuple[int, str, str]]:
+    """Where the plan changed, or memory ran out with no new plan: (step, words, colour)."""
+    found: dict[int, tuple[int, str, str]] = {}
+    for event in record.others:
+        if isinstance(event, OutOfMemory):
+            found[event.step] = (event.step, "out of memory", "--red")
+        elif isinstance(event, Replanned):
+            found[event.step] = (event.step, "new plan", "--ink-2")
+    return list(found.values())[:MAX_MARKS]
+
+
+def _line(xs: Floats, ys: Floats, name: str, color: str, width: float = 2) -> dict[str, Any]:
+    xs, ys = thin(xs, ys)
+    return {
+        "type": "scatter",
+        "mode": "lines" if len(xs) > 1 else "markers",
+        "x": [int(x) for x in xs],
+        "y": [_rounded(y) for y in ys],
+        "name": escaped(name),
+        "line": {"width": width, "color": color},
+        "marker": {"size": 8, "color": color},
+        "hovertemplate": "%{y:.4~g}",
+    }
+
+
+def _points(points: Sequence[tuple[int, float]], name: str, color: str) -> dict[str, Any]:
+    xs, ys = (np.array(part, dtype=np.float64) for part in zip(*points, strict=True))
+    line = _line(xs, ys, name, color)
+    mode = "lines+markers" if len(points) <= 60 else "lines"
+    return {**line, "mode": mode, "marker": {"size": 7, "color": color}}
+
+
+# ------------------------------------------------------------------------------------- candidates
+
+
+def candidates(plan: Plan) -> Figure | None:
+    """What was weighed: memory against time of a step, the plan that was taken marked."""
+    if not plan.rejected:
+        return None
+    chosen = plan.prediction
+    told = [(c.peak_bytes, c.step_seconds) for c in plan.rejected]
+    if chosen is not None:
+        told.append((chosen.peak_bytes, chosen.step_seconds))
+    per_byte, byte_unit = byte_scale(max(peak for peak, _ in told))
+    second_scale, second_unit = _second_scale(max(seconds for _, seconds in told))
+    budget = plan.budget_bytes
+    fits = [c for c in plan.rejected if budget is None or c.peak_bytes <= budget]
+    over = [c for c in plan.rejected if budget is not None and c.peak_bytes > budget]
+    scales = (per_byte, second_scale)
+    traces: list[dict[str, Any]] = []
+    if fits:
+        traces.append(_dots(fits, "fits, not taken", "--blue", "circle", scales))
+    if over:
+        traces.append(_dots(over, "more than the budget", "--red", "x", scales))
+    if len(plan.frontier) > 1:
+        traces.insert(0, _steps(plan, scales))
+    if chosen is not None:
+        # Where it lies among the others, whose peaks are those of training.
+        own = [p.peak_bytes for p in plan.frontier if _same(p.choice, plan.choice)]
+        peak = own[0] if own else chosen.peak_bytes
+        traces.append(_star(plan.choice, peak, chosen.step_seconds, scales))
+    x_axis, _ = _range_axis(f"predicted peak, {byte_unit}", [p / per_byte for p, _ in told],
+                             budget / per_byte if budget else None)  # fmt: skip
+    y_axis, ys = _range_axis(f"predicted step, {second_unit}", [s / second_scale for _, s in told])
+    if budget:
+        # A trace, not a shape: it has an entry in the legend.
+        at = _rounded(budget / per_byte)
+        traces.insert(0, {"type": "scatter", "mode": "lines", "x": [at, at], "y": ys,
+                          "name": "budget", "line": {"color": "--red", "width": 1.5},
+                          "hoverinfo": "skip"})  # fmt: skip
+    layout = {"hovermode": "closest", "xaxis": x_axis, "yaxis": y_axis}
+    alt = f"{len(plan.rejected):,} candidates not taken, {len(over):,} of them over the budget."
+    if len(plan.frontier) > 1:
+        alt += f" The line joins the {len(plan.frontier)} that no other beats in both."
+    return Figure("candidates", "Candidates", alt, {"data": traces, "layout": layout}, 360)
+
+
+def _same(one: Choice, other: Choice) -> bool:
+    """Whether two choices train alike."""
+    return one == other.model_copy(update={"evaluation_batch": one.evaluation_batch})
+
+
+def _steps(plan: Plan, scales: tuple[float, float]) -> dict[str, Any]:
+    """What memory buys in time: more memory, the next faster plan."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "frontier",
+        "x": [_rounded(point.peak_bytes / scales[0]) for point in plan.frontier],
+        "y": [_rounded(point.step_seconds / scales[1]) for point in plan.frontier],
+        "line": {"width": 1.5, "color": "--teal", "shape": "hv", "dash": "dot"},
+        "hoverinfo": "skip",
+    }
+
+
+def _dots(
+    group: Iterable[Candidate], name: str, color: str, symbol: str, scales: tuple[float, float]
+) -> dict[str, Any]:
+    group = list(group)
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [_rounded(c.peak_bytes / scales[0]) for c in group],
+        "y": [_rounded(c.step_seconds / scales[1]) for c in group],
+        "text": [_hover(c.choice, c.peak_bytes, c.step_seconds, c.reason) for c in group],
+        "hovertemplate": "%{text}<extra></extra>",
+        "marker": {"size": 9, "color": color, "symbol": symbol, "opacity": 0.8},
+    }
+
+
+def _star(
+    choice: Choice, peak_bytes: int, seconds: float, scales: tuple[float, float]
+) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "the plan",
+        "x": [_rounded(peak_bytes / scales[0])],
+        "y": [_rounded(seconds / scales[1])],
+        "text": [_hover(choice, peak_bytes, seconds, "the plan")],
+        "hovertemplate": "%{text}<extra></extra>",
+        "marker": {
+            "size": 15,
+            "color": "--amber",
+            "symbol": "diamond",
+            "line": {"width": 2, "color": "--ink"},
+        },
+    }
+
+
+def _hover(choice: Choice, peak_bytes: int, seconds: float, reason: str) -> str:
+    told = f"{format_bytes(peak_bytes)}, {format_seconds(seconds)} per step"
+    return f"{escaped(choice.describe())}<br>{told}<br>{escaped(reason)}"
+
+
+def _range_axis(
+    title: str, values: list[float], also: float | None = None
+) -> tuple[dict[str, Any], list[float]]:
+    """An axis with room around `values`, logarithmic where they span decades, and its two ends."""
+    values = [*values, *([] if also is None else [also])]
+    positive = [value for value in values if value > 0]
+    if not positive or len(positive) < len(values) or max(positive) / min(positive) < 20:
+        ends = [0.0, 1.08 * max(values, default=1.0) or 1.0]
+        return {"title": {"text": title}, "range": ends}, ends
+    ends = [min(positive) / 1.3, max(positive) * 1.3]
+    axis = {
+        "title": {"text": title},
+        "type": "log",
+        "range": [math.log10(end) for end in ends],
+        **_round_numbers(*ends),
+    }
+    return axis, [_rounded(end) or end for end in ends]
+
+
+def _round_numbers(low: float, high: float) -> dict[str, Any]:
+    """Ticks at 1, 2 and 5 times the powers of ten; fewer where they would crowd."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    digits = (1, 2, 5) if len(powers) <= 4 else (1,)
+    ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
+    shown = [tick for tick in ticks if low <= tick <= high]
+    return {"tickvals": shown, "ticktext": [f"{tick:,.6g}" for tick in shown]}
+
+
+# ------------------------------------------------------------------------------------------ parts
+
+
+def _vertical(x: float, color: str, dash: str) -> dict[str, Any]:
+    return {
+        "type": "line",
+        "x0": x,
+        "x1": x,
+        "yref": "paper",
+        "y0": 0,
+        "y1": 1,
+        "line": {"color": color, "width": 1.5, "dash": dash},
+    }
+
+
+def horizontal(y: float, color: str) -> dict[str, Any]:
+    """A line across the plot."""
+    return {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": y,
+        "y1": y,
+        "line": {"color": color, "width": 1.5},
+    }
+
+
+def _label(x: float, text: str, side: str) -> dict[str, Any]:
+    return {
+        "x": x,
+        "yref": "paper",
+        "y": 1,
+        "xanchor": side,
+        "yanchor": "bottom",
+        "text": text,
+        "showarrow": False,
+        "font": {"size": 12, "color": "--ink-2"},
+    }
+
+
+def _course(what: str, values: Floats) -> str:
+    """Where a curve begins and ends, for those who do not see it."""
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return f"{what} was never finite."
+    if len(finite) == 1 or finite[0] == finite[-1]:
+        return f"{what}: {format_number(finite[-1])}."
+    return f"{what} from {format_number(finite[0])} to {format_number(finite[-1])}."
+
+
+def _median(values: Floats) -> float:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else 0.0
+
+
+def _samples_per_second(value: float) -> str:
+    return f"{value:,.0f} samples/s" if value >= 100 else f"{value:.3g} samples/s"
+
+
+def byte_scale(largest: float) -> tuple[float, str]:
+    """What to divide by so that `largest` is read easily, and the unit that it is in then."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if largest >= 1024**power:
+            return float(1024**power), unit
+    return 1.0, "bytes"
+
+
+def _second_scale(largest: float) -> tuple[float, str]:
+    for scale, unit in ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")):
+        if largest >= 2 * scale or (unit == "s" and largest >= 1):
+            return scale, unit
+    return 1e-6, "µs"
+
+
+def _rounded(value: float) -> float | None:
+    """Six digits are more than a screen shows; JSON knows no other numbers than finite ones."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def escaped(text: str) -> str:
+    """Plotly reads its texts as a kind of HTML."""
+    return html.escape(str(text), quote=False)

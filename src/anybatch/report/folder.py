@@ -1,0 +1,141 @@
+"""The run folder: what a run leaves behind, and the care with which it is written.
+
+plan.json           how it was run
+events.jsonl        what happened
+checkpoints/        what it can be resumed from
+model.safetensors   the weights
+report.html         all of it for people
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from anybatch.errors import InputError
+from anybatch.events import Event, Replanned, RunEnded, RunStarted, StepDone
+from anybatch.plans import Plan
+from anybatch.report.log import EventLog, iterate
+
+PLAN_FILE, EVENTS_FILE = "plan.json", "events.jsonl"
+WEIGHTS_FILE, REPORT_FILE = "model.safetensors", "report.html"
+CHECKPOINTS = "checkpoints"
+
+
+class RunFolder:
+    """A sink that keeps plan and events in a folder, from the event that opens the run: a run that
+    cannot begin leaves the folder, with the run that may be in it, as it is.
+
+    Args:
+        folder: of the run.
+        plan: of the run.
+        resume: the run that is there goes on; else its files are deleted.
+    """
+
+    def __init__(self, folder: Path, plan: Plan, resume: bool = False) -> None:
+        self._folder = folder
+        self._plan = plan
+        self._resume = resume
+        self._log: EventLog | None = None
+
+    def __call__(self, event: Event) -> None:
+        if self._log is None:
+            if not self._resume:
+                for name in (EVENTS_FILE, WEIGHTS_FILE, REPORT_FILE):
+                    (self._folder / name).unlink(missing_ok=True)
+                shutil.rmtree(self._folder / CHECKPOINTS, ignore_errors=True)
+            self._plan.save(self._folder / PLAN_FILE)
+            self._log = EventLog(self._folder / EVENTS_FILE)
+        self._log(event)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._log is not None:
+            self._log.close()
+
+
+def run_files(folder: Path) -> dict[str, Path]:
+    """The files of a run folder that are there, by what they hold."""
+    names = {
+        "plan": PLAN_FILE,
+        "events": EVENTS_FILE,
+        "weights": WEIGHTS_FILE,
+        "report": REPORT_FILE,
+    }
+    return {what: folder / name for what, name in names.items() if (folder / name).exists()}
+
+
+def last_plan(folder: Path) -> Plan | None:
+    """The plan that the run in `folder` followed last; None if there is no run, or none that can be
+    read."""
+    plan: Mapping[str, Any] | None = None
+    with contextlib.suppress(InputError):
+        for event in iterate(folder / EVENTS_FILE):
+            if isinstance(event, RunStarted | Replanned):
+                plan = event.plan
+        return None if plan is None else Plan.from_json(json.dumps(plan))
+    return None
+
+
+def unfinished_step(folder: Path) -> int | None:
+    """The last step of the run in `folder`, if it has a checkpoint and is not finished; else None."""
+    try:
+        if not any((folder / CHECKPOINTS).glob("step-*")):
+            return None
+        last: Event | None = None
+        steps = 0
+        for event in iterate(folder / EVENTS_FILE):
+            last, steps = event, event.step if isinstance(event, StepDone) else steps
+    except (InputError, OSError):
+        return None
+    return None if isinstance(last, RunEnded) and last.finished else steps
+
+
+@contextlib.contextmanager
+def output_folder(folder: Path, resume: bool = False) -> Iterator[Path]:
+    """`folder`, made if need be and seen to be writable before any work is done for it. If the body
+    fails before it has written a file, what was made is taken away again.
+
+    Raises `InputError` if nothing can be written there, or the run that is there is not finished and
+    is not to be resumed.
+    """
+    if not resume and (step := unfinished_step(folder)) is not None:
+        raise InputError(
+            f"{folder} holds a run that is not finished, with checkpoints (step {step}): resume it with"
+            " --resume, give another folder, or remove this one."
+        )
+    made = _missing(folder)
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = folder / ".writable"
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise InputError(
+                f"the output folder {folder} cannot be written to: {error.strerror}. Give another"
+                " with --out."
+            ) from None
+        yield folder
+    except BaseException:
+        with contextlib.suppress(OSError):  # not empty: it is kept, and so are those above it
+            for level in made:
+                level.rmdir()
+        raise
+
+
+def _missing(folder: Path) -> list[Path]:
+    """The folders that are to be made for `folder` to be there, innermost first."""
+    missing: list[Path] = []
+    for level in (folder, *folder.parents):
+        if os.path.lexists(level):
+            break
+        missing.append(level)
+    return missing

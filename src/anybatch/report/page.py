@@ -1,0 +1,245 @@
+"""The run as one HTML page that works offline: made from the run's folder, and nothing else.
+
+plotly.js is part of the page, and the page's own policy forbids it to load anything: a report sent
+by mail shows years later what it shows now, and tells nobody that it was opened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anybatch.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    OutOfMemory,
+    Overflowed,
+    Replanned,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Skipped,
+    Stalled,
+    Straggler,
+)
+from anybatch.plans import Plan
+from anybatch.report import figures, sheet
+from anybatch.report.log import iterate
+from anybatch.report.record import Record
+from anybatch.report.sentences import MISSING, compare, describe, format_number, scores
+from anybatch.units import format_bytes, format_count, format_seconds
+
+MAX_EVENTS = 400
+"""Rows of the table of events; a run that has more tells its beginning and its end."""
+
+_LABELS: dict[type[Event], tuple[str, str]] = {
+    RunStarted: ("start", "plain"),
+    RunEnded: ("end", "plain"),
+    Evaluated: ("evaluation", "plain"),
+    OutOfMemory: ("out of memory", "bad"),
+    Replanned: ("new plan", "warn"),
+    Overflowed: ("overflow", "warn"),
+    Resumed: ("resumed", "plain"),
+    CheckpointSaved: ("saved", "plain"),
+    CheckpointFailed: ("not saved", "warn"),
+    Skipped: ("skipped", "warn"),
+    Straggler: ("slow rank", "warn"),
+    Stalled: ("standstill", "warn"),
+}
+
+
+def write(folder: str | os.PathLike[str]) -> Path:
+    """Write `report.html` into the run's `folder`, whole or not at all, and return its path.
+
+    Reads `plan.json` and `events.jsonl`. Raises `InputError` if they cannot be read, or the page
+    cannot be written.
+    """
+    run = Path(folder)
+    plan = Plan.load(run / "plan.json")
+    record = Record.of(iterate(run / "events.jsonl"))
+    page = _render(plan, record)
+    return sheet.write_whole(run / "report.html", page, "the report")
+
+
+def _render(plan: Plan, record: Record) -> str:
+    drawn = _figures(plan, record)
+    specs = {figure.id: figure.spec for group in drawn.values() for figure in group}
+    return sheet.render(
+        "page.html.jinja",
+        header=_header(plan, record),
+        tiles=_tiles(plan, record),
+        plan=plan.explain(),
+        notices=_notices(plan, record),
+        memory_parts=_memory_parts(plan),
+        comparisons=_comparisons(plan, record),
+        method=plan.prediction.method if plan.prediction else "",
+        figures=drawn,
+        specs=specs,
+        evaluated=bool(record.evaluations),
+        events=_events(record),
+        rejected=_rejected(plan),
+        versions=_versions(record),
+    )
+
+
+def _figures(plan: Plan, record: Record) -> dict[str, list[figures.Figure]]:
+    memory = figures.memory(plan, _measured_peak(record))
+    loss = figures.loss(record)
+    candidates = figures.candidates(plan)
+    return {
+        "memory": [memory] if memory else [],
+        "loss": [loss] if loss else [],
+        "metrics": figures.metrics(record),
+        "speed": [*figures.speed(record), *figures.optimisation(record)],
+        "candidates": [candidates] if candidates else [],
+    }
+
+
+# ------------------------------------------------------------------------------------- the header
+
+
+def _header(plan: Plan, record: Record) -> dict[str, str]:
+    ended = record.ended
+    if ended is None:
+        state, outcome = "warn", "no end recorded: the run was killed, or is still going"
+    elif ended.finished:
+        state, outcome = "good", "finished"
+    else:
+        state, outcome = "warn", f"stopped early: {ended.reason or 'no reason given'}"
+    started = record.starts[0] if record.starts else None
+    resumed = len(record.starts) - 1
+    times = "" if resumed < 1 else "resumed once" if resumed == 1 else f"resumed {resumed:,} times"
+    return {
+        "task": str(started.task if started else plan.task.name),
+        "device": str(started.device if started else plan.device_name or plan.device),
+        "began": _moment(started.time) if started else "",
+        "resumed": times,
+        "state": state,
+        "outcome": outcome,
+    }
+
+
+def _tiles(plan: Plan, record: Record) -> list[tuple[str, str, str]]:
+    """(label, figure, remark) of what a reader wants to know first."""
+    tiles: list[tuple[str, str, str]] = []
+    if record.evaluations:
+        last = record.evaluations[-1]
+        metrics_first = sorted(scores(last).items(), key=lambda item: item[0] == "loss")
+        remark = f"after step {format_count(last.step)}"
+        tiles += [(f"held-out {name}", text, remark) for name, text in metrics_first[:4]]
+    elif record.num_steps:
+        tiles.append(
+            ("training loss", format_number(float(record.column("loss")[-1])), "last step")
+        )
+    total = record.starts[-1].total_steps if record.starts else None
+    of_total = "" if total is None else f"of {format_count(total)}"
+    tiles.append(("steps", format_count(_last_step(record)), of_total))
+    tiles.append(("time", format_seconds(record.seconds), ""))
+    seconds = record.column("seconds")
+    if seconds.sum() > 0:
+        speed = float(record.column("samples").sum() / seconds.sum())
+        tiles.append(("samples/s", f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}", "mean"))
+    peak = _measured_peak(record)
+    if peak:
+        budget = plan.budget_bytes
+        tiles.append(
+            ("peak memory", format_bytes(peak), f"of {format_bytes(budget)}" if budget else "")
+        )
+    return tiles
+
+
+def _last_step(record: Record) -> int:
+    if record.num_steps:
+        return int(record.column("step")[-1])
+    return record.ended.steps if record.ended else 0
+
+
+def _notices(plan: Plan, record: Record) -> list[str]:
+    told = [*plan.notices, *(notice for start in record.starts for notice in start.notices)]
+    return list(dict.fromkeys(told))
+
+
+# ------------------------------------------------------------------------------------- the tables
+
+
+def _measured_peak(record: Record) -> int | None:
+    steps = [int(record.column("memory_bytes").max())] if record.num_steps else []
+    return max([*steps, *(end.measured_peak_bytes for end in record.ends)], default=None)
+
+
+def _comparisons(plan: Plan, record: Record) -> list[dict[str, str]]:
+    ended, told = record.ended, plan.prediction
+    seconds = record.column("seconds")
+    median = float(np.median(seconds)) if len(seconds) else None
+    peak = ended.predicted_peak_bytes if ended else None
+    step = ended.predicted_step_seconds if ended else None
+    rows = compare(
+        predicted_peak_bytes=peak or (told.peak_bytes if told else None),
+        measured_peak_bytes=_measured_peak(record),
+        budget_bytes=plan.budget_bytes,
+        predicted_step_seconds=step or (told.step_seconds if told else None),
+        measured_step_seconds=(ended.step_seconds if ended else None) or median,
+    )
+    return [dataclasses.asdict(row) for row in rows]
+
+
+def _memory_parts(plan: Plan) -> list[tuple[str, str, str, str]]:
+    parts = figures.memory_parts(plan)
+    total = sum(size for _, size, _ in parts)
+    return [(kind, format_bytes(size), f"{size / total:.0%}", color) for kind, size, color in parts]
+
+
+def _events(record: Record) -> dict[str, Any]:
+    begin = record.others[0].time if record.others else 0.0
+    shown = [event for event in record.others if type(event) in _LABELS]
+    hidden = len(shown) - MAX_EVENTS
+    half = MAX_EVENTS // 2
+    head, tail = (shown, []) if hidden <= 0 else (shown[:half], shown[-half:])
+    return {
+        "head": [_event_row(event, begin) for event in head],
+        "hidden": format_count(hidden) if hidden > 0 else "",
+        "tail": [_event_row(event, begin) for event in tail],
+    }
+
+
+def _event_row(event: Event, begin: float) -> dict[str, str]:
+    label, state = _LABELS[type(event)]
+    step = getattr(event, "step", None)
+    return {
+        "after": format_seconds(after) if (after := event.time - begin) >= 1e-3 else "0 s",
+        "step": MISSING if step is None else format_count(step),
+        "label": label,
+        "state": state,
+        "sentence": describe(event),
+    }
+
+
+def _rejected(plan: Plan) -> list[tuple[str, ...]]:
+    return [
+        (
+            format_count(candidate.choice.micro_batch),
+            candidate.choice.precision,
+            candidate.choice.recompute.describe(),
+            format_bytes(candidate.peak_bytes),
+            format_seconds(candidate.step_seconds),
+            candidate.reason,
+        )
+        for candidate in plan.rejected
+    ]
+
+
+def _versions(record: Record) -> list[tuple[str, str]]:
+    return (
+        [(str(k), str(v)) for k, v in record.starts[-1].versions.items()] if record.starts else []
+    )
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M %Z")

@@ -1,0 +1,274 @@
+"""Progress of a run: a live bar in a terminal, plain lines everywhere else.
+
+The display is drawn from the sink itself, at most ten times a second, and not by a thread of its
+own as progress bars usually are: data loaders fork, and a child forked while another thread holds
+the console's lock would wait for it for ever.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from anybatch.events import (
+    CheckpointFailed,
+    Evaluated,
+    Event,
+    OutOfMemory,
+    Overflowed,
+    Replanned,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Skipped,
+    Stalled,
+    StepDone,
+    Straggler,
+)
+from anybatch.report.sentences import describe, format_number, format_scores
+from anybatch.units import format_bytes, format_count, format_seconds
+
+REDRAW_SECONDS = 0.1
+LINE_SECONDS = 2.0
+
+_STYLES: dict[type[Event], str] = {
+    OutOfMemory: "bold red",
+    Replanned: "yellow",
+    Overflowed: "yellow",
+    Skipped: "yellow",
+    Straggler: "yellow",
+    Stalled: "yellow",
+    Resumed: "",
+    CheckpointFailed: "yellow",
+    Evaluated: "",
+}
+
+
+class Progress:
+    """A sink that shows how far training is. Leave it as a context, or call `close`.
+
+    Evaluations, out-of-memory, new plans and overflows are printed, one sentence each, and stay.
+
+    Args:
+        console: where to; a bar is drawn only if it is an interactive terminal.
+        clock: seconds, never going backwards; decides when to draw again.
+    """
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._live: Live | None = None
+        self._meter = _Meter(total_steps=None, budget_bytes=None)
+        self._shown_step: StepDone | None = None
+        self._begin = clock()
+        self._next_draw = -math.inf
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepDone):
+            self._meter.add(event)
+            if self._clock() >= self._next_draw:
+                self._draw()
+        elif isinstance(event, RunStarted):
+            self._start(event)
+        elif isinstance(event, RunEnded):
+            self._end(event)
+        else:
+            if isinstance(event, Evaluated):
+                self._meter.evaluated = event
+            if type(event) in _STYLES:
+                self._say(describe(event), _STYLES[type(event)])
+
+    def close(self) -> None:
+        """Leave the bar as it is and give the terminal back. Closing twice does no harm."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(self, event: RunStarted) -> None:
+        self.close()
+        budget = event.plan.get("budget_bytes")
+        self._meter = _Meter(total_steps=event.total_steps, budget_bytes=budget)
+        self._shown_step, self._begin, self._next_draw = None, self._clock(), -math.inf
+        if self._console.is_terminal and self._console.is_interactive:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+            self._live.update(self._meter.bar(), refresh=True)
+        else:
+            self._say(describe(event))
+
+    def _draw(self) -> None:
+        now = self._clock()
+        if self._live is not None:
+            self._live.update(self._meter.bar(), refresh=True)
+            self._next_draw = now + REDRAW_SECONDS
+            return
+        self._say(self._meter.line())
+        self._shown_step = self._meter.last
+        # The longer a run, the fewer lines say all there is to say.
+        self._next_draw = now + min(60.0, max(LINE_SECONDS, (now - self._begin) / 100))
+
+    def _end(self, event: RunEnded) -> None:
+        if self._meter.last is not None and self._meter.last is not self._shown_step:
+            self._draw()
+        self.close()
+        self._say(describe(event), "" if event.finished else "yellow")
+
+    def _say(self, sentence: str, style: str = "") -> None:
+        self._console.print(Text(sentence, style), soft_wrap=self._live is None)
+
+
+class _Mark(NamedTuple):
+    time: float
+    step: int
+    samples: int
+    seconds: float
+
+
+class _Meter:
+    """What there is to show, kept up to date by a few additions per step."""
+
+    # Speeds are means over up to this many marks, at least this many seconds apart.
+    NUM_MARKS = 120
+    MARK_SECONDS = 0.25
+    LOSS_WEIGHT = 0.05
+
+    def __init__(self, total_steps: int | None, budget_bytes: int | None) -> None:
+        self.total_steps = total_steps
+        self.budget_bytes = budget_bytes
+        self.last: StepDone | None = None
+        self.evaluated: Evaluated | None = None
+        self._marks: deque[_Mark] = deque(maxlen=self.NUM_MARKS)
+        self._latest = _Mark(time=0.0, step=0, samples=0, seconds=0.0)
+        self._loss = 0.0
+        self._loss_weight = 0.0
+
+    def add(self, event: StepDone) -> None:
+        self.last = event
+        self._latest = _Mark(
+            event.time,
+            event.step,
+            self._latest.samples + event.samples,
+            self._latest.seconds + event.seconds,
+        )
+        if not self._marks or event.time - self._marks[-1].time >= self.MARK_SECONDS:
+            self._marks.append(self._latest)
+        if math.isfinite(event.loss):
+            self._loss += self.LOSS_WEIGHT * (event.loss - self._loss)
+            self._loss_weight += self.LOSS_WEIGHT * (1.0 - self._loss_weight)
+
+    def loss(self) -> float:
+        """Mean loss, recent steps weighing more; the last loss itself where that is not finite."""
+        assert self.last is not None
+        if not math.isfinite(self.last.loss) or self._loss_weight == 0.0:
+            return self.last.loss
+        return self._loss / self._loss_weight
+
+    def samples_per_second(self) -> float:
+        """Speed of training, evaluations and pauses left out."""
+        assert self.last is not None
+        oldest = self._marks[0]
+        samples = self._latest.samples - oldest.samples
+        seconds = self._latest.seconds - oldest.seconds
+        if samples <= 0 or seconds <= 0:
+            samples, seconds = self.last.samples, self.last.seconds
+        return samples / seconds if seconds > 0 else 0.0
+
+    def seconds_left(self) -> float | None:
+        """Time to the last step at the pace of late, evaluations and pauses included. None after
+        the first step: it warms up, and tells little of the others."""
+        if self.total_steps is None or self.last is None:
+            return None
+        steps_left = max(0, self.total_steps - self._latest.step)
+        oldest = self._marks[0]
+        steps = self._latest.step - oldest.step
+        if steps <= 0:
+            return None if steps_left else 0.0
+        return max(0.0, self._latest.time - oldest.time) / steps * steps_left
+
+    def figures(self) -> list[tuple[str, str]]:
+        """(label, figure) of the last step; a label without figure stands for itself."""
+        last = self.last
+        if last is None:
+            return []
+        memory = format_bytes(last.memory_bytes)
+        if self.budget_bytes:
+            memory += f" of {format_bytes(self.budget_bytes)}"
+        return [
+            ("epoch", str(last.epoch)),
+            ("loss", format_number(self.loss())),
+            ("samples/s", _speed(self.samples_per_second())),
+            ("memory", memory),
+        ]
+
+    def position(self) -> str:
+        """`120/200`, or `120` in a stream."""
+        step = format_count(self.last.step if self.last else 0)
+        return step if self.total_steps is None else f"{step}/{format_count(self.total_steps)}"
+
+    def line(self) -> str:
+        """One plain line, for a console that is not a terminal."""
+        parts = [f"step {self.position()}", *(f"{label} {text}" for label, text in self.figures())]
+        left = self.seconds_left()
+        if left:
+            parts.append(f"left {format_seconds(left)}")
+        return "  ".join(parts)
+
+    def bar(self) -> RenderableType:
+        """Three lines for a terminal: how far, how well, how well on held-out samples."""
+        row = Table.grid(expand=True, padding=(0, 0, 0, 2))
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        row.add_column(no_wrap=True, style="dim")
+        done = self.last.step if self.last else 0
+        left = self.seconds_left()
+        time_left = "starting" if self.last is None else "" if left is None else _left(left)
+        gauge = ProgressBar(
+            total=self.total_steps, completed=done, complete_style="cyan", finished_style="green"
+        )
+        row.add_row(gauge, Text(f"step {self.position()}", "bold"), time_left)
+        lines: list[RenderableType] = [row]
+        if self.last is not None:
+            lines.append(_labelled(self.figures()))
+        if self.evaluated is not None:
+            scores = format_scores(self.evaluated, separator="  ")
+            step = format_count(self.evaluated.step)
+            lines.append(_labelled([("held-out", f"{scores}"), ("after step", step)]))
+        return Group(*lines)
+
+
+def _labelled(figures: list[tuple[str, str]]) -> Text:
+    text = Text(no_wrap=True, overflow="ellipsis")
+    for label, figure in figures:
+        text.append("  " if text else "")
+        text.append(f"{label} ", "dim")
+        text.append(figure)
+    return text
+
+
+def _left(seconds: float) -> str:
+    return f"{format_seconds(seconds)} left" if seconds > 0 else "done"
+
+
+def _speed(value: float) -> str:
+    return format_count(round(value)) if value >= 100 else f"{value:.3g}"

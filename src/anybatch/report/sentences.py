@@ -1,0 +1,212 @@
+"""Events and figures in words: what the terminal and the page say, they say alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from anybatch.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    OutOfMemory,
+    Overflowed,
+    Replanned,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Skipped,
+    Stalled,
+    StepDone,
+    Straggler,
+)
+from anybatch.units import format_bytes, format_count, format_seconds
+
+_SHOWN = 8  # samples that a sentence names
+
+MISSING = "-"
+"""Stands in a table where there is no figure."""
+
+
+def describe(event: Event) -> str:
+    """`event` as one sentence for people."""
+    match event:
+        case RunStarted():
+            steps = "" if event.total_steps is None else f", {counted(event.total_steps, 'step')}"
+            return f"Training of {event.task} starts on {event.device}{steps}."
+        case StepDone():
+            return f"Step {format_count(event.step)} is done: loss {format_number(event.loss)}."
+        case Evaluated():
+            return f"Evaluation after step {format_count(event.step)}: {format_scores(event)}."
+        case OutOfMemory():
+            return _out_of_memory(event)
+        case Replanned():
+            return (
+                f"New plan from step {format_count(event.step)} on ({event.reason.rstrip('.')}):"
+                f" {event.after}; before: {event.before}."
+            )
+        case Overflowed():
+            return (
+                f"Gradients overflowed in step {format_count(event.step)}: it is redone with loss"
+                f" scale {event.loss_scale_after:,.10g} instead of {event.loss_scale_before:,.10g}."
+            )
+        case Skipped():
+            return _skipped(event)
+        case Resumed():
+            passed = "".join(f" {sentence}" for sentence in event.passed_over)
+            return f"Goes on after step {format_count(event.step)}, from {event.folder}.{passed}"
+        case CheckpointSaved():
+            return (
+                f"Step {format_count(event.step)} is saved: {format_bytes(event.num_bytes)} in"
+                f" {format_seconds(event.seconds)}."
+            )
+        case CheckpointFailed():
+            return f"Step {format_count(event.step)} could not be saved: {event.reason}"
+        case Straggler():
+            return (
+                f"Rank {event.rank} is slow: {format_seconds(event.seconds)} for its part of step"
+                f" {format_count(event.step)}, again and again, where the others take"
+                f" {format_seconds(event.others)}."
+            )
+        case Stalled():
+            return (
+                f"Training stood still for {format_seconds(event.seconds)} after step"
+                f" {format_count(event.step)} ({event.phase}), and goes on."
+            )
+        case RunEnded():
+            done = f"after {counted(event.steps, 'step')} and {format_seconds(event.seconds)}"
+            if event.num_skipped:
+                done += f", {counted(event.num_skipped, 'sample')} left out"
+            if event.finished:
+                return f"Training finished {done}."
+            return f"Training stopped {done}: {(event.reason or 'no reason given').rstrip('.')}."
+        case _:
+            return f"{event.kind.replace('_', ' ').capitalize()}."
+
+
+def _out_of_memory(event: OutOfMemory) -> str:
+    asked = (
+        ""
+        if event.requested_bytes is None
+        else f"{format_bytes(event.requested_bytes)} asked for with "
+    )
+    budget = "" if event.budget_bytes is None else f" of {format_bytes(event.budget_bytes)}"
+    rank = f" on rank {event.rank}" if event.rank else ""
+    step, size = format_count(event.step), format_count(event.micro_batch)
+    if event.phase in ("evaluation", "prediction"):
+        where = f"in the {event.phase} after step {step}{rank} ({size} samples at a time)"
+        then = "it begins anew"
+    else:
+        where = f"in step {step}{rank} ({event.phase}, micro-batch {size})"
+        then = "the step left no trace"
+    if event.then:
+        then += f", and is done again with {event.then}"
+    pieces = (
+        f" ({format_bytes(event.fragmented_bytes)} of it in pieces that nobody uses)"
+        if event.fragmented_bytes
+        else ""
+    )
+    return (
+        f"Memory ran out {where}: {asked}{format_bytes(event.in_use_bytes)} in use{pieces}{budget};"
+        f" {then}."
+    )
+
+
+def _skipped(event: Skipped) -> str:
+    step, reason = format_count(event.step), event.reason.rstrip(".")
+    if not event.samples:
+        return (
+            f"Step {step} is left out, with {counted(event.num_samples, 'sample')} of epoch"
+            f" {event.epoch}: {reason}."
+        )
+    shown = ", ".join(map(str, event.samples[:_SHOWN]))
+    more = len(event.samples) - _SHOWN
+    shown += f" and {format_count(more)} more" if more > 0 else ""
+    noun = "Sample" if len(event.samples) == 1 else "Samples"
+    are = "is" if len(event.samples) == 1 else "are"
+    if event.held_out:
+        where = f"{noun} {shown} of the held-out data {are} left out of evaluation"
+    else:
+        where = f"{noun} {shown} of epoch {event.epoch} {are} left out of step {step}"
+    rank = f" (rank {event.rank})" if event.rank else ""
+    return f"{where}{rank}: {reason}."
+
+
+def format_number(value: float) -> str:
+    """A loss or a metric with four digits, of a width that hardly changes from step to step."""
+    if math.isfinite(value) and abs(value) >= 9999.5:
+        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3e}"
+    return f"{value:#.4g}".removesuffix(".")
+
+
+def format_scores(event: Evaluated, separator: str = ", ") -> str:
+    """Loss and metrics of an evaluation: `loss 0.4100, accuracy 0.9130`."""
+    return separator.join(f"{name} {text}" for name, text in scores(event).items())
+
+
+def scores(event: Evaluated) -> dict[str, str]:
+    """Loss and metrics of an evaluation, formatted, the loss first."""
+    named: Mapping[str, float] = {"loss": event.loss, **event.metrics}
+    return {name: format_number(value) for name, value in named.items()}
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 step`, `2,000 steps`."""
+    return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One predicted figure beside the measured one, as text. `error` is relative to measured."""
+
+    what: str
+    predicted: str
+    measured: str
+    error: str
+    budget: str
+
+
+def compare(
+    *,
+    predicted_peak_bytes: int | None,
+    measured_peak_bytes: int | None,
+    budget_bytes: int | None,
+    predicted_step_seconds: float | None,
+    measured_step_seconds: float | None,
+) -> list[Comparison]:
+    """Predicted beside measured: peak memory, then the time of a step. None or 0: not known."""
+    return [
+        Comparison(
+            what="peak memory",
+            predicted=format_bytes(predicted_peak_bytes) if predicted_peak_bytes else MISSING,
+            measured=format_bytes(measured_peak_bytes) if measured_peak_bytes else MISSING,
+            error=_error(predicted_peak_bytes, measured_peak_bytes),
+            budget=format_bytes(budget_bytes) if budget_bytes else MISSING,
+        ),
+        Comparison(
+            what="step time",
+            predicted=_precise_seconds(predicted_step_seconds)
+            if predicted_step_seconds
+            else MISSING,
+            measured=_precise_seconds(measured_step_seconds) if measured_step_seconds else MISSING,
+            error=_error(predicted_step_seconds, measured_step_seconds),
+            budget=MISSING,
+        ),
+    ]
+
+
+def _precise_seconds(seconds: float) -> str:
+    """Three digits below a minute: two figures that differ by a few percent must look different."""
+    for limit, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (59.95, 1.0, "s")):
+        if seconds < limit:
+            value = seconds * factor
+            return f"{value:.0f} {unit}" if value >= 99.95 else f"{value:#.3g} {unit}"
+    return format_seconds(seconds)
+
+
+def _error(predicted: float | None, measured: float | None) -> str:
+    if not predicted or not measured:
+        return MISSING
+    return f"{predicted / measured - 1:+.1%}"

@@ -1,0 +1,558 @@
+"""Checkpoints: what outlives a step, saved while training goes on, and found again.
+
+A save must not stop training, must not kill it, and must not be trusted until it is proven:
+
+    save      a copy is made of the state (or, without room for one, the state itself is written), and a
+              thread with the lowest priority writes it while the next steps run
+    publish   the checkpoint gets its name when every byte of every rank is on the disk: see `folder.py`
+    keep      then the older ones go, but for the last few and the best
+    newest    every byte is read and held against its checksum before a run builds on it
+    load      each rank reads its own part, whatever the parts were when it was saved; checked again
+
+Threads speak to no other rank: a rank may fail at any moment, and collectives would make the others
+wait for it. What becomes of a save is told by files, and by the next call that all ranks make together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from anybatch.errors import AnybatchError, InputError, PeerFailed
+from anybatch.oom import is_memory_error
+from anybatch.parallel import Group
+from anybatch.state.blocks import DTYPES, Buffer, DataFile
+from anybatch.state.content import Content
+from anybatch.state.folder import Folder, told_by_system
+from anybatch.state.manifest import Manifest, Slice, data_name, read_manifest
+
+_VERIFY_BYTES = 64 << 20  # read by one thread at a time
+_VERIFY_THREADS = 4
+_NICE = (
+    19  # of the thread that writes: it takes what the others leave (see `blocks.py` for the risk)
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that is complete.
+
+    Attributes:
+        step: of it.
+        folder: where it lies.
+        num_bytes: of its tensors, over all ranks.
+        seconds: from the call of `save` until it was complete.
+        held_seconds: of these, how long `save` kept training waiting.
+    """
+
+    step: int
+    folder: Path
+    num_bytes: int
+    seconds: float
+    held_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A checkpoint that could not be written; nothing of it is left. `reason` is a sentence."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An intact checkpoint.
+
+    Attributes:
+        step: of it.
+        folder: where it lies.
+        facts: of its content.
+        tensors: shape and dtype of each of its tensors (whole, not a rank's part), by name.
+        score: given when it was saved.
+        passed_over: sentences on newer ones that are not intact.
+        manifest: what lies where.
+    """
+
+    step: int
+    folder: Path
+    facts: Mapping[str, Any]
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    score: float | None
+    passed_over: tuple[str, ...]
+    manifest: Manifest = field(repr=False)
+
+
+@final
+class Checkpoints:
+    """The checkpoints of a run, in one folder that all ranks see.
+
+    Args:
+        folder: made when it is needed.
+        group: the ranks. Those of an in-process group are one here: its first one, alone.
+        keep: how many of the last ones stay, beside the one with the best score.
+
+    Raises `InputError` if `keep` is below 1.
+    """
+
+    def __init__(self, folder: Path, group: Group, *, keep: int = 3) -> None:
+        if keep < 1:
+            raise InputError(f"keep is {keep}: at least the last checkpoint has to stay.")
+        # Slow to import, and large: now rather than in a training that has a budget.
+        import anybatch.state.storage  # noqa: F401
+
+        self._folder = Folder(Path(folder))
+        self._group = group
+        self._keep = keep
+        self._job: _Job | None = None
+        self._outcomes: list[Saved | Failed] = []
+        self._passed_over: set[Path] = set()
+
+    def save(
+        self, content: Content, step: int, *, score: float | None = None, stage: bool = True
+    ) -> None:
+        """Save `content` as the checkpoint of `step`. All ranks call it, at the same step.
+
+        Waits for the save before, if that is still under way. Whatever goes wrong with the disk or for
+        want of memory ends in `Failed`, and training goes on.
+
+        Args:
+            content: what to save; it may change again when this returns.
+            step: committed steps, from 0. A checkpoint of the same step is replaced.
+            score: lower is better; of the best one known the checkpoint is kept. None: not known.
+            stage: whether to copy the state and write the copy in the background. If not, or if there
+                is no room for the copy, it is written before this returns, a block at a time.
+
+        Raises `PeerLost` if a rank is gone.
+        """
+        started = time.monotonic()
+        self._settle()
+        from torch.distributed.checkpoint import CheckpointException  # slow to import
+
+        from anybatch.state.storage import Writer
+
+        group = self._group
+        writer = Writer(self._folder, content, step, rank=group.rank, stage=stage)
+        job = _Job(writer, step, score, started)
+        try:
+            writer.run(alone=group.size == 1)
+        except CheckpointException as error:
+            self._drop(job, _first_failure(error, group.rank))
+            return
+        except Exception as error:
+            if group.size > 1:
+                self._drop(job, None)
+                raise
+            self._drop(job, _sentence(error))
+            return
+        except BaseException:
+            self._drop(job, None)
+            raise
+        self._job = job
+        job.held_seconds = time.monotonic() - started
+        if stage:
+            job.start(lambda: self._carry_out(job))
+        else:  # not in a thread: its stack would come out of a budget, and stay with the process
+            self._carry_out(job)
+
+    def finished(self) -> list[Saved | Failed]:
+        """On rank 0: what has come to its end since the last call, in order. Never waits. On the other
+        ranks nothing."""
+        count = len(self._outcomes)  # a thread may append meanwhile
+        ended, self._outcomes[:count] = self._outcomes[:count], []
+        return ended
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Until nothing of this rank is under way (on rank 0: of any rank), or for `seconds`."""
+        if self._job is not None:
+            self._job.thread_ended(seconds)
+
+    def newest(self) -> Found | None:
+        """The newest checkpoint that is intact, read and checked to the last byte; None if there is
+        none at all. All ranks call it, and get the same.
+
+        Raises:
+            InputError: there are checkpoints, and none is intact; or a rank does not see the folder.
+            PeerLost: a rank is gone.
+        """
+        self._settle()
+        manifest, name, passed_over, wrong = None, "", [], ""
+        if self._group.rank == 0:
+            try:
+                manifest, name, passed_over = self._search()
+            except (OSError, InputError) as error:
+                wrong = _sentence(error)
+        told = self._group.exchange((manifest, name, tuple(passed_over), wrong))
+        manifest, name, passed_over, wrong = told[0]
+        if wrong:
+            raise InputError(wrong)
+        if manifest is None:
+            return None
+        folder = self._folder.path / name
+        blind = self._group.exchange(_unseen(folder, manifest, self._group.rank))
+        if wrong := next(filter(None, blind), ""):
+            raise InputError(wrong)
+        return Found(
+            manifest.step,
+            folder,
+            manifest.facts,
+            {
+                name: (tuple(record.shape), DTYPES[record.dtype])
+                for name, record in manifest.tensors.items()
+            },
+            manifest.score,
+            passed_over,
+            manifest,
+        )
+
+    def load(self, found: Found, tensors: Mapping[str, Tensor]) -> None:
+        """Fill `tensors` with what `found` holds under their names. All ranks call it; a rank may ask
+        for other names than the next.
+
+        Plain tensors are filled whole, DTensors with this rank's part, wherever the parts were cut
+        when they were saved. Floating point numbers are converted to the dtype of the tensor.
+
+        Raises:
+            InputError: a tensor is missing or of another shape or kind, in which case none was
+                touched; or a byte is not the one that was written, and they hold anything.
+            PeerFailed: another rank failed.
+            PeerLost: another rank is gone.
+        """
+        from torch.distributed.checkpoint import CheckpointException
+
+        from anybatch.state.storage import Reader
+
+        reader = Reader(found.folder, found.manifest, tensors)
+        try:
+            reader.run(alone=self._group.size == 1)
+        except CheckpointException as error:
+            failures = {rank: pair[0] for rank, pair in error.failures.items()}
+            own = failures.get(self._group.rank)
+            if own is not None and not isinstance(own, InputError):
+                raise own from None
+            rank = min(failures)
+            first = own or failures[rank]
+            if isinstance(first, InputError):
+                raise InputError(_unloaded(found, str(first))) from None
+            raise PeerFailed(
+                f"rank {rank} could not load {found.folder}: {_sentence(first)}"
+            ) from None
+        except InputError as error:
+            raise InputError(_unloaded(found, str(error))) from None
+
+    def close(self, seconds: float | None = None) -> None:
+        """Wait for what is under way, at most `seconds`, and give it up then. No thread is left."""
+        self.wait(seconds)
+        if self._job is not None:
+            self._job.given_up.set()
+            self._job.thread_ended()
+        if self._group.rank == 0:
+            self._folder.leave()
+
+    # -------------------------------------------------------------------------------------- saving
+
+    def _settle(self) -> None:
+        """The save before has come to its end on all ranks.
+
+        A rank knows how its own writing ended, and rank 0 is told before it waits for a part that will
+        not come. Every rank has a job here, or none has: saves succeed and fail together.
+        """
+        job = self._job
+        if job is None:
+            return
+        job.bytes_written()
+        told = self._group.exchange(job.wrong)
+        job.told = next(filter(None, told), "")
+        job.thread_ended()
+        self._job = None
+
+    def _carry_out(self, job: _Job) -> None:
+        """What is left of a save after all ranks have agreed on it; runs in a thread."""
+        from anybatch.state.storage import tell_failure, write_part
+
+        writer, rank = job.writer, self._group.rank
+        assert writer.partial is not None
+        try:
+            if writer.pending is not None:
+                write_part(writer.partial, rank, writer.pending, job.wanted, drain=True)
+        except BaseException as error:
+            writer.pending = None
+            job.wrong = f"rank {rank}: {_sentence(error)}" if rank else _sentence(error)
+            if rank:
+                with contextlib.suppress(OSError):
+                    tell_failure(writer.partial, rank, job.wrong)
+            else:
+                self._drop(job, job.wrong)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            job.written.set()
+        if rank or job.wrong:
+            return
+        try:
+            folder, manifest = writer.complete(job.score, lambda: job.told, job.wanted)
+        except BaseException as error:
+            self._drop(job, _sentence(error))
+            if not isinstance(error, Exception):
+                raise
+            return
+        seconds = time.monotonic() - job.started
+        held = job.held_seconds if job.in_background else seconds
+        saved = Saved(job.step, folder, manifest.num_bytes, seconds, held)
+        self._passed_over.discard(folder)
+        with contextlib.suppress(Exception):  # the next one tries again
+            self._prune(job.step)
+        job.release()
+        self._outcomes.append(saved)
+
+    def _drop(self, job: _Job, reason: str | None) -> None:
+        """Leave nothing of a save that failed; on rank 0 tell of it, if there is a reason."""
+        job.writer.pending = None
+        if self._group.rank == 0:
+            if job.writer.partial is not None:
+                shutil.rmtree(job.writer.partial, ignore_errors=True)
+            job.release()
+            if reason is not None:
+                self._outcomes.append(
+                    Failed(
+                        job.step,
+                        f"the checkpoint of step {job.step} could not be written to"
+                        f" {self._folder.path}: {reason.rstrip('.')}.",
+                    )
+                )
+
+    def _prune(self, newest: int) -> None:
+        """Delete what is older than `newest` and neither among the last ones nor the best."""
+        scores: dict[Path, float] = {}
+        good: list[Path] = []
+        others: list[tuple[int, Path]] = []
+        for step, path in self._folder.complete():
+            try:
+                manifest = None if path in self._passed_over else read_manifest(path)
+            except InputError:
+                manifest = None
+            if manifest is not None:
+                good.append(path)
+                if manifest.score is not None and not math.isnan(manifest.score):
+                    scores[path] = manifest.score
+            others.append((step, path))
+        kept = set(good[: self._keep])
+        if scores:
+            kept.add(min(scores, key=lambda path: scores[path]))  # the newest of several
+        for step, path in others:
+            if step < newest and path not in kept:
+                self._folder.remove(path, step)
+
+    # ----------------------------------------------------------------------------------- searching
+
+    def _search(self) -> tuple[Manifest | None, str, list[str]]:
+        if not self._folder.path.exists():
+            return None, "", []
+        with contextlib.suppress(InputError, OSError), self._folder.locked(seconds=0.0):
+            self._folder.clear()
+        faults: list[str] = []
+        for step, path in self._folder.complete():
+            try:
+                manifest = read_manifest(path)
+                _verify(path, manifest, step)
+                return manifest, path.name, faults
+            except InputError as error:
+                self._passed_over.add(path)
+                faults.append(f"the checkpoint {path} is not intact: {str(error).rstrip('.')}.")
+        if faults:
+            raise InputError(
+                f"none of the {len(faults)} checkpoints in {self._folder.path} is intact:"
+                f" {' '.join(faults)} Bring back a copy of one, or name another folder to start anew."
+            )
+        return None, "", []
+
+
+@final
+class _Job:
+    """A save under way, on one rank.
+
+    Attributes:
+        written: set when this rank's bytes are, or will not be.
+        wrong: why they are not.
+        told: what other ranks told of theirs.
+        given_up: set when nobody waits for it any more.
+    """
+
+    def __init__(self, writer: Any, step: int, score: float | None, started: float) -> None:
+        self.writer = writer
+        self.step = step
+        self.score = None if score is None else float(score)
+        self.started = started
+        self.held_seconds = 0.0
+        self.written = threading.Event()
+        self.wrong = ""
+        self.told = ""
+        self.given_up = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._hurry: Callable[[], None] = lambda: None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Run `work` in a thread, or here if there is no room for one."""
+
+        usual = _priority(0)
+
+        def run() -> None:
+            thread_id = threading.get_native_id()
+            _set_priority(thread_id, _NICE)
+            self._hurry = lambda: _set_priority(thread_id, usual)
+            work()
+
+        thread = threading.Thread(target=run, name=f"checkpoint-{self.step}", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError):
+            work()
+        else:
+            self._thread = thread
+
+    @property
+    def in_background(self) -> bool:
+        """Whether it has a thread of its own."""
+        return self._thread is not None
+
+    def thread_ended(self, seconds: float | None = None) -> None:
+        """Wait for it, at most `seconds`. Whoever waits gains nothing by its low priority."""
+        if self._thread is not None:
+            self._hurried()
+            self._thread.join(seconds)
+
+    def bytes_written(self) -> None:
+        """Wait until this rank's bytes are written, or will not be."""
+        self._hurried()
+        self.written.wait()
+
+    def _hurried(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            self._hurry()
+
+    def wanted(self) -> bool:
+        """Whether somebody still waits for it."""
+        return not self.given_up.is_set()
+
+    def release(self) -> None:
+        """Give the lock of the folder back."""
+        if self.writer.release is not None:
+            self.writer.release()
+
+
+def _priority(thread_id: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, thread_id) if sys.platform == "linux" else 0
+
+
+def _set_priority(thread_id: int, nice: int) -> None:
+    if sys.platform == "linux":  # where threads have priorities of their own
+        with contextlib.suppress(OSError):  # only root may raise one again
+            os.setpriority(os.PRIO_PROCESS, thread_id, nice)
+
+
+def _verify(folder: Path, manifest: Manifest, step: int) -> None:
+    """Read all files of a checkpoint. Raises `InputError` at the first thing that is wrong."""
+    if manifest.step != step:
+        raise InputError(f"its manifest is of step {manifest.step}")
+    places: dict[int, list[tuple[int, int, int, str]]] = {}
+    for name, record in manifest.tensors.items():
+        itemsize = DTYPES[record.dtype].itemsize
+        for part in record.slices:
+            _add_blocks(places.setdefault(part.file, []), part, itemsize, manifest, name)
+    with contextlib.ExitStack() as stack:
+        work = []
+        for number, num_bytes in enumerate(manifest.files):
+            file = DataFile(folder / data_name(number), num_bytes)
+            stack.callback(file.close)
+            blocks = sorted(places.get(number, []))
+            per_run = max(1, _VERIFY_BYTES // manifest.block_bytes)
+            runs = [blocks[i : i + per_run] for i in range(0, len(blocks), per_run)]
+            work += [(file, run, manifest.block_bytes) for run in runs]
+        if len(work) < 2:
+            for one in work:
+                _verify_run(*one)
+            return
+        pool = stack.enter_context(ThreadPoolExecutor(min(_VERIFY_THREADS, len(work))))
+        try:
+            for _ in pool.map(_verify_run, *zip(*work, strict=True)):
+                pass
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _add_blocks(
+    blocks: list[tuple[int, int, int, str]],
+    part: Slice,
+    itemsize: int,
+    manifest: Manifest,
+    name: str,
+) -> None:
+    num_bytes = math.prod(part.sizes) * itemsize
+    for number, checksum in enumerate(part.checksums):
+        begin = number * manifest.block_bytes
+        size = min(manifest.block_bytes, num_bytes - begin)
+        blocks.append((part.start + begin, size, checksum, name))
+
+
+def _verify_run(file: DataFile, blocks: list[tuple[int, int, int, str]], block_bytes: int) -> None:
+    buffer = Buffer(min(block_bytes, max(size for _, size, _, _ in blocks)), torch.device("cpu"))
+    for start, size, checksum, name in blocks:
+        try:
+            file.read(buffer.memory(size), start, checksum)
+        except InputError as error:
+            raise InputError(f"{error} (in {name[:100]!r})") from None
+
+
+def _unseen(folder: Path, manifest: Manifest, rank: int) -> str:
+    """What keeps this rank from reading the checkpoint that rank 0 found."""
+    try:
+        if read_manifest(folder) == manifest:
+            return ""
+        reason = "another checkpoint is there"
+    except InputError as error:
+        reason = str(error)
+    return (
+        f"rank {rank} does not see the checkpoint {folder} that rank 0 found ({reason}): checkpoints"
+        " need a folder that all machines share."
+    )
+
+
+def _unloaded(found: Found, reason: str) -> str:
+    return f"the checkpoint {found.folder} cannot be loaded: {reason.rstrip('.')}."
+
+
+def _first_failure(error: Any, rank: int) -> str:
+    """The sentence for what failed on some rank. Raises it if it is this one that was interrupted."""
+    failures = {number: pair[0] for number, pair in error.failures.items()}
+    own = failures.get(rank)
+    if own is not None and not isinstance(own, Exception):
+        raise own from None
+    first = min(failures)
+    sentence = _sentence(failures[first])
+    return sentence if len(failures) == 1 and not first else f"rank {first}: {sentence}"
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        return told_by_system(error)
+    if isinstance(error, AnybatchError):
+        return str(error)
+    text = (str(error).splitlines() or [""])[0]
+    if is_memory_error(error):
+        return f"memory ran out ({text or type(error).__name__})"
+    return f"{type(error).__name__}: {text}"

@@ -1,0 +1,601 @@
+"""Where `torch.distributed.checkpoint` puts what it plans, and takes it from.
+
+torch's planners know DTensors, meshes and resharding, and they are used as they are. Its own storage is
+not: it pickles, writes from within collectives, and checks nothing that it reads. Here a save is cut in
+two. What all ranks must agree on is done at once, inside torch's protocol:
+
+    plan      each rank what it has; rank 0 shares out what several have (collective)
+    lay out   each rank where each of its slices will lie in its file; copies of them, if there is room
+    collect   rank 0 what lies where (collective)
+
+What takes long needs no agreement, so no rank that fails can leave another in a collective:
+
+    write     each rank its file, then a small sealed part: lengths and checksums
+    complete  rank 0, once it sees all parts: the manifest, and the name that makes it visible
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+    load,
+    save,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from anybatch.errors import InputError
+from anybatch.parallel.vote import calling
+from anybatch.state.blocks import (
+    DTYPES,
+    DataFile,
+    dtype_name,
+    read_box,
+    staged,
+    write_tensor,
+)
+from anybatch.state.content import Content
+from anybatch.state.folder import Folder, Release, sync, told_by_system
+from anybatch.state.manifest import (
+    NAME,
+    Checksum,
+    Count,
+    Manifest,
+    Record,
+    Slice,
+    TensorRecord,
+    data_name,
+    read_small,
+)
+
+UNSEEN_SECONDS = 10.0
+"""How long a rank looks for the folder that rank 0 made: shared file systems may show it late."""
+
+STALL_SECONDS = 120.0
+"""How long rank 0 waits for the others' parts while none of their files grows."""
+
+_DRAIN_BYTES = 64 << 20
+_MOST_PART_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a slice lies: bytes of the file of rank `file`."""
+
+    file: int
+    start: int
+    num_bytes: int
+
+
+class Part(Record):
+    """What a rank seals its file with: its length, and the checksums of each slice by its start."""
+
+    num_bytes: Count
+    checksums: dict[str, list[Checksum]]
+
+
+# ------------------------------------------------------------------------------------------ writing
+
+
+@final
+class Writer(StorageWriter):
+    """One save, seen from one rank.
+
+    Attributes:
+        partial: the hidden folder to write in, once it is known.
+        pending: copies of this rank's slices, which are not written yet; None: all is written.
+        release: on rank 0, gives the lock of the folder back.
+    """
+
+    def __init__(
+        self, folder: Folder, content: Content, step: int, *, rank: int, stage: bool
+    ) -> None:
+        self.partial: Path | None = None
+        self.pending: list[Tensor] | None = None
+        self.release: Release | None = None
+        self._folder = folder
+        self._content = content
+        self._step = step
+        self._rank = rank
+        self._stage = stage
+        self._metadata: Metadata | None = None
+        self._places: dict[tuple[str, tuple[int, ...]], Place] = {}
+
+    def run(self, alone: bool) -> None:
+        """Plan and lay out, on all ranks together.
+
+        Raises `CheckpointException` on all of them if it fails on any, `PeerLost` if one is gone.
+        """
+        state = _detached(self._content.tensors)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        if not alone:
+            with calling("while a checkpoint was planned"):
+                save(state, storage_writer=self, planner=planner)
+            return
+        # `save` would do the same, and warn each time that there is one rank.
+        planner.set_up_planner(state, None, True)
+        self.set_up_storage_writer(True)
+        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+        plan = planner.finish_plan(self.prepare_global_plan(plans)[0])
+        self.finish(metadata, [self.write_data(plan, planner).value()])
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A writer is for one save."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raises `InputError` if the content cannot be saved."""
+        for name, tensor in self._content.tensors.items():
+            _check_savable(name, tensor)
+        _check_facts(self._content.facts, "facts")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0: makes the folder, and tells its name."""
+        try:
+            self.release = self._folder.lock()
+            self._folder.clear()
+            self.partial = self._folder.begin(self._step)
+        except OSError as error:
+            raise InputError(told_by_system(error)) from None
+        return [replace(plan, storage_data=self.partial.name) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Lay out the slices of this rank; copy them for later, or write them now."""
+        self.partial = self._folder.path / str(plan.storage_data)
+        _await_folder(self.partial, self._rank)
+        tensors, results, start = [], [], 0
+        for item in plan.items:
+            assert item.tensor_data is not None
+            tensor = cast(Tensor, planner.resolve_data(item)).detach()
+            if tensor.shape != item.tensor_data.chunk.sizes:
+                raise InputError(
+                    f"{item.index.fqn!r} has a part of shape {tuple(tensor.shape)} on rank"
+                    f" {self._rank} where {tuple(item.tensor_data.chunk.sizes)} was planned"
+                )
+            place = Place(self._rank, start, tensor.numel() * tensor.element_size())
+            results.append(WriteResult(item.index, place.num_bytes, place))
+            if place.num_bytes:
+                tensors.append(tensor)
+                start += place.num_bytes
+        if self._stage:
+            self.pending = _staged(tensors)
+        if self.pending is None:
+            try:
+                write_part(self.partial, self._rank, tensors)
+            except OSError as error:
+                raise InputError(told_by_system(error)) from None
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0: keep what lies where, for `complete`."""
+        self._metadata = metadata
+        self._places = {
+            (result.index.fqn, tuple(result.index.offset or ())): result.storage_data
+            for of_rank in results
+            for result in of_rank
+        }
+        self._num_files = len(results)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Places are chosen by `Folder`."""
+        return False
+
+    def complete(
+        self, score: float | None, wrong: Callable[[], str], keep_waiting: Callable[[], bool]
+    ) -> tuple[Path, Manifest]:
+        """On rank 0, once its own part is sealed: wait for the others', and publish the checkpoint.
+
+        Args:
+            score: see `Checkpoints.save`.
+            wrong: what another rank told of its failure, if anything.
+            keep_waiting: whether it is still wanted.
+
+        Raises `InputError` or `OSError`; the partial folder is then still there.
+        """
+        assert self.partial is not None
+        parts = _await_parts(self.partial, self._num_files, wrong, keep_waiting)
+        manifest = self._manifest(parts, score)
+        descriptor = os.open(self.partial / NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(manifest.to_bytes())
+            file.flush()
+            os.fsync(descriptor)
+        for rank in range(self._num_files):
+            _part_path(self.partial, rank).unlink()
+        return self._folder.publish(self.partial, self._step), manifest
+
+    def _manifest(self, parts: Sequence[Part], score: float | None) -> Manifest:
+        assert self._metadata is not None
+        tensors = {}
+        for name, record in self._metadata.state_dict_metadata.items():
+            assert isinstance(record, TensorStorageMetadata)
+            slices = []
+            for chunk in record.chunks:
+                place = self._places[name, tuple(chunk.offsets)]
+                if not place.num_bytes:
+                    continue
+                slices.append(
+                    Slice(
+                        offsets=list(chunk.offsets),
+                        sizes=list(chunk.sizes),
+                        file=place.file,
+                        start=place.start,
+                        checksums=parts[place.file].checksums[str(place.start)],
+                    )
+                )
+            tensors[name] = TensorRecord(
+                dtype=dtype_name(record.properties.dtype), shape=list(record.size), slices=slices
+            )
+        return Manifest(
+            step=self._step,
+            score=score,
+            files=[part.num_bytes for part in parts],
+            tensors=tensors,
+            facts=dict(self._content.facts),
+        )
+
+
+def write_part(
+    partial: Path,
+    rank: int,
+    tensors: list[Tensor],
+    keep_writing: Callable[[], bool] = lambda: True,
+    *,
+    drain: bool = False,
+) -> None:
+    """Write the file of `rank`, and seal it. `tensors` is emptied on the way, so that they may go.
+
+    Args:
+        keep_writing: asked before each tensor.
+        drain: keep little of it in the page cache, so that it pushes out nobody's data and the disk
+            never has much to catch up with.
+
+    Raises `OSError`, or `InputError` if it was stopped.
+    """
+    checksums: dict[str, list[int]] = {}
+    start = drained = 0
+    descriptor = os.open(partial / data_name(rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        tensors.reverse()
+        while tensors:
+            if not keep_writing():
+                raise InputError("it was given up, since the run ends")
+            tensor = tensors.pop()
+            checksums[str(start)] = write_tensor(descriptor, tensor)
+            start += tensor.numel() * tensor.element_size()
+            if drain and start - drained >= _DRAIN_BYTES:
+                _drain(descriptor)
+                drained = start
+        os.fsync(descriptor)
+        if drain:
+            _drain(descriptor)
+    finally:
+        os.close(descriptor)
+    path = _part_path(partial, rank)
+    text = json.dumps({"num_bytes": start, "checksums": checksums}).encode()
+    draft = path.with_suffix(".draft")
+    with draft.open("wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(path)
+    sync(partial)
+
+
+def tell_failure(partial: Path, rank: int, reason: str) -> None:
+    """Let rank 0 know, if it can be, that the part of `rank` will not come. Raises `OSError`."""
+    _failure_path(partial, rank).write_text(reason)
+
+
+def _staged(tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """Copies in host memory; None if there is no room for them."""
+    copies: list[Tensor] = []
+    try:
+        for tensor in tensors:
+            copies.append(staged(tensor))
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+    except (RuntimeError, MemoryError):  # pinned memory has errors of its own for a lack of it
+        return None
+    return copies
+
+
+def _await_folder(partial: Path, rank: int) -> None:
+    """Now, while all ranks can be told: one that sees another folder would never be heard of."""
+    deadline = time.monotonic() + UNSEEN_SECONDS
+    while not partial.exists():
+        if time.monotonic() > deadline:
+            raise InputError(
+                f"rank {rank} does not see {partial}, which rank 0 made: checkpoints need a folder that"
+                " all machines share"
+            )
+        time.sleep(0.1)
+
+
+def _drain(descriptor: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _part_path(partial: Path, rank: int) -> Path:
+    return partial / f"rank-{rank}.sealed"
+
+
+def _failure_path(partial: Path, rank: int) -> Path:
+    return partial / f"rank-{rank}.failed"
+
+
+def _await_parts(
+    partial: Path, num_files: int, wrong: Callable[[], str], keep_waiting: Callable[[], bool]
+) -> list[Part]:
+    parts: dict[int, Part] = {}
+    grown_at, grown = time.monotonic(), -1
+    pause = 0.005
+    while True:
+        if told := wrong():
+            raise InputError(told)
+        missing = [rank for rank in range(num_files) if rank not in parts]
+        for rank in missing:
+            if _part_path(partial, rank).exists():
+                parts[rank] = _read_part(partial, rank)
+            elif _failure_path(partial, rank).exists():
+                reason = read_small(_failure_path(partial, rank), 1 << 16).decode(errors="replace")
+                raise InputError(reason or f"rank {rank} could not write its part")
+        if len(parts) == num_files:
+            return [parts[rank] for rank in range(num_files)]
+        now = len(parts) + sum(_size(partial / data_name(rank)) for rank in missing)
+        if now != grown:
+            grown_at, grown = time.monotonic(), now
+        first = min(rank for rank in missing if rank not in parts)
+        if time.monotonic() - grown_at > STALL_SECONDS:
+            raise InputError(
+                f"nothing came from rank {first} for {STALL_SECONDS:.0f} s: it is gone, its disk hangs,"
+                " or its folder of this name is another one"
+            )
+        if not keep_waiting():
+            raise InputError(f"it was given up before the part of rank {first} had come")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+
+
+def _read_part(partial: Path, rank: int) -> Part:
+    text = read_small(_part_path(partial, rank), _MOST_PART_BYTES)
+    part = Part.model_validate_json(text)
+    if (size := _size(partial / data_name(rank))) != part.num_bytes:
+        raise InputError(
+            f"{data_name(rank)} has {size:,} bytes where rank {rank} wrote {part.num_bytes:,}"
+        )
+    return part
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+# ------------------------------------------------------------------------------------------ reading
+
+
+@final
+class Reader(StorageReader):
+    """One load, seen from one rank.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: of it, checked.
+        tensors: to be filled, by name.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._tensors = tensors
+
+    def run(self, alone: bool) -> None:
+        """Fill the tensors, on all ranks together.
+
+        Raises `CheckpointException` on all of them if it fails on any, `PeerLost` if one is gone.
+        """
+        state = _detached(self._tensors)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        if not alone:
+            with calling("while a checkpoint was loaded"):
+                load(state, storage_reader=self, planner=planner)
+            return
+        metadata = self.read_metadata()
+        self.set_up_storage_reader(metadata, True)
+        planner.set_up_planner(state, metadata, True)
+        plan = planner.create_global_plan([planner.create_local_plan()])[0]
+        self.read_data(planner.finish_plan(plan), planner)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A reader is for one load."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The manifest in torch's words."""
+        # Also called before the tensors were checked, so only with those that are asked for.
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=DTYPES[record.dtype]),
+                    torch.Size(record.shape),
+                    [
+                        ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
+                        for part in record.slices
+                    ],
+                )
+                for name, record in self._manifest.tensors.items()
+                if name in self._tensors
+            }
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Raises `InputError` if a tensor does not fit, before any is touched."""
+        faults = []
+        for name, tensor in self._tensors.items():
+            record = self._manifest.tensors.get(name)
+            if record is None:
+                faults.append(f"{name!r} is not in it")
+            elif fault := _misfit(tensor, record):
+                faults.append(f"{name!r} {fault}")
+        if faults:
+            more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+            raise InputError(f"it is of something else: {'; '.join(faults[:3])}{more}")
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Each rank reads what it needs."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read and check, slice by slice, in the order in which they lie in the files."""
+        manifest = self._manifest
+        found: dict[tuple[str, tuple[int, ...]], Slice] = {
+            (name, tuple(part.offsets)): part
+            for name in {item.dest_index.fqn for item in plan.items}
+            for part in manifest.tensors[name].slices
+        }
+        wanted = sorted(
+            (
+                (found[item.storage_index.fqn, _offset(item.storage_index)], item)
+                for item in plan.items
+            ),
+            key=lambda pair: (pair[0].file, pair[0].start),
+        )
+        file: DataFile | None = None
+        number = -1
+        try:
+            for part, item in wanted:
+                if part.file != number:
+                    if file is not None:
+                        file.close()
+                    number = part.file
+                    file = DataFile(self._folder / data_name(number), manifest.files[number])
+                assert file is not None
+                target = cast(Tensor, planner.resolve_tensor(item)).detach()
+                record = manifest.tensors[item.storage_index.fqn]
+                read_box(
+                    file,
+                    part.start,
+                    part.sizes,
+                    DTYPES[record.dtype],
+                    manifest.block_bytes,
+                    part.checksums,
+                    tuple(
+                        slice(start, start + size)
+                        for start, size in zip(item.storage_offsets, item.lengths, strict=True)
+                    ),
+                    target,
+                )
+                planner.commit_tensor(item, target)
+        finally:
+            if file is not None:
+                file.close()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Places are chosen by `Folder`."""
+        return False
+
+
+def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What else is among them is refused later, where all ranks are told of it."""
+    return {name: one.detach() if isinstance(one, Tensor) else one for name, one in tensors.items()}
+
+
+def _offset(index: MetadataIndex) -> tuple[int, ...]:
+    return tuple(index.offset or ())
+
+
+# ----------------------------------------------------------------------------------------- checking
+
+
+def _check_savable(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"{name!r} is a {type(tensor).__name__}, and not a tensor")
+    inner = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if fault := _strange(inner):
+        raise InputError(f"{name!r} {fault}")
+
+
+def _strange(tensor: Tensor) -> str:
+    if is_traceable_wrapper_subclass(tensor):
+        return f"is a {type(tensor).__name__}: give the plain tensors that it is made of"
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}: give it dense, or its parts by name"
+    if tensor.is_meta:
+        return "has no values (it is on the meta device)"
+    if dtype_name(tensor.dtype) not in DTYPES:
+        return f"is of dtype {tensor.dtype}, which is more than its numbers: give it dequantised"
+    return ""
+
+
+def _misfit(tensor: Tensor, record: TensorRecord) -> str:
+    """What keeps `tensor` from being filled."""
+    if not isinstance(tensor, Tensor):
+        return f"is a {type(tensor).__name__} here, and not a tensor"
+    inner = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if fault := _strange(inner):
+        return fault
+    if list(tensor.shape) != record.shape:
+        return f"has the shape {tuple(record.shape)} there and {tuple(tensor.shape)} here"
+    saved = DTYPES[record.dtype]
+    if saved != tensor.dtype and not (saved.is_floating_point and tensor.is_floating_point()):
+        return f"is {record.dtype} there and {dtype_name(tensor.dtype)} here"
+    return ""
+
+
+def _check_facts(value: Any, place: str) -> None:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise InputError(f"{place} has the key {key!r}, and JSON knows only text there")
+            _check_facts(item, f"{place}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            _check_facts(item, f"{place}.{number}")
+    elif type(value) not in (str, int, float, bool, type(None)):
+        raise InputError(f"{place} is a {type(value).__name__}, which JSON cannot hold")

@@ -1,0 +1,305 @@
+"""Training state: what of a run outlives a step, as named tensors and plain facts, and back.
+
+    weights/NAME         parameters (float32 masters where there are any) and buffers of the model
+    optimizer/I/KEY      what the optimizer remembers of its parameter number I
+    parameters/I         parameters that the optimizer trains and the model does not have
+    exchange/KEY         what the exchange between ranks remembers
+
+The names say nothing of ranks, precision or plan, so a run goes on under any of them. Where ranks take
+steps by themselves their optimizers differ, and names begin with `rank-N.`.
+
+What need not be saved is not: random state and the order of samples are functions of the step; the
+learning rate is one of the task's schedule, or of as many steps of its scheduler. Of an optimizer's
+options only those are kept that training has changed: the others are the task's to say, also when a
+run is resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, final
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor, nn
+
+from anybatch.compute import Replica
+from anybatch.data import num_samples_of
+from anybatch.engine import LearningRate
+from anybatch.errors import InputError
+from anybatch.parallel import Group
+from anybatch.state.checkpoints import Found
+from anybatch.state.content import Content
+from anybatch.task import Task
+
+Plain = bool | int | float | str | None
+
+
+class Facts(BaseModel):
+    """What a checkpoint tells beside its tensors.
+
+    Attributes:
+        format: of these facts.
+        task: what has to be the same for the samples and their weights to be the same, by name.
+        step, samples_seen, epoch: where training stands.
+        num_skipped: samples that were left out of it so far.
+        groups: for each parameter group the options that training has changed.
+        states: for each parameter what the optimizer remembers of it beside tensors.
+        scaler: of loss scaling.
+        shares: of the ranks.
+        plan: that was followed.
+        versions: of the software.
+    """
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=True)
+
+    format: Literal[1] = 1
+    task: dict[str, Plain]
+    step: int = Field(ge=0)
+    samples_seen: int = Field(ge=0)
+    epoch: int = Field(ge=0)
+    num_skipped: int = Field(default=0, ge=0)
+    groups: list[dict[str, Any]] = []
+    states: dict[int, dict[str, Any]] = {}
+    scaler: dict[str, int | float] = {}
+    shares: list[float] = []
+    plan: dict[str, Any] = {}
+    versions: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, found: Found) -> Facts:
+        """Those of a checkpoint. Raises `InputError` if they are not what this anybatch writes."""
+        try:
+            return cls.model_validate(dict(found.facts))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            place = ".".join(map(str, fault["loc"])) or "the facts"
+            raise InputError(
+                f"the checkpoint {found.folder} cannot be resumed from: {place}: {fault['msg']}; it was"
+                " written by another version of anybatch, or has been changed."
+            ) from None
+
+
+@final
+class TrainingState:
+    """The state of one rank's training.
+
+    Args:
+        task: that is trained.
+        replica: adopted by `group`, before its first step.
+        group: the ranks.
+        rates: of its optimizer.
+    """
+
+    def __init__(self, task: Task, replica: Replica, group: Group, rates: LearningRate) -> None:
+        self._task = task
+        self._replica = replica
+        self._group = group
+        self._rates = rates
+        self._options = [_options(group) for group in replica.optimizer.param_groups]
+        self._group_of = {
+            param: group for group in replica.optimizer.param_groups for param in group["params"]
+        }
+
+    def content(self, facts: Mapping[str, Any]) -> Content:
+        """All of it, between two steps, settled; the tensors are those in use. `facts` are further
+        fields of `Facts`.
+
+        Raises `InputError` if the optimizer remembers something that cannot be saved.
+        """
+        mine, states = self._optimizer()
+        own = f"rank-{self._group.rank}." if self._group.diverges else ""
+        if own and states:
+            raise InputError(
+                "the optimizer remembers plain values, and each rank others, since they take steps by"
+                " themselves: a checkpoint holds only tensors of each rank."
+            )
+        tensors = {f"weights/{name}": tensor for name, tensor in self._replica.weights.items()}
+        tensors |= {f"{own}optimizer/{name}": tensor for name, tensor in mine.items()}
+        tensors |= self._others()
+        groups = [
+            {
+                name: _plain(name, value)
+                for name, value in _options(group).items()
+                if value != was[name]
+            }
+            for was, group in zip(self._options, self._replica.optimizer.param_groups, strict=True)
+        ]
+        told = Facts(
+            task=self._identity(),
+            groups=groups,
+            states=states,
+            scaler=self._replica.scaler_state(),
+            shares=list(self._group.shares),
+            **facts,
+        )
+        return Content(tensors, told.model_dump(mode="json"))
+
+    def destinations(self, found: Found) -> dict[str, Tensor]:
+        """For the names in the checkpoint the tensors to be filled. Makes the optimizer remember what
+        it did.
+
+        Raises `InputError` if the checkpoint is of another task or model.
+        """
+        facts = Facts.of(found)
+        self._check_task(found, facts)
+        tensors = {f"weights/{name}": tensor for name, tensor in self._replica.weights.items()}
+        tensors |= self._others(found)
+        self._check_model(found, tensors)
+        parameters = self._replica.parameters
+        for name, (shape, dtype) in found.tensors.items():
+            kind, _, rest = self._of_this_rank(name, found).partition("/")
+            if kind != "optimizer":
+                continue
+            number, _, key = rest.partition("/")
+            if not number.isdecimal() or int(number) >= len(parameters):
+                raise InputError(
+                    f"the checkpoint {found.folder} is of another optimizer: it remembers {name!r},"
+                    f" and there are {len(parameters)} parameters to train."
+                )
+            param = parameters[int(number)]
+            made = self._made(param, key, shape, dtype)
+            self._replica.optimizer.state[param][key] = made
+            tensors[name] = made
+        for number, state in facts.states.items():
+            if number < len(parameters):
+                self._replica.optimizer.state[parameters[number]].update(state)
+        return tensors
+
+    def restored(self, found: Found) -> Facts:
+        """The destinations have been filled: everything else follows. Returns the facts."""
+        facts = Facts.of(found)
+        self._replica.filled()
+        self._replica.load_scaler_state(facts.scaler)
+        self._rates.skip(facts.step)
+        for options, group in zip(facts.groups, self._replica.optimizer.param_groups, strict=False):
+            for name, value in options.items():
+                _set_option(group, name, value)
+        if len(facts.shares) == self._group.size:
+            self._group.shares = tuple(facts.shares)
+        self._group.restored()
+        return facts
+
+    def _identity(self) -> dict[str, Plain]:
+        task = self._task
+        return {
+            "global_batch": task.global_batch,
+            "seed": task.seed,
+            "shuffle": task.shuffle,
+            "last": task.last,
+            "ghost_batch": task.ghost_batch,
+            "the number of training samples": num_samples_of(task.train),
+        }
+
+    def _check_task(self, found: Found, facts: Facts) -> None:
+        differing = [
+            f"{name} was {facts.task.get(name)!r} and is {value!r}"
+            for name, value in self._identity().items()
+            if facts.task.get(name) != value
+        ]
+        if differing:
+            raise InputError(
+                f"the checkpoint {found.folder} is of another task: {'; '.join(differing)}. Train on as"
+                " before, or begin anew (from its weights, if you like) in another folder."
+            )
+
+    def _check_model(self, found: Found, tensors: Mapping[str, Tensor]) -> None:
+        saved = {name for name in found.tensors if name.startswith(("weights/", "parameters/"))}
+        faults = [f"{_short(name)} is missing" for name in tensors if name not in found.tensors]
+        faults += [f"{_short(name)} is not in the model" for name in saved if name not in tensors]
+        faults += [
+            f"{_short(name)} has the shape {found.tensors[name][0]} there and {tuple(tensor.shape)} in"
+            " the model"
+            for name, tensor in tensors.items()
+            if name in saved and found.tensors[name][0] != tuple(tensor.shape)
+        ]
+        if faults:
+            more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+            raise InputError(
+                f"the checkpoint {found.folder} is of another model: {'; '.join(faults[:3])}{more}."
+            )
+
+    def _optimizer(self) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
+        tensors: dict[str, Tensor] = {}
+        plain: dict[int, dict[str, Any]] = {}
+        for number, param in enumerate(self._replica.parameters):
+            for key, value in self._replica.optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"{number}/{key}"] = value
+                else:
+                    plain.setdefault(number, {})[key] = _plain(key, value)
+        return tensors, plain
+
+    def _others(self, found: Found | None = None) -> dict[str, Tensor]:
+        """Parameters that are not the model's, and what the exchange remembers: all of it, or what is
+        in `found` (another exchange remembers other things)."""
+        known = {id(tensor) for tensor in self._replica.weights.values()}
+        tensors: dict[str, Tensor] = {
+            f"parameters/{number}": param
+            for number, param in enumerate(self._replica.parameters)
+            if id(param) not in known
+        }
+        for name, tensor in self._group.state().items():
+            stored = None if found is None else found.tensors.get(f"exchange/{name}")
+            if found is None or (stored and stored[0] == tuple(tensor.shape)):
+                tensors[f"exchange/{name}"] = tensor
+        return tensors
+
+    def _of_this_rank(self, name: str, found: Found) -> str:
+        """`name` without the rank it is of, if it is for this one; else nothing."""
+        if not name.startswith("rank-"):
+            return name
+        rank, _, rest = name.partition(".")
+        mine = f"rank-{self._group.rank if self._group.diverges else 0}"
+        if not any(other.startswith(f"{mine}.") for other in found.tensors):
+            mine = "rank-0"  # there were fewer ranks
+        return rest if rank == mine else ""
+
+    def _made(
+        self, param: nn.Parameter, key: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """Room for what the optimizer remembers as `key` of `param`."""
+        if shape == tuple(param.shape) and key != "step":
+            # With the precision, the dtype of the parameters may have changed.
+            kind = param.dtype if dtype.is_floating_point else dtype
+            return torch.zeros_like(param, dtype=kind, requires_grad=False)
+        options = self._group_of[param]
+        on_device = shape or options.get("fused") or options.get("capturable")
+        return torch.zeros(shape, dtype=dtype, device=param.device if on_device else "cpu")
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a parameter group, but for the learning rate, which follows from the task."""
+    return {
+        name: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+        for name, value in group.items()
+        if name not in ("params", "lr", "initial_lr")
+    }
+
+
+def _set_option(group: dict[str, Any], name: str, value: Any) -> None:
+    here = group.get(name)
+    if isinstance(here, Tensor):
+        here.fill_(value)
+    else:
+        group[name] = tuple(value) if isinstance(here, tuple) else value
+
+
+def _plain(name: str, value: Any) -> Any:
+    """`value`, if JSON can hold it."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(name, item) for item in value]
+    raise InputError(
+        f"the optimizer remembers {name!r}, {_kind(value)}, which a checkpoint cannot hold: it holds"
+        " tensors and plain values."
+    )
+
+
+def _kind(value: object) -> str:
+    return f"a value of type {type(value).__name__}"
+
+
+def _short(name: str) -> str:
+    return repr(name.partition("/")[2])

@@ -1,0 +1,405 @@
+"""Weights in and out, between anybatch, plain torch and whatever reads safetensors.
+
+Names are those of the plain model's `state_dict`, whatever it was wrapped in: `module.` of DataParallel
+and DistributedDataParallel, `_orig_mod.` of torch.compile and the like are understood in files and
+never written. A sharded model is written whole, and a file of a whole model is read into a sharded
+one.
+
+No file is trusted: safetensors holds no code, and torch's own files are read with `weights_only=True`.
+A file is looked at before it is read, since what is at the end of a link is often something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from anybatch.errors import InputError
+from anybatch.oom import is_memory_error
+from anybatch.parallel import exchange, leads
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+"""File names that ask for torch's own format."""
+
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_NESTED = ("state_dict", "model_state_dict", "model", "module", "network", "net", "weights")
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # safetensors has a number in 8 bytes, then a brace
+_SHOWN = 3  # names of a kind in a message
+
+
+def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> Path:
+    """Write the parameters and buffers of `model` to `path`, whole or not at all.
+
+    The format goes by the name: `.pt`, `.pth`, `.bin` and `.ckpt` are torch's (`torch.load` gives the
+    state dict), anything else is safetensors. Tied weights are stored once in either.
+
+    With several ranks all may call it, and rank 0 writes; of a sharded model all must call it, and
+    none returns before the file is there.
+
+    Raises `InputError` if the file cannot be written, on all ranks if the model is sharded.
+    """
+    target = Path(path)
+    if not _is_sharded(model):
+        if leads():
+            _write(_plain_state(model), target)
+        return target
+    state = whole_state(model)
+    wrong = ""
+    if leads():
+        try:
+            _write(state, target)
+        except InputError as error:
+            wrong = str(error)
+    if told := exchange(wrong)[0]:
+        raise InputError(told)
+    return target
+
+
+def whole_state(model: nn.Module) -> dict[str, Any]:
+    """The state of `model` by the names of the plain model. Of a sharded model all ranks must call it,
+    and rank 0 gets it, on the host; the others get nothing."""
+    if not _is_sharded(model):
+        return _plain_state(model)
+    from anybatch.parallel.whole import full_state_dict  # FSDP takes half a second to import
+
+    state = full_state_dict(model)
+    return {_name_in(model, name): value for name, value in state.items()}
+
+
+def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Fill `model` with the weights in the file `path`, converted to its dtypes.
+
+    Understands safetensors and what `torch.save` wrote of a state dict, also inside of a checkpoint
+    (`{"state_dict": ...}`, `{"model": ...}`), with or without the prefixes of wrappers.
+
+    With several ranks every rank reads the file; of a sharded model all must call it, and rank 0 reads.
+
+    Raises `InputError` if there is no such file, it is damaged or something else, or it is for another
+    model, which then is as it was.
+    """
+    if not _is_sharded(model):
+        model.load_state_dict(_matched(model, _read(Path(path)), path), strict=False)
+        return
+    from anybatch.parallel.whole import load_full_state_dict
+
+    state: dict[str, Tensor] | None = None
+    wrong = ""
+    if leads():
+        try:
+            state = _matched(model, _read(Path(path)), path)
+            _complete(model, state)
+        except InputError as error:
+            wrong = str(error)
+    if told := exchange(wrong)[0]:
+        raise InputError(told)
+    load_full_state_dict(model, state)
+
+
+# ------------------------------------------------------------------------------------------ writing
+
+
+def _write(state: dict[str, Any], target: Path) -> None:
+    if target.is_dir():
+        raise InputError(f"the weights cannot be written to {target}: it is a folder; name a file.")
+    partial = target.with_name(f".{target.name}.partial")
+    writer = _write_torch if target.suffix in TORCH_SUFFIXES else _write_safetensors
+    try:
+        writer(state, partial)
+        partial.replace(target)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        if is_memory_error(error):
+            raise
+        raise InputError(
+            f"the weights cannot be written to {target} ({error}): is there room, and may you write"
+            " there?"
+        ) from None
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _write_torch(state: dict[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(state, file)
+
+
+def _write_safetensors(state: dict[str, Any], path: Path) -> None:
+    kept: dict[str, Tensor] = {}
+    first: dict[Any, str] = {}
+    storages: set[int] = set()
+    metadata = {"format": "pt"}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise InputError(
+                f"{name!r} is {_kind(value)}, and safetensors holds tensors only: save to a file whose"
+                f" name ends in {TORCH_SUFFIXES[0]}."
+            )
+        if value.layout is not torch.strided:
+            value = value.to_dense()
+        if (same := first.get(_place(value))) is not None:
+            metadata[name] = same  # where other readers of the format look for tied weights
+            continue
+        if value.numel():
+            first[_place(value)] = name
+        storage = value.untyped_storage().data_ptr()
+        # Views of one storage (an RNN's weights on a GPU) are not the same tensor.
+        shared = value.numel() > 0 and storage in storages
+        storages.add(storage)
+        kept[name] = (
+            value.clone(memory_format=torch.contiguous_format) if shared else value.contiguous()
+        )
+    save_file(kept, path, metadata)
+
+
+def _plain_state(model: nn.Module) -> dict[str, Any]:
+    state = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise InputError(
+                f"{name!r} has no values (it is on the meta device): give the model its weights before"
+                " they are saved."
+            )
+        state[_name_in(model, name)] = value
+    return state
+
+
+# ------------------------------------------------------------------------------------------ reading
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """What the file holds: a state dict, or a checkpoint with one in it."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(512)
+    except OSError as error:
+        if path.is_dir():
+            raise InputError(
+                f"there are no weights at {path}: it is a folder; name a file."
+            ) from None
+        raise InputError(
+            f"there are no weights at {path} ({error.strerror}): give a .safetensors file, or one that"
+            " torch.save wrote."
+        ) from None
+    if what := _something_else(head):
+        raise InputError(f"the weights {path} cannot be read: {what}.")
+    try:
+        if head[8:9] != b"{" and (head[:4] == _ZIP or head[:1] == _PICKLE):
+            zipped = head[:4] == _ZIP
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped or None)
+        else:
+            found = load_file(path)
+    except Exception as error:
+        if is_memory_error(error):
+            raise
+        raise InputError(f"the weights {path} cannot be read: {_why(error)}.") from None
+    if not isinstance(found, Mapping):
+        raise InputError(
+            f"the weights {path} cannot be read: the file holds {_kind(found)} where a state dict"
+            " belongs; save model.state_dict()."
+        )
+    return found
+
+
+def _something_else(head: bytes) -> str:
+    """What a file that begins with `head` is, if it is known and no file of weights."""
+    start = head.lstrip()[:64].lower()
+    if not head:
+        return "it is empty"
+    if start.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        return "it is a web page, saved in place of the file; download the file itself"
+    if start.startswith(b"version https://git-lfs"):
+        return "it is a pointer of Git LFS; fetch the file itself with 'git lfs pull'"
+    if start.startswith(b"{") and b"weight_map" in head:
+        return "it is the index of several files; load each of them"
+    return ""
+
+
+def _why(error: Exception) -> str:
+    text = str(error)
+    if any(sign in text.lower() for sign in ("global", "unsupported class", "torchscript")):
+        return (
+            "it holds Python objects beside weights, and unpacking these could run any code; where you"
+            " trust it, load it with torch and save its state_dict() alone"
+        )
+    if isinstance(error, SafetensorError):
+        return f"it is no file of weights, or is damaged ({text.splitlines()[0]})"
+    if "weights only" in text.lower():
+        return "it is no file of weights, or is damaged"
+    return f"it is damaged ({type(error).__name__}: {(text.splitlines() or [''])[0].rstrip('.')})"
+
+
+# ------------------------------------------------------------------------------------------ matching
+
+
+def _matched(
+    model: nn.Module, found: Mapping[str, Any], path: str | os.PathLike[str]
+) -> dict[str, Any]:
+    """For each name of the model's own `state_dict` the value in `found`.
+
+    Raises `InputError`, with all that does not fit, if it is for another model.
+    """
+    places = model.state_dict(keep_vars=True)
+    own = {_name_in(model, name): name for name in places}
+    state = max(_state_dicts(found), key=lambda one: _num_known(own, one), default={})
+    values: dict[str, Any] = {}
+    strange: list[str] = []
+    faults: list[str] = []
+    for name, value in state.items():
+        known = _known(own, name)
+        if known is None:
+            strange.append(name)
+        elif own[known] in values:
+            faults.append(f"{known!r} comes twice, once as {name!r}")
+        else:
+            values[own[known]] = value
+    for name, value in values.items():
+        faults += _misfit(_name_in(model, name), value, places[name])
+    missing = [name for plain, name in own.items() if name not in values]
+    missing = [_name_in(model, name) for name in _not_tied(model, places, values, missing)]
+    if missing:
+        faults.insert(0, f"{_some(missing, strange)} {_are(missing)} missing")
+    if strange:
+        others = missing or list(own)
+        faults.append(f"{_some(strange, others)} {_are(strange)} not in the model")
+    if not state:
+        faults = [f"there is no state dict in it, only {_some([str(key) for key in found], [])}"]
+    if faults:
+        raise InputError(f"the weights {path} are for another model: {'; '.join(faults)}.")
+    return values
+
+
+def _state_dicts(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The state dicts in a checkpoint, the likelier ones first."""
+    candidates = [found, *(found[key] for key in _NESTED if key in found), *found.values()]
+    for one in candidates:
+        if isinstance(one, Mapping) and any(isinstance(value, Tensor) for value in one.values()):
+            yield {str(name): value for name, value in one.items()}
+
+
+def _num_known(own: Mapping[str, str], state: Mapping[str, Any]) -> int:
+    return sum(_known(own, name) is not None for name in state)
+
+
+def _known(own: Mapping[str, str], name: str) -> str | None:
+    """The name in the model that `name`, which may have the prefixes of wrappers, stands for."""
+    if name in own:
+        return name
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    for drop in (0, 1, 2):  # a model may be wrapped twice, and may have a `module` of its own
+        plain = ".".join(parts[drop:])
+        if parts[:drop] == ["module"] * drop and plain in own:
+            return plain
+    plain = ".".join(part for part in parts if part != "module")
+    return plain if plain in own else None
+
+
+def _name_in(model: nn.Module, name: str) -> str:
+    """The name, in the plain model, of what `model.state_dict()` calls `name`."""
+    here: Any = model
+    kept = []
+    for part in name.split("."):
+        wraps = part in _WRAPPERS or (
+            part == "module" and isinstance(here, nn.DataParallel | DistributedDataParallel)
+        )
+        if not wraps:
+            kept.append(part)
+        here = getattr(here, part, None)
+    return ".".join(kept)
+
+
+def _not_tied(
+    model: nn.Module,
+    places: Mapping[str, Any],
+    values: Mapping[str, Any],
+    missing: list[str],
+) -> list[str]:
+    """Those of `missing` that neither come with another name nor are counters that old files lack."""
+    there = {_place(places[name]) for name in values if isinstance(places[name], Tensor)}
+    counters = {
+        f"{prefix}.num_batches_tracked" if prefix else "num_batches_tracked"
+        for prefix, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+    }
+    return [
+        name
+        for name in missing
+        if name not in counters
+        and not (isinstance(places[name], Tensor) and _place(places[name]) in there)
+    ]
+
+
+def _misfit(name: str, value: Any, place: Any) -> Iterator[str]:
+    if not isinstance(place, Tensor):
+        return  # extra state, which only its module understands
+    if not isinstance(value, Tensor):
+        yield f"{name!r} is {_kind(value)} in the file"
+    elif value.shape != place.shape:
+        yield (
+            f"{name!r} has the shape {tuple(value.shape)} in the file and {tuple(place.shape)} in the"
+            " model"
+        )
+    elif _number_kind(value) != _number_kind(place):
+        yield f"{name!r} is {value.dtype} in the file and {place.dtype} in the model"
+    elif place.is_meta:
+        yield f"{name!r} of the model has no room for values (it is on the meta device)"
+
+
+def _complete(model: nn.Module, values: dict[str, Any]) -> None:
+    """Add what `_not_tied` found dispensable: tied weights under each of their names, and counters."""
+    places = model.state_dict(keep_vars=True)
+    there = {_place(places[name]): value for name, value in values.items()}
+    for name, place in places.items():
+        values.setdefault(name, there.get(_place(place), place))
+
+
+# ------------------------------------------------------------------------------------------ in words
+
+
+def _some(names: list[str], others: list[str]) -> str:
+    """A few of `names`, each with the one of `others` that is most like it."""
+    told = []
+    for name in names[:_SHOWN]:
+        close = difflib.get_close_matches(name, others[:1000], n=1)
+        told.append(f"{name!r}" + (f" (like {close[0]!r})" if close else ""))
+    more = len(names) - len(told)
+    return ", ".join(told) + (f" and {more} more" if more > 0 else "")
+
+
+def _are(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _number_kind(tensor: Tensor) -> str:
+    if tensor.is_complex():
+        return "complex"
+    return "real" if tensor.is_floating_point() else "whole"
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """The same for tensors that are one and the same memory."""
+    if hasattr(tensor, "full_tensor"):
+        return (id(tensor),)
+    memory = tensor.data_ptr() if not tensor.is_meta and tensor.numel() else id(tensor)
+    return tensor.device, memory, tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(hasattr(param, "full_tensor") for param in model.parameters())
+
+
+def _kind(value: object) -> str:
+    return f"a value of type {type(value).__name__}"

@@ -1,0 +1,420 @@
+"""Step: an exact global step of any size around an existing training loop.
+
+    step = ab.Step(model, optimizer, loss, memory="10GiB")
+    for batch in loader:
+        outcome = step(batch)
+
+The model, the optimizer, the data and the loop stay the user's. What `step` takes over is the cut of
+the batch into micro-batches, the weighing, precision, recompute, and doing the step again when memory
+runs out.
+
+In a script that several processes run (torchrun, `torch.distributed.init_process_group`) every rank
+calls `step` with its own part of the global batch. The parts may be of any and unequal size:
+
+    rank 0    step(5 samples)   step(3 samples)   step(2 samples)
+    rank 1    step(4 samples)   step(8 samples)   step(None)           no samples left here
+
+Each column is one step of the same model: the gradient is the sum over all ranks divided by the total
+weight. So every rank calls equally often; one that has no samples says so with None, since the others
+would wait for it until the process group's time-out, and then raise `PeerLost`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from anybatch.compute import DEFAULT_GHOST_BATCH, Replica, batch_norms, find_blocks, find_chains
+from anybatch.compute.precision import check_available
+from anybatch.data import (
+    Bad,
+    Place,
+    batch_size,
+    ghosts,
+    micro_batches,
+    slice_batch,
+    to_device,
+)
+from anybatch.data.generators import Borrowed
+from anybatch.engine import Ambient, Committed, MicroBatch, Transactions, make_limit, to_reserve
+from anybatch.errors import InputError
+from anybatch.estimate import Subject, fake_copy, fake_optimizer
+from anybatch.events import Event, Sink
+from anybatch.machine import Machine
+from anybatch.oom import is_limited
+from anybatch.parallel import Group, Replicate, SingleDevice
+from anybatch.parallel.told import together
+from anybatch.planner import Wishes, make_plan
+from anybatch.plans import Choice, Plan, Recompute, TaskIdentity, parse_precision
+from anybatch.task import LossFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one call of a `Step` did.
+
+    Attributes:
+        loss: mean over the total weight of the batch.
+        weight: that total weight.
+        metrics: means of the metrics that the loss carried.
+        grad_norm: 2-norm of the gradient before clipping.
+        num_micro_batches: forward passes that it took, on this rank.
+        seconds: time that it took, on this rank.
+
+    With several ranks, all but the last two are over all ranks, and the same on each.
+    """
+
+    loss: float
+    weight: float
+    metrics: Mapping[str, float]
+    grad_norm: float
+    num_micro_batches: int
+    seconds: float
+
+
+class Step:
+    """One global step per call: cut, run, weighed, committed; or nothing changed and an error.
+
+    With several ranks, the first call gives all of them the parameters and buffers of rank 0; what the
+    optimizer holds by then (of a run that is resumed) must be the same on all of them already.
+
+    Args:
+        model: on the device where it is to be trained; with several ranks as it is, not wrapped.
+        optimizer: on the parameters of `model`.
+        loss: `(model, batch) -> Loss`, or a plain mean; see `Task`.
+        memory: budget of each rank, as `train` takes it; held from the first call until `close`.
+            None: plan for what is free.
+        precision: see `plans.Precision`.
+        micro_batch: largest number of samples per forward pass; None: found from the first batch.
+        recompute: what to recompute; None: found from the first batch.
+        clip_norm: largest 2-norm of the mean gradient.
+        ghost_batch: samples over which BatchNorm normalises; None: 32 where the model has BatchNorm.
+            Each rank cuts its own part.
+        sinks: readers of the events of recovery; those of rank 0 are called.
+
+    Attributes:
+        plan: how this rank runs its batches; None before the first call.
+
+    Raises `InputError` if the model, the optimizer or an option cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: LossFunction,
+        memory: str | int | None = None,
+        *,
+        precision: str = "fp32",
+        micro_batch: int | None = None,
+        recompute: Recompute | None = None,
+        clip_norm: float | None = None,
+        ghost_batch: int | None = None,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+            raise InputError(
+                f"Step takes a model and an optimizer, not {type(model).__name__} and"
+                f" {type(optimizer).__name__}: give a torch.nn.Module and a torch.optim.Optimizer."
+            )
+        _check_unwrapped(model)
+        self.plan: Plan | None = None
+        self._model = model
+        self._optimizer = optimizer
+        self._loss = loss
+        self._limited = memory is not None
+        self._wishes = Wishes(parse_precision(precision), micro_batch, recompute)
+        self._clip_norm = clip_norm
+        self._ghost = (ghost_batch or DEFAULT_GHOST_BATCH) if batch_norms(model) else None
+        self._sinks = tuple(sinks)
+        homes = {p.device for p in model.parameters()}
+        if len(homes) != 1:
+            raise InputError(
+                f"the model has parameters on {len(homes)} devices: Step takes a model on one device."
+            )
+        self._device = homes.pop()
+        check_available(self._wishes.precision, self._device)
+        self._where = Machine.here(memory, str(self._device)).device
+        self._engine: Transactions | None = None
+        self._group: Group = SingleDevice()
+        self._num_steps = 0
+
+    def __call__(self, batch: Any) -> Outcome:
+        """Do one step on `batch`, whatever its size.
+
+        Args:
+            batch: any nesting of tensors with the samples in dim 0, or lists of samples; of several
+                ranks, this one's part, None if it has none.
+
+        Raises:
+            NoPlanFits: memory ran out under the leanest plan.
+            LossError, DataError: the loss or the batch cannot be learned from.
+            InputError: in the first call, the ranks do not train the same.
+            PeerFailed: another rank raised an error.
+            PeerLost: another rank is gone, or did not call.
+
+        Whatever is raised, parameters, optimizer and buffers are as before the call.
+        """
+        begun = time.perf_counter()
+        engine = self._engine or self._begin(batch)
+        # Looks at the batch inside the step, where a rank that cannot use it does not leave the others.
+        source = _Pieces(batch, self._device, self._ghost)
+        engine.grow()
+        done = engine.run(self._num_steps, source, _nothing)
+        assert isinstance(done, Committed)  # steps are left out only where it was asked for
+        self._num_steps += 1
+        self.plan = engine.plan
+        return Outcome(
+            loss=done.loss,
+            weight=done.weight,
+            metrics=done.metrics,
+            grad_norm=done.grad_norm,
+            num_micro_batches=len(source.ranges),
+            seconds=time.perf_counter() - begun,
+        )
+
+    def close(self) -> None:
+        """Leave the model and the process as they were found, but for the training."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            self._group.close()
+            self._replica.close()
+            self._limit.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _begin(self, batch: Any) -> Transactions:
+        """Plan by the first batch, and set up."""
+        group = self._group = self._joined()
+        self._check_alike(group)
+        mine = together(group, lambda: None if batch is None else self._planned(batch))
+        plan, total = _agreed_plan(group, mine)
+        group.prepare(self._model)
+        # From here on memory counts, so that what speaks to the other ranks was made before.
+        self._limit = make_limit(plan, self._device, counted=(self._model, self._optimizer))
+        meter = self._limit.enter()
+        try:
+            self._replica = together(
+                group,
+                lambda: Replica(
+                    self._model,
+                    lambda: self._optimizer,
+                    self._loss,
+                    plan.choice,
+                    self._device,
+                    total,  # by which gradients are scaled: the same on all ranks
+                ),
+            )
+            together(group, lambda: group.adopt(self._replica))
+        except BaseException:
+            self._limit.leave()
+            raise
+        self._engine = Transactions(
+            self._replica,
+            group,
+            plan,
+            randomness=Ambient(self._device),
+            limit=self._limit,
+            meter=meter,
+            device=self._device,
+            sink=self._emit,
+            clip_norm=self._clip_norm,
+            commit_bytes=to_reserve(plan),
+        )
+        return self._engine
+
+    def _joined(self) -> Group:
+        """The ranks that the script has joined."""
+        size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if size == 1:
+            return SingleDevice()
+        if self._device.type == "cuda" and torch.cuda.current_device() != self._device.index:
+            raise InputError(
+                f"the model is on {self._device}, but the current device of this rank is"
+                f" cuda:{torch.cuda.current_device()}: call torch.cuda.set_device first, since what"
+                " ranks tell each other goes by way of the current device."
+            )
+        # What the kernel may refuse memory must not be refused any while it speaks to others.
+        overlaps = self._device.type != "cpu" or not (self._limited or is_limited())
+        return Replicate((1.0,) * size, self._device, overlaps)
+
+    def _check_alike(self, group: Group) -> None:
+        """Raises `InputError` if the ranks would not train the same: they would wait for each other in
+        vain, or add up what does not belong together."""
+        shapes = [
+            (name, tuple(p.shape), str(p.dtype)) for name, p in self._model.named_parameters()
+        ]
+        trained = [len(one["params"]) for one in self._optimizer.param_groups]
+        mine = {
+            "the version of torch": torch.__version__,
+            "the names and shapes of the model's parameters": repr(shapes),
+            "the optimizer": f"{type(self._optimizer).__name__} on {trained} parameters",
+            "the precision": self._wishes.precision,
+            "clip_norm": repr(self._clip_norm),
+            "the ghost batch": repr(self._ghost),
+            "the number of steps done so far": str(self._num_steps),
+        }
+        everyone = group.exchange(mine)
+        for what, value in everyone[0].items():
+            for rank, other in enumerate(everyone):
+                if other[what] != value:
+                    told = f" ({value} and {other[what]})" if len(value) < 80 else ""
+                    raise InputError(
+                        f"{what} of rank 0 and rank {rank} differ{told}: let all ranks run the same"
+                        " script with the same options."
+                    )
+
+    def _planned(self, batch: Any) -> Plan | None:
+        """A plan for this rank's part; None if there is nothing in it."""
+        if batch_size(batch) == 0:
+            return None
+        with Borrowed():  # a loss that draws random numbers is traced too
+            return make_plan(self._subject(batch), self._where, self._wishes, limited=self._limited)
+
+    def _subject(self, batch: Any) -> Subject:
+        model, optimizer = self._model, self._optimizer
+        return Subject(
+            identity=TaskIdentity(
+                name="step",
+                global_batch=batch_size(batch),
+                parameters=sum(p.numel() for p in model.parameters()),
+                trainable_parameters=sum(
+                    p.numel() for group in optimizer.param_groups for p in group["params"]
+                ),
+                ghost_batch=self._ghost,
+            ),
+            build_model=partial(fake_copy, model),
+            make_optimizer=lambda fake: fake_optimizer(optimizer, model, fake),
+            loss=self._loss,
+            template=batch,
+            num_valid=0,
+            clip_norm=self._clip_norm,
+            blocks=tuple(find_blocks(model)),
+            chains=tuple(find_chains(model)),
+        )
+
+    def _emit(self, event: Event) -> None:
+        if self._group.rank == 0:
+            for sink in self._sinks:
+                sink(event)
+
+
+class _Pieces:
+    """This rank's part of a global batch, collated, as the samples of one step."""
+
+    def __init__(self, batch: Any, device: torch.device, ghost: int | None) -> None:
+        self._batch = batch
+        self._device = device
+        self._ghost = ghost
+        self.ranges: Sequence[range] = ()
+
+    def micro_batches(self, choice: Choice) -> Iterator[MicroBatch]:
+        """See `engine.Source`."""
+        ghost = self._ghost
+        whole = 0 if self._batch is None else batch_size(self._batch)
+        size = max(choice.micro_batch, min(ghost or 1, whole))
+        if ghost and size % ghost and size < whole:
+            size = max(ghost, size // ghost * ghost)
+        self.ranges = micro_batches(range(whole), size, ghost, whole)
+        for number, part in enumerate(self.ranges):
+            piece = (
+                self._batch
+                if len(part) == whole
+                else slice_batch(self._batch, part.start, part.stop)
+            )
+            piece = to_device(piece, self._device, non_blocking=True)
+            cut = ghosts(len(part), ghost) if ghost else ()
+            yield MicroBatch(piece, len(part), cut, last=number + 1 == len(self.ranges))
+            del piece
+
+    def describe(self, number: int) -> str:
+        """See `engine.Source`."""
+        part = self.ranges[number]
+        return f"samples {part.start} to {part.stop - 1} of the batch"
+
+    def places(self, number: int) -> Sequence[Place]:
+        """None: a collated batch does not say which samples of the data set it holds."""
+        return ()
+
+    def alone(self, place: Place) -> Any:
+        """Never asked for: no sample has a name."""
+        raise NotImplementedError
+
+    def leave_out(self, bad: Sequence[Bad]) -> int:
+        """Never asked for: which samples are trained on is the script's to say."""
+        raise NotImplementedError
+
+
+def _agreed_plan(group: Group, mine: Plan | None) -> tuple[Plan, int]:
+    """The plan for this rank, and the samples of all ranks. `mine`: made by its own samples, or None.
+
+    What ranks do in a step need not be alike, but how often they can do it again must be: when memory
+    runs out on one, all take their next rung, and the ladder must end on all of them at once. So every
+    ladder is spelled out, and a shorter one repeats its leanest choice.
+
+    Raises `InputError` if no rank had samples.
+    """
+    plans = group.exchange(mine)
+    first = next((plan for plan in plans if plan is not None), None)
+    if first is None:
+        where = "the batch" if group.size == 1 else "the batch of every rank"
+        raise InputError(
+            f"{where} is empty in the first call: the plan is made by it, so give some samples."
+        )
+    sizes = [0 if plan is None else plan.task.global_batch for plan in plans]
+    plan = mine or first
+    if group.size == 1:
+        return plan, sizes[0]
+    ladders = [_ladder(one) for one in plans if one is not None]
+    own = _ladder(plan)
+    own += [(own or [plan.choice])[-1]] * (max(map(len, ladders)) - len(own))
+    changes = {"parallel": "replicate", "shares": tuple(map(float, sizes)), "ladder": tuple(own)}
+    task = plan.task.model_copy(update={"global_batch": sum(sizes)})
+    return plan.model_copy(update={**changes, "task": task}), sum(sizes)
+
+
+def _ladder(plan: Plan) -> list[Choice]:
+    """All choices that `plan` would be followed by, to the leanest."""
+    choices: list[Choice] = []
+    while (leaner := plan.leaner()) is not None:
+        plan = leaner
+        choices.append(plan.choice)
+    return choices
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    """Raises `InputError` for a model that adds up its gradients itself."""
+    if isinstance(model, nn.DataParallel | DistributedDataParallel):
+        raise InputError(
+            f"the model is wrapped in {type(model).__name__}, which divides batches or adds up"
+            " gradients itself, and Step does both: pass model.module."
+        )
+    if any(hasattr(p, "full_tensor") for p in model.parameters()):
+        raise InputError(
+            "the model is sharded (its parameters are DTensors), and Step keeps a whole model on each"
+            " rank: pass the plain model, or train it by anybatch.train with parallel='shard'."
+        )
+
+
+def _nothing() -> None:
+    """The learning rate is the script's."""

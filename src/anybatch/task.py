@@ -1,0 +1,343 @@
+"""Task and Loss: what to train. A task knows the mathematics and no hardware.
+
+Two runs of one task under different plans give the same update, so everything that changes the
+mathematics stands here (the global batch, the ghost batch of BatchNorm, clipping, the schedule) and
+nothing that does not (micro-batch, precision of compute, recompute, devices: see `plans.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from anybatch.errors import InputError, listed
+from anybatch.metrics import Metrics
+
+Sum: TypeAlias = "tuple[Tensor | float, Tensor | float]"
+"""A sum and its weight: their quotient over any number of pieces is the exact mean."""
+
+Parameters: TypeAlias = "list[Any]"
+"""Parameters, or parameter groups as optimizers take them: `[{"params": [...], "lr": ...}, ...]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a loss function returns for one batch: a sum and the weight that it is a sum over.
+
+    The update divides the summed gradient by the total weight of the global batch, so the cut into
+    micro-batches cannot change it. Return the *sum* of the per-sample (or per-token) losses, and how
+    many there were:
+
+        F.cross_entropy(logits, targets, reduction="sum", ignore_index=-100),  (targets != -100).sum()
+
+    Attributes:
+        sum: scalar tensor (shape `()`), floating, attached to the graph.
+        weight: number, or scalar tensor on any device (then it is not read before the step's end);
+            zero is allowed for a micro-batch without a single counted element, negative is not.
+        metrics: further sums worth reporting, by name: a number or scalar tensor (weighed by
+            `weight`), or a pair (sum, weight) of its own.
+    """
+
+    sum: Tensor
+    weight: Tensor | float
+    metrics: Mapping[str, Tensor | float | Sum] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where training stands when a step's learning rate is asked for.
+
+    `step` and `samples` count what is committed already (so 0 in the first step), over all ranks;
+    `total_steps` and `total_samples` are None for a stream of unknown length.
+    """
+
+    step: int
+    samples: int
+    epoch: int
+    total_steps: int | None
+    total_samples: int | None
+
+    @property
+    def fraction(self) -> float:
+        """The part of training that is done, 0 to 1. Raises `InputError` if the end is unknown."""
+        if self.total_samples is None:
+            raise InputError(
+                "the schedule asks for the fraction of training done, but the length of the training"
+                " data is unknown: give the task steps=... or samples=... instead of epochs=..."
+            )
+        return min(1.0, self.samples / max(1, self.total_samples))
+
+
+LossFunction: TypeAlias = (
+    "Callable[[nn.Module, Any], Loss | Tensor | tuple[Tensor, Tensor | float]]"
+)
+MetricFunction: TypeAlias = "Callable[[nn.Module, Any], Mapping[str, Sum]]"
+MetricsOfTask: TypeAlias = "MetricFunction | Metrics | Sequence[MetricFunction | Metrics]"
+Schedule: TypeAlias = "Callable[[Progress], float]"
+
+
+_WHOLE_NUMBERS = (
+    "global_batch",
+    "epochs",
+    "steps",
+    "samples",
+    "ghost_batch",
+    "num_workers",
+    "evaluate_every",
+    "seed",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What to train. Raises `InputError`, naming every invalid field at once.
+
+    Attributes:
+        model: a module, or better a function that builds one: then it can be traced without
+            allocating its weights and built directly where it will live.
+        loss: `(model, batch) -> Loss`. A scalar tensor is taken as the plain mean over the samples
+            of the batch it was given and weighed by their number; `(sum, weight)` is a `Loss` too.
+        optimizer: parameters (or parameter groups, as `parameters` returns them) to an optimizer.
+        train: map-style data set (with `__len__` and `__getitem__`, and `__getitems__` where it
+            has it), or an iterable one.
+        valid: held-out data set, evaluated at the end of each epoch (or every `evaluate_every`
+            steps), or None.
+        global_batch: samples per optimizer step, over all micro-batches and ranks.
+        epochs, steps, samples: length of training; exactly one of them.
+        schedule: factor for the learning rate as a function of `Progress` (samples or steps), so it
+            does not depend on the number of ranks.
+        scheduler: instead of `schedule`: optimizer to a torch `LRScheduler`, stepped once per global
+            step.
+        parameters: module to parameter groups, where the optimizer's options differ among them;
+            default: all parameters that require a gradient.
+        clip_norm: largest 2-norm of the mean gradient of the global batch, or None.
+        collate: list of samples to batch; default torch's `default_collate`.
+        metrics: computed in evaluation: a function `(model, batch) -> {name: (sum, weight)}` for means,
+            a `Metrics` for what is no mean, or a list of these.
+        last: what to do with the samples left at the end of an epoch that do not fill a global batch:
+            `"keep"` them as a smaller batch (weighed exactly), `"drop"` them, or `"wrap"` the batch
+            into the next epoch.
+        shuffle: a new order each epoch, a function of (seed, epoch, number of samples) alone.
+        ghost_batch: samples over which BatchNorm computes its statistics in training. Belongs to the
+            task since it changes the result. None: 32 where the model has BatchNorm.
+        num_workers: processes that load samples; 0 loads in the training process.
+        bad_data: what to do about samples that cannot be loaded or have a loss that is not finite:
+            `"stop"` and name them, or `"skip"`: leave them out, tell so, and weigh the others exactly.
+            A step whose gradient is not finite although each loss is, is then left out whole. Learning
+            rates go by all samples, left out or not.
+        evaluate_every: steps between evaluations; None: at the end of each epoch.
+        seed: of the order of samples, of initialisation and of dropout.
+        name: for reports.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    loss: LossFunction
+    optimizer: Callable[[Any], Optimizer]
+    train: Any
+    valid: Any = None
+    global_batch: int
+    epochs: int | None = None
+    steps: int | None = None
+    samples: int | None = None
+    schedule: Schedule | None = None
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    parameters: Callable[[nn.Module], Parameters] | None = None
+    clip_norm: float | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    metrics: MetricsOfTask | None = None
+    last: Literal["keep", "drop", "wrap"] = "keep"
+    shuffle: bool = True
+    ghost_batch: int | None = None
+    num_workers: int = 0
+    bad_data: Literal["stop", "skip"] = "stop"
+    evaluate_every: int | None = None
+    seed: int = 0
+    name: str = "task"
+
+    def __post_init__(self) -> None:
+        for name in _WHOLE_NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, Integral) and not isinstance(value, bool):
+                object.__setattr__(self, name, int(value))  # NumPy's, say
+        faults = list(_faults(self))
+        if faults:
+            raise InputError(f"the task {self.name!r} cannot be trained: {'; '.join(faults)}.")
+
+    def build_model(self) -> nn.Module:
+        """The module to train, initialised under `seed`. Raises `InputError` if `model` is a function
+        that returns something else."""
+        if isinstance(self.model, nn.Module):
+            return self.model
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return self.checked_model(self.model())
+
+    def checked_model(self, model: object) -> nn.Module:
+        """`model` as the model function returned it. Raises `InputError` if it is not a module."""
+        if not isinstance(model, nn.Module):
+            raise InputError(
+                f"the model function of task {self.name!r} returned {_kind(model)}:"
+                " return a torch.nn.Module."
+            )
+        return model
+
+    def parameters_of(self, model: nn.Module) -> Parameters:
+        """What `optimizer` is given: the task's groups, or all parameters that require a gradient.
+
+        Raises `InputError` if there is none.
+        """
+        if self.parameters is None:
+            groups = [p for p in model.parameters() if p.requires_grad]
+        else:
+            groups = self._checked_groups(self.parameters(model))
+        if not any(True for group in groups for _ in parameters_in([group])):
+            raise InputError(
+                f"the model of task {self.name!r} has no parameter that requires a gradient:"
+                " there is nothing to train; call requires_grad_() on what should be."
+            )
+        return groups
+
+    def _checked_groups(self, chosen: object) -> Parameters:
+        remedy = "return a list of parameters, or of groups, each a dict with 'params' in it"
+        if isinstance(chosen, Tensor | Mapping | str) or not isinstance(chosen, Iterable):
+            raise InputError(
+                f"the parameters function of task {self.name!r} returned {_kind(chosen)}: {remedy}."
+            )
+        groups = list(chosen)
+        for i, group in enumerate(groups):
+            if not isinstance(group, Tensor) and not (
+                isinstance(group, Mapping) and isinstance(group.get("params"), Iterable)
+            ):
+                what = "a group without 'params'" if isinstance(group, Mapping) else _kind(group)
+                raise InputError(
+                    f"entry {i} of what the parameters function of task {self.name!r} returned is"
+                    f" {what}: {remedy}."
+                )
+        return [
+            {**g, "params": list(parameters_in([g]))} if isinstance(g, Mapping) else g
+            for g in groups
+        ]
+
+
+def _length(data: Any) -> int | None:
+    """Number of samples, or None for a stream: it may have a `__len__` that raises, too."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def several(metrics: MetricsOfTask | None) -> Sequence[MetricFunction | Metrics]:
+    """The metrics of a task, one by one."""
+    if metrics is None:
+        return ()
+    if isinstance(metrics, list | tuple):
+        return metrics
+    return [cast("MetricFunction | Metrics", metrics)]
+
+
+def check_task(value: object) -> None:
+    """Raises `InputError` if `value` is no task."""
+    if not isinstance(value, Task):
+        raise InputError(f"the task is {_kind(value)}: give an anybatch.Task.")
+
+
+def parameters_in(groups: Iterable[Any]) -> Iterable[nn.Parameter]:
+    """The parameters in a list of parameters or of parameter groups, in order."""
+    for group in groups:
+        if isinstance(group, Mapping):
+            params = group["params"]
+            yield from [params] if isinstance(params, Tensor) else params  # type: ignore[misc]
+        else:
+            yield group
+
+
+def _kind(value: object) -> str:
+    return f"a value of type {type(value).__name__}"
+
+
+def _faults(task: Task) -> Iterable[str]:
+    if not isinstance(task.model, nn.Module) and not callable(task.model):
+        yield f"model is {_kind(task.model)}; give a torch.nn.Module or a function that builds one"
+    for name in ("loss", "optimizer"):
+        if not callable(getattr(task, name)):
+            yield f"{name} is {_kind(getattr(task, name))}; give a function"
+    for name in ("schedule", "scheduler", "parameters", "collate"):
+        if getattr(task, name) is not None and not callable(getattr(task, name)):
+            yield f"{name} is {_kind(getattr(task, name))}; give a function or None"
+    for metric in several(task.metrics):
+        if callable(getattr(metric, "compute", None)):
+            yield (
+                f"metrics is {_kind(metric)}, which does not say what it is updated with; give"
+                " anybatch.Metrics({name: metric}, inputs)"
+            )
+        elif not isinstance(metric, Metrics) and not callable(metric):
+            yield (
+                f"metrics is {_kind(metric)}; give a function, an anybatch.Metrics, a list of these, or"
+                " None"
+            )
+    if task.schedule is not None and task.scheduler is not None:
+        yield "schedule and scheduler are both given; give one of them"
+
+    yield from _whole(task, "global_batch", least=1)
+    for name in ("epochs", "steps", "samples", "ghost_batch", "evaluate_every"):
+        if getattr(task, name) is not None:
+            yield from _whole(task, name, least=1)
+    yield from _whole(task, "num_workers", least=0)
+    if isinstance(task.seed, bool) or not isinstance(task.seed, int):
+        yield f"seed is {task.seed!r}; give a whole number"
+
+    lengths = [n for n in ("epochs", "steps", "samples") if getattr(task, n) is not None]
+    if len(lengths) != 1:
+        given = " and ".join(lengths) if lengths else "none of them"
+        yield f"exactly one of epochs, steps and samples says how long to train, but {given} is given"
+    if task.clip_norm is not None and not (
+        isinstance(task.clip_norm, int | float) and task.clip_norm > 0
+    ):
+        yield f"clip_norm is {task.clip_norm!r}; give a number above zero or None"
+    if task.last not in ("keep", "drop", "wrap"):
+        yield f"last is {task.last!r}; give {listed(['keep', 'drop', 'wrap'])}"
+
+    if task.bad_data not in ("stop", "skip"):
+        yield f"bad_data is {task.bad_data!r}; give {listed(['stop', 'skip'])}"
+
+    yield from _data_faults(task)
+
+
+def _data_faults(task: Task) -> Iterable[str]:
+    for name, data in (("train", task.train), ("valid", task.valid)):
+        if name == "valid" and data is None:
+            continue
+        map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+        if not map_style and not hasattr(data, "__iter__"):
+            yield (
+                f"{name} is {_kind(data)}; give a data set with __len__ and __getitem__,"
+                " or an iterable one"
+            )
+        elif map_style and _length(data) == 0:
+            yield f"{name} is an empty data set; give at least one sample"
+        elif name == "train" and map_style and _drops_all(task, _length(data)):
+            yield (
+                f"last='drop' drops every one of the {_length(data)} training samples, since they do"
+                f" not fill one global batch of {task.global_batch}; use 'keep' or 'wrap'"
+            )
+
+
+def _drops_all(task: Task, num_samples: int | None) -> bool:
+    size = task.global_batch
+    if task.last != "drop" or num_samples is None or not isinstance(size, int):
+        return False
+    return num_samples < size
+
+
+def _whole(task: Task, name: str, least: int) -> Iterable[str]:
+    value = getattr(task, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        yield f"{name} is {value!r}; give a whole number of at least {least}"

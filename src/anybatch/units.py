@@ -1,0 +1,100 @@
+"""Bytes and seconds: read them as people write them, print them as people read them.
+
+Sizes follow the standard prefixes: KiB, MiB, GiB, TiB are powers of 1024; kB, MB, GB, TB powers of
+1000. A bare K, M, G or T means the power of 1024, as in the tools that report device memory.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from anybatch.errors import InputError
+
+_BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"\s*(?P<number>[0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*(?P<unit>[A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str | int | float, name: str = "memory") -> int:
+    """The number of bytes written as `text`: `"10GiB"`, `"1.5 GB"`, `"512M"` or a plain number.
+
+    Raises `InputError` naming `name` and the value if it is not a size above zero.
+    """
+    remedy = "write a size above zero such as 512MiB, 10GiB or 24GB"
+    if isinstance(text, bool) or not isinstance(text, str | int | float):
+        raise InputError(f"{name} is {text!r}, which is not a size: {remedy}.")
+    if isinstance(text, int | float):
+        number, factor = float(text), 1
+    else:
+        match = _SIZE.fullmatch(text)
+        factor = _factor(match["unit"]) if match else None
+        if match is None or factor is None:
+            raise InputError(f"{name} is {text!r}, which is not a size: {remedy}.")
+        number = float(match["number"])
+    if not math.isfinite(number) or number * factor < 1:
+        raise InputError(f"{name} is {text!r}, which leaves no room at all: {remedy}.")
+    return int(number * factor)
+
+
+def _factor(unit: str) -> int | None:
+    letters = unit.upper()
+    if letters in ("", "B"):
+        return 1
+    if letters[0] in _BINARY and letters[1:] in ("", "IB"):
+        return _BINARY[letters[0]]
+    if letters[0] in _DECIMAL and letters[1:] == "B":
+        return _DECIMAL[letters[0]]
+    return None
+
+
+_SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_seconds(text: str, name: str) -> float:
+    """The seconds written as `text`: `"30s"`, `"10min"`, `"1.5 h"`, `"2d"`.
+
+    Raises `InputError` naming `name` and the value if it is not a time above zero.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = _SECONDS.get(match["unit"].lower()) if match else None
+    seconds = float(match["number"]) * unit if match and unit else 0.0
+    if not 0.0 < seconds < math.inf:
+        raise InputError(
+            f"{name} is {text!r}, which is not a time: write one above zero such as 30s, 10min or 2h."
+        )
+    return seconds
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`num_bytes` with a binary prefix and three digits: `512 B`, `1.50 KiB`, `47.2 MiB`."""
+    size, unit = abs(float(num_bytes)), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1023.5:
+            break
+        size, unit = size / 1024, larger
+    if unit == "B":
+        text = f"{size:.0f}"
+    else:
+        text = f"{size:.2f}" if size < 9.995 else f"{size:.1f}" if size < 99.95 else f"{size:.0f}"
+    return f"{'-' if num_bytes < 0 else ''}{text} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` as a person says it: `350 us`, `4.2 ms`, `1.3 s`, `2 min 05 s`, `1 h 02 min`."""
+    if seconds < 0:
+        return f"-{format_seconds(-seconds)}"
+    for limit, factor, unit in ((9.995e-4, 1e6, "us"), (0.9995, 1e3, "ms"), (59.95, 1.0, "s")):
+        if seconds < limit:
+            value = seconds * factor
+            return f"{value:.0f} {unit}" if value >= 99.5 else f"{value:.1f} {unit}"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def format_count(count: int) -> str:
+    """`count` with a comma between thousands."""
+    return f"{count:,}"

@@ -1,0 +1,12 @@
+"""Small tensors: one thread is the fastest, and leaves the cores to other tests."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,112 @@
+"""Tensors of a failed backward pass stay alive (torch 2.13, CPU).
+
+Symptom: after an error in backward, an out-of-memory error say, activations of the pass are not freed,
+though nothing refers to them: not when the error is gone, nor by `gc.collect()`, nor while the step is
+tried again with a smaller batch, which has less memory than before and runs out again.
+
+Mechanism: on CPU, autograd's engine keeps the tasks of a pass in a queue that belongs to the calling
+thread. A failed pass leaves those that were waiting there, and a task holds its node, so all of the
+graph behind it. The next backward pass of the same thread finds them ahead of its own and drops them,
+but it comes after the forward pass that needs the memory; another thread's never meets them. A thread
+that ends takes its queue along. `anybatch.engine.bench` makes a pass over nothing, or ends the thread.
+"""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from anybatch.engine.bench import Bench
+
+
+class Holds(torch.autograd.Function):
+    """The identity; keeps a large tensor for backward."""
+
+    @staticmethod
+    def forward(ctx, x, held):
+        ctx.save_for_backward(held)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Fails(torch.autograd.Function):
+    """The identity; fails in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise MemoryError
+
+
+def failed_pass():
+    """A backward pass that fails while another task waits; the mark of what that task holds."""
+    held = torch.zeros(1 << 18)
+    mark = StorageWeakRef(held.untyped_storage())
+    x = torch.ones((), requires_grad=True)
+    waits = Holds.apply(x, held)  # older, so it comes after the one that fails
+    with pytest.raises(MemoryError):
+        (waits + Fails.apply(x)).backward()
+    return mark
+
+
+def test_torch_keeps_the_tensors_of_a_failed_pass_until_the_next_one():
+    """If this fails, torch drops them itself: `Bench.clear` can go."""
+    mark = failed_pass()
+    gc.collect()
+    x = torch.ones((), requires_grad=True)
+    loss = (x * 2).exp()  # forward of the step that is tried again
+    kept = not mark.expired()
+    loss.backward()
+    assert kept
+    assert mark.expired()
+
+
+def test_clearing_drops_them_at_once():
+    bench = Bench()
+    marks = [failed_pass() for _ in range(3)]
+    assert not marks[-1].expired()
+    bench.clear()
+    assert all(mark.expired() for mark in marks)
+    x = torch.ones((), requires_grad=True)
+    (x * 2).backward()  # and the thread is good for more
+    assert float(x.grad) == 2.0
+
+
+def test_a_thread_that_ends_takes_its_queue_along():
+    bench = Bench()
+    bench.renew()
+    assert bench.moved
+    mark = bench.run(failed_pass)
+    bench.clear()  # knows nothing of the other thread's queue
+    x = torch.ones((), requires_grad=True)
+    (x * 2).backward()
+    assert not mark.expired()
+    bench.renew()
+    bench.close()
+    # Python's join returns before the thread's own variables are destroyed.
+    deadline = time.monotonic() + 5.0
+    while not mark.expired() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert mark.expired()
+    assert not any(thread.name.startswith("anybatch-step") for thread in threading.enumerate())
+
+
+def test_errors_come_back_from_the_other_thread():
+    bench = Bench()
+    bench.renew()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            bench.run(lambda: 1 // 0)
+        assert bench.run(lambda: 3) == 3
+    finally:
+        bench.close()
+    assert not bench.moved

@@ -1,0 +1,141 @@
+"""What the documents say is run: their commands, their code, the examples; and links are followed.
+
+Each case is a process of its own in a folder of its own, so they run side by side under `pytest -n`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.docs.reading import (
+    ROOT,
+    blocks,
+    command_blocks,
+    documents,
+    examples,
+    scripts,
+    text_of,
+)
+
+SECONDS = 300  # far more than any of them needs, so that a hang fails and a slow machine does not
+
+COMMANDS = ("train", "plan", "memory", "submit", "verify", "report", "recipes")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty folder with the examples in it, as a reader would have them."""
+    shutil.copytree(
+        ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    return tmp_path
+
+
+def run(words: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return subprocess.run(
+        words,
+        cwd=folder,
+        env={**os.environ, "PATH": path, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=SECONDS,
+    )
+
+
+def told(done: subprocess.CompletedProcess[str]) -> str:
+    return f"{done.args} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "commands", command_blocks(), ids=lambda block: " ; ".join(map(str, block))
+)
+def test_commands_end_as_the_document_says(commands, folder):
+    for command in commands:
+        done = run(command.words, folder)
+        assert done.returncode == command.status, told(done)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "code", [code for _, code in scripts()], ids=[document for document, _ in scripts()]
+)
+def test_code_of_a_document_runs_from_top_to_bottom(code, folder):
+    (folder / "script.py").write_text(code, encoding="utf-8")
+    done = run((sys.executable, "script.py"), folder)
+    assert done.returncode == 0, told(done)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", examples())
+def test_examples_run(example, folder):
+    done = run((sys.executable, example), folder)
+    assert done.returncode == 0, told(done)
+    assert done.stdout
+
+
+@pytest.mark.parametrize("document", documents())
+def test_links_lead_somewhere(document):
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(document)):
+        path, _, heading = target.partition("#")
+        if path.startswith(("http://", "https://", "mailto:")):
+            continue
+        file = (ROOT / document).parent / path if path else ROOT / document
+        if not file.exists() or (heading and heading not in headings(file)):
+            broken.append(target)
+    assert not broken
+
+
+def headings(file: Path) -> set[str]:
+    """The anchors of a document's headings."""
+    titles = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", documents())
+def test_files_that_are_named_exist(document):
+    named = re.findall(r"`((?:src|tests|benchmarks|examples|docs)/[\w/.-]*)`", text_of(document))
+    if document.startswith("docs/floors/"):
+        floor = ROOT / "src/anybatch" / Path(document).stem
+        first_cells = re.findall(r"^\| ([^|]+) \|", text_of(document), re.MULTILINE)
+        files = [name for cell in first_cells for name in re.findall(r"`(\w+\.py)`", cell)]
+        named += [str((floor / name).relative_to(ROOT)) for name in files]
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("document", documents())
+def test_make_targets_that_are_named_exist(document):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    text = text_of(document)
+    named = re.findall(r"`make ([a-z-]+)[^`]*`", text)
+    named += re.findall(r"^(?:    |\$ )make ([a-z-]+)", text, re.MULTILINE)
+    assert set(named) <= targets
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_documented(command, tmp_path):
+    options = set(
+        re.findall(r"--[a-z][a-z-]+", run(("anybatch", command, "--help"), tmp_path).stdout)
+    )
+    assert options
+    described = text_of("docs/commands.md")
+    assert not {option for option in options if f"`{option}" not in described}
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "guide.md", "concepts.md", "commands.md", "ranks.md", "survival.md"]
+)
+def test_the_chinese_version_has_the_same_blocks(name):
+    english = name if name == "README.md" else f"docs/{name}"
+    original, translated = blocks(english), blocks(f"docs/zh/{name}")
+    assert [(b.language, b.text) for b in translated] == [(b.language, b.text) for b in original]

@@ -1,0 +1,359 @@
+"""ab.Step around a loop of one's own: the plain loop's result, and nothing left behind."""
+
+import copy
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.equivalence.reference import deviation, imitate_ghost_batches, mean_loss
+from tests.equivalence.test_recompute import Stack
+from tests.equivalence.worlds import World, loss_of, task_of
+from torch import nn
+
+import anybatch as ab
+from anybatch.errors import InputError, LossError
+from anybatch.events import OutOfMemory
+from anybatch.plans import Recompute
+
+KIND = {"dtype": torch.float64}
+
+
+class Net(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(6, 8, bias=False, **KIND), nn.BatchNorm1d(8, **KIND), nn.ReLU(inplace=True)
+        )
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(8, 3, **KIND)
+
+    def forward(self, x):
+        return self.head(self.drop(self.body(x)))
+
+
+def loss(model, batch):
+    out = model(batch["x"])
+    return ab.Loss(
+        F.cross_entropy(out, batch["y"], reduction="sum"), len(out), metrics={"one": len(out)}
+    )
+
+
+def batch_of(size, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(size, 6, generator=draw, **KIND),
+        "y": torch.randint(0, 3, (size,), generator=draw),
+    }
+
+
+def plainly(model, optimizer, batches, loss=loss, clip_norm=None, size=None):
+    """The loop without anybatch; BatchNorm in ghost batches of 4 if `size` of a batch is given."""
+    ghosts = imitate_ghost_batches(model, 4) if size else None
+    losses = []
+    for batch in batches:
+        if ghosts is not None:
+            ghosts.num_samples = size(batch)
+        value = mean_loss(loss(model, batch))
+        optimizer.zero_grad()
+        value.backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("micro_batch", [4, 8, 32, None])
+@pytest.mark.parametrize("recompute", [None, Recompute(blocks=("body",))])
+def test_batches_of_any_size_give_the_result_of_the_plain_loop(micro_batch, recompute):
+    model, other = Net(), Net()
+    other.load_state_dict(model.state_dict())
+    batches = [batch_of(n, n) for n in (32, 17, 5, 2, 33, 64, 9)]
+    optimizer = sgd(model)
+    with ab.Step(
+        model,
+        optimizer,
+        loss,
+        micro_batch=micro_batch,
+        recompute=recompute,
+        ghost_batch=4,
+        clip_norm=0.5,
+    ) as step:
+        outcomes = [step(batch) for batch in batches]
+    expected = plainly(
+        other, sgd(other), batches, clip_norm=0.5, size=lambda batch: len(batch["x"])
+    )
+    assert [o.loss for o in outcomes] == pytest.approx(expected, rel=1e-9)
+    assert [o.weight for o in outcomes] == [32, 17, 5, 2, 33, 64, 9]
+    assert {o.metrics["one"] for o in outcomes} == {1.0}
+    assert deviation(model, other) < 1e-9
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("data", ["tensors", "tuples", "dicts", "dataclass", "lists", "ragged"])
+@pytest.mark.parametrize("kind", ["mean", "counted on device", "weighted"])
+def test_batches_of_any_structure(data, kind):
+    from torch.utils.data import default_collate
+
+    task = task_of(World(data=data, loss=kind, sometimes=True, tied=True))
+    collate = task.collate or default_collate
+    batches = [
+        collate([task.train[i] for i in part]) for part in (range(13), range(13, 20), range(20, 37))
+    ]
+    model, other = task.build_model(), task.build_model()
+    sizes = iter((13, 7, 17))
+    with ab.Step(model, sgd(model), task.loss, micro_batch=3) as step:
+        losses = [step(batch).loss for batch in batches]
+    expected = plainly(
+        other,
+        sgd(other),
+        batches,
+        loss=lambda m, b: loss_of(kind, m, b),
+        size=lambda _: next(sizes),
+    )
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert deviation(model, other) < 1e-9
+
+
+def test_a_step_is_a_session_of_one_batch():
+    task = dataclasses.replace(task_of(World(clip_norm=0.1)), shuffle=False, steps=1)
+    from tests.equivalence.reference import train
+
+    ours = train(task, 5)
+    model = task.build_model()
+    with ab.Step(model, task.optimizer(model.parameters()), task.loss, clip_norm=0.1) as step:
+        outcome = step([t[:16] for t in task.train.tensors])
+    assert outcome.loss == pytest.approx(ours.losses[0])
+    assert outcome.grad_norm == pytest.approx(ours.norms[0])
+    assert deviation(model, ours.model) < 1e-12
+
+
+def generators():
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+def same_generators(one, other):
+    return torch.equal(one[0], other[0]) and one[1:] == other[1:]
+
+
+@pytest.fixture
+def seeded():
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    yield
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    np.random.set_state(state[2])
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_the_generators_after_a_redone_step_are_those_of_an_undisturbed_one(place, seeded):
+    class Fuse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, burn):
+            ctx.burn = burn
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if type(grad) is torch.Tensor:
+                ctx.burn("backward")
+            return grad, None
+
+    def run(micro_batch, blow):
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        model = Net(dropout=0.5)
+
+        def burn(where):
+            if where == place and blow and len(blow) > 0 and blow.pop() == "now":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        def drawing(model, batch):
+            random.random()
+            np.random.rand()
+            if type(batch["x"]) is torch.Tensor:  # not when the step is planned
+                burn("forward")
+            out = Fuse.apply(model(batch["x"]), burn)
+            return F.cross_entropy(out, batch["y"], reduction="sum"), len(out)
+
+        events = []
+        with ab.Step(
+            model,
+            sgd(model),
+            drawing,
+            micro_batch=micro_batch,
+            ghost_batch=4,
+            sinks=[events.append],
+        ) as step:
+            step(batch_of(32))
+            states = [generators()]
+            step(batch_of(20))
+            states.append(generators())
+        return model, states, sum(isinstance(e, OutOfMemory) for e in events)
+
+    calm, expected, none = run(16, [])
+    hit, states, failures = run(32, ["now"])
+    assert (none, failures) == (0, 1)
+    assert all(map(same_generators, states, expected))
+    assert deviation(hit, calm) == 0
+
+
+def test_planning_draws_nothing(seeded):
+    model = Net(dropout=0.5)
+    before = generators()
+
+    def drawing(model, batch):
+        if type(batch["x"]) is not torch.Tensor:
+            random.random()
+            np.random.rand()
+            torch.rand(3, device="cpu")
+        return loss(model, batch)
+
+    step = ab.Step(model, sgd(model), drawing)
+    assert same_generators(generators(), before)
+    step(batch_of(8))
+    after = generators()
+    step.close()
+    torch.set_rng_state(before[0])
+    nn.Dropout(0.5)(torch.ones(8, 8, **KIND))
+    # Python's and NumPy's are untouched, and torch's has drawn for dropout alone.
+    assert after[1:] == before[1:]
+    assert torch.equal(after[0], torch.get_rng_state())
+
+
+def test_close_leaves_a_plain_model():
+    model = Stack()
+    keys = list(model.state_dict())
+    optimizer = adamw(model)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    step = ab.Step(
+        model,
+        optimizer,
+        lambda m, b: (m(b["x"]).square().sum(), len(b["x"])),
+        recompute=Recompute(blocks=("blocks.*",)),
+        micro_batch=3,
+    )
+    step(batch_of(7))
+    assert any("forward" in vars(m) for m in model.modules())
+    assert list(model.state_dict()) == keys
+    twin = copy.deepcopy(model)
+    step.close()
+    step.close()
+    assert not any("forward" in vars(m) for m in model.modules())
+    assert list(model.state_dict()) == keys
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    after = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(a is b for a, b in zip(params, after, strict=True))
+    x = torch.randn(4, 6, **KIND)
+    torch.testing.assert_close(twin(x), model(x))
+
+
+@pytest.mark.parametrize("precision", ["bf16-weights", "fp16-weights", "bf16-pure", "bf16"])
+def test_close_gives_model_and_optimizer_back_as_they_came(precision):
+    """The optimizer of a closed Step went on training the masters, and the model stood still."""
+    model = Net().float()
+    optimizer = adamw(model)
+    batch = {k: v.float() if v.is_floating_point() else v for k, v in batch_of(16).items()}
+    plainly(model, optimizer, [batch])  # states from before
+    with ab.Step(model, optimizer, loss, precision=precision, micro_batch=8, ghost_batch=4) as step:
+        step(batch)
+        step(batch)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    assert {p.dtype for p in params} == {torch.float32}
+    assert set(optimizer.state) == set(params)
+    assert {float(s["step"]) for s in optimizer.state.values()} == {3.0}
+    before = [p.detach().clone() for p in params]
+    plainly(model, optimizer, [batch])
+    assert all(not torch.equal(a, b) for a, b in zip(params, before, strict=True))
+
+
+def test_an_optimizer_that_was_loaded_goes_on():
+    first, second = Net(), Net()
+    optimizer = adamw(first)
+    plainly(first, optimizer, [batch_of(12)])
+    second.load_state_dict(first.state_dict())
+    loaded = adamw(second)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    batches = [batch_of(12, i) for i in range(3)]
+    plainly(first, optimizer, batches, size=lambda b: len(b["x"]))
+    with ab.Step(second, loaded, loss, micro_batch=4, ghost_batch=4) as step:
+        for batch in batches:
+            step(batch)
+    # The bias-free layer before BatchNorm has gradients near zero, which Adam makes large.
+    assert deviation(second, first) < 1e-6
+
+
+def test_a_step_that_fails_changes_nothing():
+    model = Net()
+    optimizer = sgd(model)
+    step = ab.Step(model, optimizer, loss, micro_batch=4, ghost_batch=4)
+    step(batch_of(8))
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    bad = batch_of(8)
+    bad["x"][5] = float("nan")
+    with pytest.raises(LossError, match=r"micro-batch 1 \(samples 4 to 7 of the batch\)"):
+        step(bad)
+    for name, value in model.state_dict().items():
+        assert torch.equal(before[0][name], value)
+    for key, state in optimizer.state_dict()["state"].items():
+        assert torch.equal(before[1]["state"][key]["momentum_buffer"], state["momentum_buffer"])
+    step(batch_of(8, 1))
+    step.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "more", "message"),
+    [
+        ("net", lambda m: sgd(m), {}, "not str and SGD"),
+        (Net(), lambda m: None, {}, "not Net and NoneType"),
+        (Net(), sgd, {"precision": "fp4"}, "precision is 'fp4'"),
+        (Net(), sgd, {"memory": "much"}, "memory is 'much'"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(model, optimizer, more, message):
+    net = model if isinstance(model, nn.Module) else Net()
+    with pytest.raises(InputError, match=message):
+        ab.Step(model, optimizer(net), loss, **more)
+
+
+def test_a_first_call_that_fails_leaves_a_plain_model():
+    model = Net()
+    step = ab.Step(model, sgd(model), loss, recompute=Recompute(blocks=("nowhere",)))
+    with pytest.raises(InputError, match="'nowhere'"):
+        step(batch_of(8))
+    step.close()
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+def test_gradients_of_the_users_own_backward_passes_are_not_added_to_those_of_a_step():
+    """A loop that zeroes gradients first leaves those of its last batch behind."""
+    model, other = Net(), Net()
+    other.load_state_dict(model.state_dict())
+    optimizer, theirs = sgd(model), sgd(other)
+    plainly(model, optimizer, [batch_of(12)])
+    plainly(other, theirs, [batch_of(12)])
+    rest = [batch_of(8, 1), batch_of(8, 2)]
+    plainly(other, theirs, rest, size=lambda batch: len(batch["x"]))
+    with ab.Step(model, optimizer, loss, micro_batch=4, ghost_batch=4) as step:
+        step(batch_of(8, 1))
+        model.eval()
+        model(batch_of(3)["x"]).sum().backward()
+        model.train()
+        step(batch_of(8, 2))
+    assert deviation(model, other) < 1e-9

@@ -1,0 +1,27 @@
+"""A command whose ranks, told to end, finish what they do and leave with the status of a run that was
+stopped early."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+heard: list[int] = []
+
+
+def main() -> None:
+    """Wait for a signal."""
+    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: heard.append(number))
+    (folder / f"{rank}.ready").touch()
+    while not heard:
+        time.sleep(0.05)
+    (folder / f"{rank}.saved").write_text(signal.Signals(heard[0]).name)
+    sys.exit(75)
+
+
+main()

@@ -1,0 +1,51 @@
+"""Memory really refused at random moments, in every way of being parallel: the end is the same."""
+
+from __future__ import annotations
+
+import pytest
+from tests.faults import campaign
+
+from anybatch.machine import can_enforce
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.slow,
+    pytest.mark.skipif(not can_enforce("cpu"), reason="no memory limit is held on this system"),
+]
+
+TRIALS = {
+    str(trial.way): trial
+    for trial in campaign.draw(seed=3, count=6 * len(campaign.WAYS))
+    if trial.way
+    in (
+        campaign.Way("single", limited=True),
+        campaign.Way("in-process", 2),
+        campaign.Way("replicate", 2),
+        campaign.Way("shard", 2, limited=True),
+        campaign.Way("ddp", 2),
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def crew():
+    with campaign.crew_of_one_heap() as crew:
+        yield crew
+
+
+@pytest.mark.parametrize("way", TRIALS)
+def test_refusals_of_memory_leave_no_trace(crew, way):
+    judged = campaign.judge(crew, TRIALS[way])
+    assert judged.error == ""
+    assert judged.deviation <= campaign.TOLERANCE
+    assert judged.num_lowered >= 3
+    # Every failure is told with what the plan became, and whoever met one is told of.
+    assert judged.num_told >= judged.num_met
+    assert judged.replanned
+
+
+def test_a_run_without_limits_meets_no_failure(crew):
+    trial = TRIALS["in-process on 2"]
+    (calm,) = crew(1, campaign.run, trial, False)
+    assert calm.failures == []
+    assert len(calm.losses) == trial.steps

@@ -1,0 +1,77 @@
+"""Real memory limits: the operating system refuses, the step is redone, the result is the same."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from anybatch.machine import can_enforce
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.slow,
+    pytest.mark.skipif(not can_enforce("cpu"), reason="no memory limit is held on this system"),
+]
+
+SMALL = 9 << 20
+"""What a step in which memory ran out may leave behind: the update's memory, kernels, small blocks."""
+
+
+def run(name):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.under_limit", name],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def assert_survived(found):
+    """The run went its way, within its budget, to the result of the undisturbed one."""
+    expected = found["expected"]
+    assert expected["failures"] == []
+    assert found["steps"] == expected["steps"]
+    assert found["seen"] == expected["seen"]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
+    assert found["deviation"] < 1e-5
+    for failure, replanned in zip(found["failures"], found["replanned"], strict=True):
+        assert failure["budget_bytes"] == found["budget"]
+        assert failure["step"] == replanned["step"]
+        assert failure["micro_batch"] > found["final"]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_five_refusals_of_the_operating_system_in_one_run(where):
+    found = run(f"spikes in {where}")
+    assert_survived(found)
+    failures = found["failures"]
+    assert len(failures) >= 5
+    assert {f["phase"] for f in failures} == {where}
+    refused = [f for f in failures if "DefaultCPUAllocator" in f["message"]]
+    assert len(refused) >= 5
+    assert all(f["requested_bytes"] == (5 << 20) * f["micro_batch"] for f in refused)
+    # Memory in use is back where it was: nothing of a failed attempt is held.
+    used = [f["in_use_bytes"] for f in failures]
+    assert max(used[1:]) < used[0] + SMALL
+    assert found["measured"] <= found["budget"] * 1.1
+
+
+@pytest.mark.parametrize("name", ["far too large", "pinned", "digits"])
+def test_a_micro_batch_that_was_chosen_too_large_is_replaced(name):
+    found = run(name)
+    assert_survived(found)
+    assert found["failures"]
+    assert all(f["step"] < 2 for f in found["failures"])  # found out at once, not at the end
+
+
+def test_nothing_fits():
+    found = run("nothing fits")
+    assert found["same"]
+    assert found["steps"] == []
+    assert [f["micro_batch"] for f in found["failures"]] == [16, 8, 4, 2, 1]
+    assert "too small even for the leanest plan (micro-batch 1" in found["message"]

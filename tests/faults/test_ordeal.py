@@ -1,0 +1,21 @@
+"""One training that ranks and agents are killed in, memory is refused in, and checkpoints are damaged
+in, ends as one that nothing disturbed. `benchmarks/survival` has many of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.faults.ordeal import KILLS, Ordeal
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_whatever_happens_to_a_run_its_end_is_the_same(tmp_path: Path):
+    ordeal = Ordeal(tmp_path, epochs=4)
+    ordeal.undisturbed()
+    story = ordeal.run(seed=1, num_faults=5, most_ranks=3)
+    assert not story.wrong, story
+    assert sum(story.faults.values()) >= 1
+    story = ordeal.run(seed=2, kinds=KILLS, num_faults=3, most_ranks=3)
+    assert not story.wrong, story

@@ -1,0 +1,37 @@
+"""The model of torch's CUDA allocator against the allocator itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from anybatch.estimate.allocator import CudaCache
+from anybatch.estimate.trace import Block, Timeline
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_reserved_and_allocated_are_those_of_torch(seed: int):
+    draw = random.Random(seed)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    blocks: list[Block] = []
+    alive: dict[int, torch.Tensor] = {}
+    for moment in range(400):
+        size = int(2 ** draw.uniform(6, 26))
+        blocks.append(Block(size, moment, "compute"))
+        alive[moment] = torch.empty(size, dtype=torch.uint8, device="cuda")
+        if len(alive) > 20:
+            gone = draw.choice(list(alive))
+            blocks[gone].died = moment
+            del alive[gone]
+    taken = CudaCache().replay(Timeline(blocks=blocks, num_moments=400))
+    assert taken.peak_bytes == torch.cuda.max_memory_reserved() - before[0]
+    assert taken.allocated_bytes == torch.cuda.max_memory_allocated() - before[1]

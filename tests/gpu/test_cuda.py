@@ -1,0 +1,125 @@
+"""What the CPU tests prove, once more where it is meant to run."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import anybatch as ab
+from anybatch.estimate import identify
+from anybatch.events import OutOfMemory
+from anybatch.plans import Choice, Plan
+
+pytestmark = pytest.mark.gpu
+
+
+def build() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16 * 64, 10),
+    )
+
+
+def loss(model, batch):
+    images, labels = batch
+    return ab.Loss(F.cross_entropy(model(images).float(), labels, reduction="sum"), len(labels))
+
+
+def make_task(num=256, steps=5) -> ab.Task:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(num, 1, 8, 8, generator=generator)
+    labels = torch.randint(10, (num,), generator=generator)
+    return ab.Task(
+        model=build,
+        loss=loss,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+        train=TensorDataset(images, labels),
+        global_batch=128,
+        ghost_batch=32,
+        clip_norm=1.0,
+        steps=steps,
+    )
+
+
+def trained(task, device, micro_batch, precision="fp32"):
+    plan = Plan(
+        task=identify(task, task.build_model()),
+        device=device,
+        choice=Choice(micro_batch=micro_batch, evaluation_batch=64, precision=precision),
+    )
+    events = []
+    with ab.Session(task, plan, [events.append]) as session:
+        losses = [step.loss for step in session.steps()]
+        state = {k: v.detach().cpu().clone() for k, v in session.model.state_dict().items()}
+    return state, losses, events
+
+
+def test_cuda_and_cpu_agree_under_every_micro_batch():
+    task = make_task()
+    on_cpu, _, _ = trained(task, "cpu", 128)
+    for micro_batch in (32, 64, 128):
+        on_cuda, _, _ = trained(task, "cuda:0", micro_batch)
+        for name, value in on_cpu.items():
+            torch.testing.assert_close(on_cuda[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-weights", "fp16-weights", "bf16-pure"])
+def test_lower_precision_follows_float32(precision):
+    task = make_task()
+    _, exact, _ = trained(task, "cuda:0", 64)
+    _, losses, _ = trained(task, "cuda:0", 64, precision)
+    assert losses == pytest.approx(exact, rel=0.05)
+
+
+def test_out_of_memory_is_redone_under_a_leaner_plan():
+    free, _ = torch.cuda.mem_get_info()
+    hog = torch.empty(max(0, free - (1 << 30)), dtype=torch.uint8, device="cuda")
+    num = 4096
+    task = ab.Task(
+        model=lambda: nn.Sequential(nn.Linear(64, 65536), nn.ReLU(), nn.Linear(65536, 10)),
+        loss=loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
+        train=TensorDataset(torch.randn(num, 64), torch.randint(10, (num,))),
+        global_batch=num,
+        steps=2,
+    )
+    _, losses, events = trained(task, "cuda:0", num)
+    assert any(isinstance(event, OutOfMemory) for event in events)
+    del hog
+    torch.cuda.empty_cache()
+    _, undisturbed, _ = trained(task, "cuda:0", 256)
+    assert losses == pytest.approx(undisturbed, rel=1e-4)
+
+
+def test_no_host_synchronisation_inside_the_micro_batches(monkeypatch):
+    from anybatch.compute import Replica
+
+    task = make_task()
+    original = Replica.accumulate
+
+    def watched(self, *args, **kwargs):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    trained(task, "cuda:0", 32)  # first uses may synchronise
+    monkeypatch.setattr(Replica, "accumulate", watched)
+    trained(task, "cuda:0", 32)
+
+
+def test_the_budget_is_enforced():
+    task = make_task()
+    with contextlib.ExitStack() as stack:
+        plan = ab.plan(task, memory="2GiB")
+        stack.enter_context(ab.Session(task, plan))
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
+    torch.empty(3 << 30, dtype=torch.uint8, device="cuda")

@@ -1,0 +1,274 @@
+"""`ab.Step` in a script that several processes run: what one process does with all samples at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.crew import RankError
+from torch import nn
+
+import anybatch as ab
+from anybatch.events import OutOfMemory, Replanned
+
+KIND = {"dtype": torch.float64}
+PARTS = {
+    "unequal": [(5, 4, 1), (3, 8, 2), (2, 1, 7)],
+    "some without": [(5, None, 1), (3, 2, None), (None, 6, 1)],
+    "empty tensors": [(0, 4, 1), (3, 0, 2), (2, 9, 0)],
+    "first without": [(None, 4, None), (3, 8, 2), (2, None, 7)],
+}
+"""For each step what each rank has."""
+
+
+class Net(nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = nn.Sequential(nn.Linear(3, 6, **KIND), nn.Tanh(), nn.Linear(6, 2, **KIND))
+        self.scale = nn.Buffer(torch.full((), 1.0 + seed, **KIND))
+
+    def forward(self, x):
+        return self.body(x) * self.scale
+
+
+def loss(model, batch):
+    x, y, weights = batch
+    losses = F.cross_entropy(model(x), y, reduction="none") * weights
+    return ab.Loss(losses.sum(), weights.sum(), metrics={"size": (x.abs().sum(), x.numel())})
+
+
+def samples(number, count):
+    draw = torch.Generator().manual_seed(number)
+    x = torch.randn(count, 3, generator=draw, **KIND)
+    y = torch.randint(0, 2, (count,), generator=draw)
+    return x, y, torch.rand(count, generator=draw, **KIND) + 0.1
+
+
+def cut(number, sizes, rank):
+    """The part of `rank` of the global batch of step `number`; None if it has none."""
+    if sizes[rank] is None:
+        return None
+    start = sum(size or 0 for size in sizes[:rank])
+    return [t[start : start + sizes[rank]] for t in samples(number, sum(s or 0 for s in sizes))]
+
+
+def steps(rank, size, parts, options):
+    model = Net(seed=rank)  # every rank begins with weights of its own
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    with ab.Step(model, optimizer, loss, clip_norm=0.5, **options) as step:
+        outcomes = [step(cut(n, sizes, rank)) for n, sizes in enumerate(parts)]
+        plan = step.plan
+    told = [(o.loss, o.weight, o.metrics, o.grad_norm) for o in outcomes]
+    passes = [o.num_micro_batches for o in outcomes]
+    return model.state_dict(), told, passes, plan
+
+
+def plainly(parts):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for number, sizes in enumerate(parts):
+        one = loss(model, samples(number, sum(s or 0 for s in sizes)))
+        optimizer.zero_grad()
+        (one.sum / one.weight).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append((one.sum / one.weight).item())
+    return model.state_dict(), losses
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1])
+@pytest.mark.parametrize("kind", sorted(PARTS))
+def test_any_parts_make_the_step_of_the_whole_batch(crew, kind, micro_batch):
+    ranks = crew(3, steps, PARTS[kind], {"micro_batch": micro_batch})
+    wanted, losses = plainly(PARTS[kind])
+    for state, told, _, plan in ranks:
+        assert told == ranks[0][1]
+        assert [one[0] for one in told] == pytest.approx(losses, rel=1e-9)
+        for name, value in state.items():
+            assert torch.equal(value, ranks[0][0][name])
+            assert torch.allclose(value, wanted[name], rtol=1e-9, atol=1e-12)
+        assert plan.parallel == "replicate"
+        assert plan.num_ranks == 3
+    if micro_batch == 1:
+        assert [passes for _, _, passes, _ in ranks] == [
+            [sizes[rank] or 0 for sizes in PARTS[kind]] for rank in range(3)
+        ]
+
+
+def failing(rank, size, parts, bad_rank, times):
+    """Memory runs out on `bad_rank` in its first `times` passes with more than one sample."""
+    model = Net()
+    left, events = [times], []
+
+    def fail(_module, inputs):
+        if rank == bad_rank and left[0] and not isinstance(inputs[0], torch._subclasses.FakeTensor):
+            left[0] -= 1
+            raise torch.OutOfMemoryError("tried to allocate more than there is")
+
+    model.body.register_forward_pre_hook(fail)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    with ab.Step(model, optimizer, loss, clip_norm=0.5, sinks=[events.append]) as step:
+        for number, sizes in enumerate(parts):
+            step(cut(number, sizes, rank))
+    return model.state_dict(), [type(e) for e in events]
+
+
+def test_memory_that_runs_out_on_one_rank_leaves_no_trace(crew):
+    parts = [(40, 7), (33, 40), (8, 1)]
+    ranks = crew(2, failing, parts, 1, 2)
+    wanted, _ = plainly(parts)
+    for state, _ in ranks:
+        assert all(torch.allclose(state[n], wanted[n], rtol=1e-9, atol=1e-12) for n in wanted)
+    assert ranks[0][1] == [OutOfMemory, Replanned] * 2
+    assert not ranks[1][1]  # only rank 0 speaks
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_ladders_of_different_lengths_end_on_all_ranks_at_once(crew, bad_rank):
+    outcomes = crew.outcomes(2, failing, [(64, 1), (8, 8)], bad_rank, 10**9)
+    for error, _ in outcomes:
+        assert isinstance(error, ab.NoPlanFits), error
+
+
+def with_an_error(rank, size, what):
+    model = Net()
+    begun = []
+
+    def bad(model, batch):
+        if rank == 1 and begun and what == "loss":
+            return 1 / 0
+        return loss(model, batch)
+
+    step = ab.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), bad)
+    step(samples(0, 4))
+    begun.append(True)
+    before = model.body[0].weight.detach().clone()
+    try:
+        step("no batch" if rank == 1 and what == "batch" else samples(1, 4))
+    except Exception as error:
+        told = error
+    step.close()
+    return torch.equal(model.body[0].weight, before), type(told).__name__, str(told)
+
+
+@pytest.mark.parametrize(("what", "name"), [("loss", "ZeroDivisionError"), ("batch", "DataError")])
+def test_an_error_on_one_rank_stops_all_and_is_named(crew, what, name):
+    first, second = crew(2, with_an_error, what)
+    assert first[0]
+    assert second[0]
+    assert second[1] == name
+    assert first[1] == "PeerFailed"
+    assert f"rank 1 failed in step 1 with {name}" in first[2]
+
+
+def with_norms(rank, size, parts):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(3, **KIND)
+    model = nn.Sequential(norm, nn.Linear(3, 2, **KIND))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ab.Step(model, optimizer, loss, ghost_batch=4) as step:
+        for number, sizes in enumerate(parts):
+            step(cut(number, sizes, rank))
+    return model.state_dict()
+
+
+def test_parts_of_whole_ghost_batches_are_normalised_as_in_one_process(crew):
+    # Two ghost batches of four on the first rank, one on the second; then the other way round.
+    ranks = crew(2, with_norms, [(8, 4), (4, 8), (4, None)])
+    (wanted,) = crew(1, with_norms, [(12,), (12,), (4,)])
+    for state in ranks:
+        for name, value in state.items():
+            assert torch.allclose(value, wanted[name], rtol=1e-9, atol=1e-12), name
+
+
+def called_unequally(rank, size):
+    model = Net()
+    step = ab.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    for number in range(2 - rank):
+        step(samples(number, 4))
+    return "done"
+
+
+def test_a_rank_that_calls_less_often_is_missed(crew):
+    (error, _), (none, done) = crew.outcomes(2, called_unequally)
+    assert type(error).__name__ == "PeerLost"
+    assert "did not answer" in str(error)
+    assert (none, done) == (None, "done")
+
+
+def differently(rank, size, options):
+    model = nn.Linear(3 if rank or options else 2, 2, **KIND)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ab.Step(model, optimizer, loss, **(options if rank else {}))
+    step(samples(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "names and shapes"),
+        ({"clip_norm": 1.0}, r"clip_norm of rank 0 and rank 1 differ \(None"),
+    ],
+    ids=["model", "clip_norm"],
+)
+def test_ranks_that_train_differently_are_told_apart(crew, options, words):
+    with pytest.raises(RankError, match=words) as caught:
+        crew(2, differently, options)
+    assert isinstance(caught.value.error, ab.InputError)
+
+
+def nobody_has_samples(rank, size):
+    model = Net()
+    ab.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)(None)
+
+
+def test_a_first_call_without_any_samples(crew):
+    with pytest.raises(RankError, match="the batch of every rank is empty in the first call"):
+        crew(2, nobody_has_samples)
+
+
+def wrapped(rank, size):
+    model = nn.parallel.DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        ab.Step(model, optimizer, loss)
+    except ab.InputError as error:
+        told = str(error)
+    with ab.Step(model.module, optimizer, loss) as step:  # as the remedy says
+        step(cut(0, (3, 5), rank))
+    dist.barrier()
+    return told, model.module.state_dict()
+
+
+def test_a_model_that_is_wrapped_already(crew):
+    (told, first), (_, second) = crew(2, wrapped)
+    assert "is wrapped in DistributedDataParallel" in told
+    assert "pass model.module" in told
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(ab.InputError, match=r"wrapped in DataParallel.*pass model\.module"):
+        ab.Step(nn.DataParallel(nn.Linear(1, 1)), None or torch.optim.SGD([torch.ones(1)]), loss)
+
+
+@pytest.mark.slow
+def test_the_example_prints_the_same_on_any_number_of_ranks(tmp_path):
+    example = Path(__file__).parents[2] / "examples" / "own_loop_ddp.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    outputs = []
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]):
+        command = [sys.executable, *launcher, str(example)]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout.splitlines())
+        (tmp_path / "model.safetensors").unlink()
+    assert len(outputs[0]) == 4
+    assert outputs[0] == outputs[1]

@@ -1,0 +1,204 @@
+"""Allocators replayed on timelines drawn by hand.
+
+A timeline is a list of (bytes, born, died): alive from the moment `born` to the moment `died`, both
+included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from anybatch.estimate.allocator import PAGE, CudaCache, GlibcHeap
+from anybatch.estimate.trace import Block, Timeline
+
+MAPPED_FROM = 128 << 10
+MIB = 1 << 20
+HEADER = 64 + 16  # torch's alignment, malloc's own words
+
+Life = tuple[int, int, int | None]
+
+
+def timeline(*lives: Life, scratch: dict[int, int] | None = None) -> Timeline:
+    blocks = [Block(size, born, "compute", died) for size, born, died in lives]
+    last = max([born for _, born, _ in lives] + [died or 0 for _, _, died in lives])
+    return Timeline(blocks=blocks, scratch=scratch or {}, num_moments=last + 1)
+
+
+def heap(*lives: Life, trim: int = MAPPED_FROM, **more: dict[int, int]) -> int:
+    return GlibcHeap(MAPPED_FROM, trim).replay(timeline(*lives, **more)).peak_bytes
+
+
+def on_heap(size: int) -> int:
+    return -(-(size + HEADER) // 16) * 16
+
+
+def cuda(*lives: Life, **options: Any) -> int:
+    return CudaCache(**options).replay(timeline(*lives)).peak_bytes
+
+
+# ------------------------------------------------------------------------------------------ glibc
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 100, 4096, MAPPED_FROM - 1])
+def test_a_small_block_is_rounded_to_sixteen_bytes(size: int):
+    assert heap((size, 0, 1)) == on_heap(size)
+
+
+@pytest.mark.parametrize("size", [MAPPED_FROM, MAPPED_FROM + 1, 1 << 20, (1 << 20) - HEADER])
+def test_a_large_block_is_mapped_in_whole_pages(size: int):
+    taken = heap((size, 0, 1))
+    assert taken % PAGE == 0
+    assert size + HEADER <= taken < size + HEADER + PAGE
+
+
+def test_an_empty_block_takes_nothing():
+    assert heap((0, 0, 1)) == 0
+
+
+def test_blocks_that_live_together_add_up_and_those_in_turn_do_not():
+    assert heap((1000, 0, 3), (2000, 1, 3)) == on_heap(1000) + on_heap(2000)
+    assert heap((1000, 0, 1), (1000, 2, 3), (1000, 4, 5)) == on_heap(1000)
+
+
+def test_the_block_that_is_born_while_another_dies_stands_beside_it():
+    # A block is alive while its last operation runs: argument and result are there at once.
+    assert heap((1000, 0, 2), (1000, 2, 3)) == 2 * on_heap(1000)
+
+
+def test_a_hole_is_used_again_by_a_block_that_fits():
+    lives = [(4000, 0, 1), (100, 0, None), (3000, 2, None)]
+    assert heap(*lives) == on_heap(4000) + on_heap(100)
+
+
+def test_a_hole_that_is_too_small_stays_a_hole():
+    lives = [(4000, 0, 1), (100, 0, None), (5000, 2, None)]
+    assert heap(*lives) == on_heap(4000) + on_heap(100) + on_heap(5000)
+
+
+def test_the_smallest_hole_that_fits_is_taken():
+    # Holes of 8000 and of 4000 bytes; 4000 goes into the small one, so 8000 still fits the other.
+    lives = [
+        (8000, 0, 1),
+        (100, 0, None),
+        (4000, 0, 1),
+        (100, 0, None),
+        (4000, 2, None),
+        (8000, 3, None),
+    ]
+    assert heap(*lives) == on_heap(8000) + on_heap(4000) + 2 * on_heap(100)
+
+
+def test_neighbouring_holes_are_joined():
+    lives = [(4000, 0, 1), (4000, 0, 2), (100, 0, None), (8000, 3, None)]
+    assert heap(*lives) == 2 * on_heap(4000) + on_heap(100)
+
+
+def test_the_last_hole_grows_at_the_top():
+    # The block at the top dies (too small to be given back), and a larger one begins where it began.
+    lives = [(100, 0, None), (4000, 0, 1), (9000, 2, None)]
+    assert heap(*lives) == on_heap(100) + on_heap(9000)
+
+
+def test_the_top_is_given_back_beyond_the_threshold():
+    lives = [(60_000, 0, 1), (60_000, 0, 1), (60_000, 0, 1), (1 << 20, 3, 4)]
+    mapped = heap((1 << 20, 0, 1))
+    assert heap(*lives) == max(mapped, 3 * on_heap(60_000))
+    assert heap(*lives, trim=1 << 30) == mapped + 3 * on_heap(60_000)
+
+
+def test_scratch_counts_at_its_moment_only():
+    assert heap((1000, 0, 5), scratch={3: 500}) == on_heap(1000) + 500
+    lives = [(1000, 0, 5), (2000, 4, 5)]
+    assert heap(*lives, scratch={2: 500}) == on_heap(1000) + on_heap(2000)
+
+
+def test_the_peak_is_found_where_it_is_and_its_overhead_told():
+    taken = GlibcHeap(MAPPED_FROM, MAPPED_FROM).replay(
+        timeline((1000, 0, 9), (5000, 3, 4), (2000, 6, 7))
+    )
+    assert taken.moment == 3
+    assert taken.overhead_bytes == taken.peak_bytes - 6000
+
+
+# ------------------------------------------------------------------------------------------- CUDA
+#
+# Worked out by hand from the documented rules; MiB and KiB as in torch's source.
+
+
+def test_small_blocks_share_segments_of_two_mebibytes():
+    assert cuda((1, 0, 1)) == 2 << 20
+    assert cuda(*[(512, 0, 1)] * 4096) == 2 << 20
+    assert cuda(*[(513, 0, 1)] * 4096) == 4 << 20
+
+
+def test_a_block_of_one_mebibyte_is_small_and_one_byte_more_is_not():
+    assert cuda((MIB, 0, 1)) == 2 * MIB
+    assert cuda((MIB + 1, 0, 1)) == 20 * MIB
+
+
+def test_middle_blocks_share_segments_of_twenty_mebibytes():
+    assert cuda(*[(5 * MIB, 0, 1)] * 4) == 20 * MIB
+    assert cuda(*[(5 * MIB, 0, 1)] * 5) == 40 * MIB
+
+
+def test_a_large_block_has_a_segment_of_its_own_in_steps_of_two_mebibytes():
+    assert cuda((10 * MIB, 0, 1)) == 10 * MIB
+    assert cuda((10 * MIB + 1, 0, 1)) == 12 * MIB
+
+
+def test_a_rest_of_one_mebibyte_is_not_split_off_and_a_larger_one_is():
+    # A segment of 12 MiB, free again. 11 MiB leave 1 MiB, which stays with the block: the next 2 MiB
+    # need a segment. 9 MiB leave 3 MiB, which are split off and hold them.
+    first = (12 * MIB, 0, 1)
+    assert cuda(first, (11 * MIB, 2, 9), (2 * MIB, 3, 9)) == 12 * MIB + 20 * MIB
+    assert cuda(first, (9 * MIB, 2, 9), (2 * MIB, 3, 9)) == 12 * MIB
+
+
+def test_the_smallest_free_block_that_fits_is_taken():
+    # Free: 30 and 12 MiB. 12 MiB go into the 12, so 30 still fit the other one.
+    lives = [(30 * MIB, 0, 1), (12 * MIB, 0, 1), (12 * MIB, 2, 9), (30 * MIB, 3, 9)]
+    assert cuda(*lives) == 42 * MIB
+
+
+def test_neighbours_of_one_segment_are_joined_and_those_of_two_are_not():
+    # Two of 10 MiB split from one segment of 20 join to 20; two segments of 10 MiB never do.
+    joined = [(20 * MIB, 0, 1), (10 * MIB, 2, 4), (10 * MIB, 3, 4), (20 * MIB, 5, 9)]
+    assert cuda(*joined) == 20 * MIB
+    apart = [(10 * MIB, 0, 1), (10 * MIB, 0, 1), (20 * MIB, 5, 9)]
+    assert cuda(*apart) == 40 * MIB
+
+
+def test_expandable_segments_join_what_lies_side_by_side():
+    lives = [(10 * MIB, 0, 1), (10 * MIB, 0, 1), (20 * MIB, 5, 9), (24 * MIB, 11, 12)]
+    # 20 MiB at first; the 24 grow the same segment by a step of 20.
+    assert cuda(*lives, expandable=True) == 40 * MIB
+    assert cuda(*lives) == 10 * MIB + 10 * MIB + 20 * MIB + 24 * MIB
+
+
+def test_blocks_beyond_the_largest_split_are_kept_whole():
+    lives = [(100 * MIB, 0, 1), (30 * MIB, 2, 9)]
+    assert cuda(*lives) == 100 * MIB
+    assert cuda(*lives, max_split_bytes=64 * MIB) == 130 * MIB
+    # A request beyond it may take one that is less than 20 MiB larger, and only such a one.
+    assert cuda((100 * MIB, 0, 1), (90 * MIB, 2, 9), max_split_bytes=64 * MIB) == 100 * MIB
+    assert cuda((100 * MIB, 0, 1), (80 * MIB, 2, 9), max_split_bytes=64 * MIB) == 180 * MIB
+
+
+def test_what_the_cache_has_taken_it_keeps_until_the_limit_is_met():
+    lives = [(12 * MIB, 0, 1), (30 * MIB, 3, 4), (40 * MIB, 6, 7)]
+    assert cuda(*lives) == 82 * MIB
+    assert cuda(*lives, limit_bytes=60 * MIB) == 42 * MIB
+    # A segment of which a part is taken is not given back.
+    held = [(40 * MIB, 0, 1), (2 * MIB, 2, 9), (50 * MIB, 3, 9)]
+    assert cuda(*held, limit_bytes=60 * MIB) == 90 * MIB
+
+
+def test_allocated_counts_rounded_blocks_and_reserved_counts_segments():
+    taken = CudaCache().replay(timeline((513, 0, 2), (3 * MIB, 1, 2)))
+    assert taken.allocated_bytes == 1024 + 3 * MIB
+    assert taken.peak_bytes == 22 * MIB
+    assert taken.moment == 1
+    assert taken.overhead_bytes == 22 * MIB - 513 - 3 * MIB
+    assert taken.curve == (2 * MIB, 22 * MIB, 22 * MIB, 22 * MIB, 22 * MIB)

@@ -1,0 +1,277 @@
+"""Calibration and history: measured once, kept whole, remade when broken or stale."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.estimate.test_seconds import even
+
+from anybatch.estimate import calibration, calibration_history, calibration_store
+from anybatch.estimate.calibration_history import correction, remember
+from anybatch.estimate.calibration_store import cache_folder, forget_speeds, speeds_of, where
+from anybatch.machine import Machine
+from anybatch.plans import Choice, Plan, Prediction, TaskIdentity
+
+CPU = Machine.here(device="cpu").device
+TASK = TaskIdentity(name="one", global_batch=8, parameters=10, trainable_parameters=10)
+OTHER = TaskIdentity(name="other", global_batch=8, parameters=99, trainable_parameters=99)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibration_store, "_memo", {})
+    return tmp_path / "anybatch"
+
+
+@pytest.fixture
+def measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Counts measurements, which then take no time."""
+    done: list[str] = []
+
+    def measure(device: Any, threads: int) -> Any:
+        done.append(device.name)
+        return even(call_seconds=1e-6 * len(done))
+
+    monkeypatch.setattr(calibration_store, "measure_apart", measure)
+    return done
+
+
+def again(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Speeds as a new process finds them."""
+    monkeypatch.setattr(calibration_store, "_memo", {})
+    return speeds_of(CPU)
+
+
+def plan(
+    task: TaskIdentity = TASK, seconds: float = 1.0, enforced: bool = True, **told: Any
+) -> Plan:
+    return Plan(
+        task=task,
+        device="cpu",
+        enforced=enforced,
+        choice=Choice(micro_batch=8, evaluation_batch=8),
+        prediction=Prediction(
+            peak_bytes=1000, evaluation_peak_bytes=0, step_seconds=seconds, **told
+        ),
+    )
+
+
+# ------------------------------------------------------------------------------------ the speeds
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured_in_seconds_and_figures_are_sound():
+    found = calibration.measure(CPU)
+    assert calibration_store._sound(found)
+    assert found.measured
+    assert not found.overlap
+    big = 2.0 * 512**3
+    assert 1e8 < calibration.product_rate(found.matmul["float32"], big, 512) < 1e13
+
+
+def test_a_device_is_measured_once(measured: list[str], folder: Path, monkeypatch):
+    first = speeds_of(CPU)
+    assert speeds_of(CPU) is first
+    assert again(monkeypatch) == first
+    assert len(measured) == 1
+    assert [path.suffix for path in folder.iterdir()] == [".json"]
+
+
+def test_forgotten_speeds_are_measured_again(measured: list[str], monkeypatch):
+    first = speeds_of(CPU)
+    forget_speeds(CPU)
+    assert speeds_of(CPU) != first
+    assert len(measured) == 2
+
+
+def test_another_number_of_threads_is_another_device(measured: list[str], monkeypatch):
+    speeds_of(CPU)
+    monkeypatch.setattr(calibration_store.torch, "get_num_threads", lambda: 77)
+    speeds_of(CPU)
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x00\xff",
+        b"{}",
+        b"[1, 2]",
+        b'{"matmul": {}, "convolution": {}, "memory": {}, "call_seconds": 1, "overlap": false}',
+    ],
+    ids=["empty", "binary", "object", "list", "no-curves"],
+)
+def test_a_broken_file_is_remade(content: bytes, measured: list[str], folder: Path, monkeypatch):
+    speeds_of(CPU)
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(content)
+    again(monkeypatch)
+    assert len(measured) == 2
+    assert json.loads(file.read_text()).keys() == json.loads(whole).keys()
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.99])
+def test_a_torn_file_is_remade(part: float, measured: list[str], folder: Path, monkeypatch):
+    speeds_of(CPU)
+    (file,) = folder.iterdir()
+    file.write_bytes(file.read_bytes()[: int(part * file.stat().st_size)])
+    again(monkeypatch)
+    assert len(measured) == 2
+
+
+def test_figures_that_cannot_be_are_remade(measured: list[str], folder: Path, monkeypatch):
+    speeds_of(CPU)
+    (file,) = folder.iterdir()
+    content = json.loads(file.read_text())
+    content["memory"]["plain"][0][1] = -5.0
+    file.write_text(json.dumps(content))
+    again(monkeypatch)
+    assert len(measured) == 2
+
+
+def test_no_folder_to_write_to_stops_nothing(measured: list[str], tmp_path: Path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert speeds_of(CPU)
+    remember(plan(), 1000, 1.0)
+    assert correction(CPU, TASK).num_runs == 0
+
+
+def test_a_device_that_cannot_be_measured_has_nominal_speeds(folder: Path, monkeypatch):
+    def fails(device: Any, threads: int) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(calibration_store, "measure_apart", fails)
+    assert not speeds_of(CPU).measured
+    assert not folder.exists()
+
+
+def test_a_device_that_is_not_here_is_not_measured(measured: list[str], folder: Path):
+    assert not speeds_of(Machine.describe("rtx-4090").device).measured
+    assert not measured
+    assert not folder.exists()
+
+
+def test_the_cache_is_where_the_system_keeps_caches(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "anybatch"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder().name == "anybatch" or cache_folder().parent.name == "anybatch"
+    assert "CPU" in where(CPU).device
+
+
+# ----------------------------------------------------------------------------------- the history
+
+
+def test_nothing_is_corrected_before_the_first_run(folder: Path):
+    assert correction(CPU, TASK) == calibration_history.Correction()
+
+
+def test_time_is_corrected_by_the_median_and_bytes_by_the_most(folder: Path):
+    for bytes_now, seconds in ((900, 1.1), (1200, 1.3), (1100, 1.2)):
+        remember(plan(), bytes_now, seconds)
+    found = correction(CPU, TASK)
+    assert found.seconds == pytest.approx(1.2)
+    assert found.bytes == pytest.approx(1.2)
+    assert found.num_runs == 3
+
+
+def test_bytes_are_never_corrected_downwards(folder: Path):
+    remember(plan(), 500, 0.5)
+    found = correction(CPU, TASK)
+    assert found.bytes == 1.0
+    assert found.seconds == pytest.approx(0.5)
+
+
+def test_what_is_learned_is_not_learned_twice(folder: Path):
+    remember(plan(), 1000, 1.2)
+    learned = correction(CPU, TASK).seconds
+    # The next prediction has the factor in it, and comes true.
+    remember(plan(seconds=learned, seconds_corrected_by=learned), 1000, 1.2)
+    assert correction(CPU, TASK).seconds == pytest.approx(1.2)
+
+
+def test_the_same_task_teaches_more_than_others(folder: Path):
+    remember(plan(OTHER), 3000, 2.0)
+    assert correction(CPU, TASK).seconds == pytest.approx(2.0)
+    assert correction(CPU, TASK).bytes == 1.0  # bytes of another task say nothing
+    remember(plan(), 1000, 1.1)
+    assert correction(CPU, TASK).seconds == pytest.approx(1.1)
+    assert correction(CPU, TASK).num_runs == 1
+
+
+def test_without_a_budget_bytes_teach_nothing(folder: Path):
+    remember(plan(enforced=False), 1600, 1.0)
+    assert correction(CPU, TASK).bytes == 1.0
+
+
+def test_what_is_far_off_everywhere_is_not_believed(folder: Path):
+    remember(plan(), None, 100.0)
+    assert correction(CPU, TASK) == calibration_history.Correction()
+
+
+@pytest.mark.parametrize("ratio", [2.5, 0.4])
+def test_a_stale_calibration_is_measured_again(
+    ratio: float, measured: list[str], folder: Path, monkeypatch
+):
+    speeds_of(CPU)
+    for _ in range(calibration_history.STALE_RUNS):
+        remember(plan(), 1000, ratio)
+    assert correction(CPU, TASK).num_runs <= 1  # what was learned belonged to the old figures
+    again(monkeypatch)
+    assert len(measured) == 2
+
+    # Measuring did not help: then the correction does, and nothing is measured any more.
+    for _ in range(calibration_history.STALE_RUNS + 1):
+        remember(plan(), 1000, ratio)
+    again(monkeypatch)
+    assert len(measured) == 2
+    assert correction(CPU, TASK).seconds == pytest.approx(ratio)
+
+
+def test_runs_that_are_off_in_both_directions_are_noise(measured: list[str], monkeypatch):
+    speeds_of(CPU)
+    for ratio in (2.5, 0.4, 2.5, 0.4):
+        remember(plan(), 1000, ratio)
+    again(monkeypatch)
+    assert len(measured) == 1
+
+
+def test_a_broken_history_is_begun_anew(folder: Path):
+    remember(plan(), 1000, 1.5)
+    (file,) = folder.iterdir()
+    file.write_bytes(file.read_bytes()[:-20])
+    assert correction(CPU, TASK).num_runs == 0
+    remember(plan(), 1000, 1.5)
+    assert correction(CPU, TASK).num_runs == 1
+
+
+def test_a_plan_of_a_device_that_is_gone_teaches_nothing(folder: Path):
+    remember(plan().model_copy(update={"device": "cuda:7"}), 1000, 1.5)
+    assert not folder.exists()
+
+
+def test_plans_without_prediction_or_of_several_ranks_teach_nothing(folder: Path):
+    remember(plan().model_copy(update={"prediction": None}), 1000, 1.5)
+    ranks = {"parallel": "replicate", "shares": (1.0,) * 4}
+    remember(plan().model_copy(update=ranks), 1000, 1.5)
+    assert not folder.exists()
+
+
+def test_old_runs_are_forgotten(folder: Path):
+    for _ in range(70):
+        remember(plan(), 1000, 1.5)
+    (file,) = folder.iterdir()
+    assert len(json.loads(file.read_text())["runs"]) == 60
+    assert correction(CPU, replace_name(TASK)).num_runs == 9
+
+
+def replace_name(task: TaskIdentity) -> TaskIdentity:
+    return task.model_copy(update={"global_batch": 16})

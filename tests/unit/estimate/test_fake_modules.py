@@ -1,0 +1,73 @@
+"""Model functions that convert what they have built are traced like others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.estimate import subject_of
+from anybatch.estimate.fake_modules import converting_fake_modules
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out, _ = self.lstm(self.embedding(tokens))
+        return self.head(self.norm(out.transpose(1, 2)).transpose(1, 2))
+
+
+def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1).float(), batch[1].flatten())
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "double": lambda model: model.double(),
+    "to dtype": lambda model: model.to(torch.bfloat16),
+    "to device": lambda model: model.to("cpu"),
+    "twice": lambda model: model.half().float(),
+    "channels last": lambda model: model.to(  # pyright: ignore[reportCallIssue]
+        memory_format=torch.channels_last
+    ),
+}
+
+
+@pytest.mark.parametrize("how", CONVERSIONS)
+def test_a_converted_model_is_planned(how: str):
+    tokens = torch.zeros(12, 3, dtype=torch.int64)
+    task = ab.Task(
+        model=lambda: CONVERSIONS[how](Tied()),
+        loss=loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train=torch.utils.data.TensorDataset(tokens, tokens),
+        global_batch=4,
+        steps=1,
+    )
+    plan = ab.plan(task)
+    real = task.build_model()
+    assert plan.task.parameters == sum(param.numel() for param in real.parameters())
+    build = subject_of(task).build_model  # inside of a trace it is called like this
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = build()
+    assert isinstance(model, Tied)
+    assert model.head.weight is model.embedding.weight
+    assert [p.dtype for p in model.parameters()] == [p.dtype for p in real.parameters()]
+
+
+def test_modules_are_converted_as_ever_afterwards():
+    before = nn.Module._apply
+    with converting_fake_modules():
+        assert nn.Module._apply is not before
+    assert nn.Module._apply is before

@@ -1,0 +1,235 @@
+"""Seconds: work is counted as it is, times follow from speeds, and blocks add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.planner.tasks import deep, deep_task, mean_square
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import anybatch as ab
+from anybatch.estimate import subject_of
+from anybatch.estimate.calibration import Speeds, nominal, product_rate, rate_at
+from anybatch.estimate.seconds import Pace, exchange_seconds
+from anybatch.estimate.seconds_work import Work, family_of, work_of
+from anybatch.machine import Machine
+from anybatch.plans import Choice, Recompute
+
+CPU = Machine.here(device="cpu").device
+EVEN = ((1.0, 1e9), (1e12, 1e9))
+FAMILIES = ("plain", "special", "random", "norm", "gather", "pool", "reduction")
+
+
+def even(**changes: Any) -> Speeds:
+    """A device that does everything at one rate: a billion per second."""
+    products = {"float32": (8.0, EVEN, EVEN)}
+    fields: dict[str, Any] = {
+        "matmul": products,
+        "convolution": products,
+        "memory": dict.fromkeys(FAMILIES, EVEN),
+        "call_seconds": 0.0,
+        "overlap": False,
+    }
+    return Speeds(**{**fields, **changes})
+
+
+def work(task: ab.Task, micro_batch: int) -> Work:
+    choice = Choice(micro_batch=micro_batch, evaluation_batch=1)
+    return work_of(subject_of(task), choice, CPU)
+
+
+def pace(task: ab.Task, speeds: Speeds | None = None) -> Pace:
+    return Pace(subject_of(task), CPU, speeds or even(), "fp32")
+
+
+# ------------------------------------------------------------------------------------- the work
+
+
+def test_products_are_counted_as_textbooks_count_them():
+    found = work(deep_task(), 10)
+    forward = sum(o.flops for o in found.operations if o.phase == "forward")
+    # Per sample 2 x 64 x 256 twice in each of two blocks, and 2 x 64 for the last layer.
+    assert forward == 10 * (2 * 2 * 2 * 64 * 256 + 2 * 64)
+    backward = sum(o.flops for o in found.operations if o.phase == "backward")
+    # Twice as much, but for the gradient of the data, which nobody asks for.
+    assert backward == 2 * forward - 10 * 2 * 64 * 256
+
+
+def test_the_operations_of_blocks_are_those_of_the_blocks():
+    found = work(deep_task(), 10)
+    for block in (0, 1):
+        inside = [o for o in found.operations if o.block == block]
+        assert {o.phase for o in inside} == {"forward"}
+        assert sum(o.flops for o in inside) == 10 * 2 * 2 * 64 * 256
+        names = [o.name for o in inside]
+        assert names.count("addmm") == 2
+        assert "relu" in names
+
+
+def test_what_a_block_keeps_is_what_it_makes_and_saves():
+    first, second = work(deep_task(), 10).blocks
+    # ReLU's result serves itself and the next layer; 256 wide, float32.
+    assert first.kept_bytes == second.kept_bytes == 10 * 256 * 4
+    assert second.input_bytes == 10 * 64 * 4
+    assert first.matmul_bytes == 10 * (256 + 64) * 4
+
+
+def test_attention_on_a_cpu_has_its_arithmetic_counted():
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.line(x).view(len(x), 2, 7, 16)
+            return nn.functional.scaled_dot_product_attention(q, q, q)
+
+    task = deep_task(
+        model=Attention,
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        train=TensorDataset(torch.zeros(64, 7, 32)),
+        global_batch=64,
+    )
+    found = [o for o in work(task, 3).operations if "scaled_dot_product" in o.name]
+    assert [o.flops for o in found if o.phase == "forward"] == [3 * 2 * 7 * 7 * 16 * 4]
+    assert all(o.family == "matmul" and o.flops for o in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("addmm", "matmul"),
+        ("convolution_backward", "convolution"),
+        ("_log_softmax_backward_data", "special"),
+        ("gelu", "special"),
+        ("native_batch_norm", "norm"),
+        ("native_layer_norm_backward", "norm"),
+        ("max_pool2d_with_indices", "pool"),
+        ("embedding", "gather"),
+        ("bernoulli_", "random"),
+        ("sum", "reduction"),
+        ("add_", "plain"),
+        ("expand", "plain"),
+        ("_foreach_sqrt", "special"),
+        ("threshold_backward", "plain"),
+    ],
+)
+def test_operations_have_the_speed_of_their_kind(name: str, family: str):
+    assert family_of(name) == family
+
+
+# ------------------------------------------------------------------------------------ the speeds
+
+
+def test_rates_lie_on_the_curve_and_stay_level_beyond_it():
+    curve = ((1e3, 1e6), (1e5, 1e8))
+    assert rate_at(curve, 1.0) == 1e6
+    assert rate_at(curve, 1e9) == 1e8
+    assert rate_at(curve, 1e4) == pytest.approx(1e7)
+
+
+def test_thin_products_are_slower():
+    products = (8.0, ((1.0, 1e9),), ((1.0, 1e11),))
+    cube = 2.0 * 256**3
+    assert product_rate(products, cube, 8) == pytest.approx(1e9)
+    assert product_rate(products, cube, 256) == pytest.approx(1e11)
+    assert 1e9 < product_rate(products, cube, 50) < 1e11
+
+
+def test_a_described_device_is_as_fast_as_its_sheet_allows():
+    slow, fast = (nominal(Machine.describe(name).device) for name in ("t4", "h100-80gb"))
+    for speeds in (slow, fast):
+        assert not speeds.measured
+        assert speeds.overlap
+    big = 2.0 * 8192**3
+    for arithmetic in ("float32", "float16"):
+        rates = [product_rate(s.matmul[arithmetic], big, 8192) for s in (slow, fast)]
+        assert rates[0] < rates[1]
+    assert product_rate(fast.matmul["bfloat16"], big, 8192) < 989.4e12
+
+
+# ------------------------------------------------------------------------------------- the times
+
+
+def test_time_is_work_over_speed():
+    found = pace(deep_task())
+    work_at = work(deep_task(), 100)
+    moved = sum(o.num_bytes + o.flops for o in work_at.operations if o.phase == "forward")
+    forward, _, again = found.micro(100, Recompute())
+    assert forward == pytest.approx(moved / 1e9, rel=0.01, abs=3.1e-4)
+    assert again == 0.0
+
+
+def test_any_micro_batch_lies_on_the_line_of_two():
+    found = pace(deep_task())
+    for size in (1, 8, 100, 4096):
+        traced = sum(o.flops + o.num_bytes for o in work(deep_task(), size).operations)
+        seconds = sum(found.micro(size, Recompute())) + found.update_seconds
+        assert seconds == pytest.approx(traced / 1e9, rel=0.01, abs=3.1e-4)
+
+
+def test_blocks_that_are_recomputed_cost_their_forward():
+    found = pace(deep_task())
+    each = found.block_seconds(64)
+    assert each[0] == pytest.approx(each[1])
+    assert found.micro(64, Recompute(blocks=("1",)))[2] == pytest.approx(each[0])
+    assert found.micro(64, Recompute(blocks=("1", "2")))[2] == pytest.approx(sum(each))
+    kept = found.micro(64, Recompute(blocks=("1", "2"), keep="matmuls"))[2]
+    assert 0 < kept < 0.5 * sum(each)
+    tree = found.micro(64, Recompute(blocks=(".",), nested=True))[2]
+    assert tree == pytest.approx(2 * (found.micro(64, Recompute())[0] - 3e-4))
+
+
+def test_a_step_is_its_micro_batches_and_an_update():
+    found = pace(deep_task(), even(call_seconds=1e-5))
+    one, rest = found.micro(100, Recompute()), found.micro(50, Recompute())
+    step = found.step(100, Recompute(), 250, exchange=0.5)
+    assert step.forward == pytest.approx(2 * one[0] + rest[0])
+    assert step.update == found.update_seconds
+    assert step.total == pytest.approx(2 * sum(one) + sum(rest) + found.update_seconds + 0.5)
+
+
+def test_starting_operations_counts_once_where_they_overlap():
+    calls = even(call_seconds=1e-3)
+    found, ahead = pace(deep_task(), calls), pace(deep_task(), replace(calls, overlap=True))
+    assert sum(ahead.micro(8, Recompute())) < sum(found.micro(8, Recompute()))
+    num_calls = sum(o.phase == "forward" for o in work(deep_task(), 8).operations)
+    assert ahead.micro(8, Recompute())[0] == pytest.approx(num_calls * 1e-3, rel=0.01, abs=4e-4)
+
+
+def test_fresh_pages_cost_under_a_budget():
+    speeds = even(fault_seconds_per_byte=1e-9)
+    subject = subject_of(deep_task())
+    plain = Pace(subject, CPU, speeds, "fp32").micro(4096, Recompute())
+    mapped = Pace(subject, CPU, speeds, "fp32", mapped=True).micro(4096, Recompute())
+    assert mapped[0] > plain[0]
+    small = Pace(subject, CPU, speeds, "fp32", mapped=True).micro(8, Recompute())
+    assert small == Pace(subject, CPU, speeds, "fp32").micro(8, Recompute())
+
+
+def test_ghost_batches_take_more_operations():
+    few = deep_task(model=lambda: deep(norm=True), ghost_batch=512)
+    many = deep_task(model=lambda: deep(norm=True), ghost_batch=16)
+    speeds = even(call_seconds=1e-3)
+    slow, fast = (pace(task, speeds).micro(512, Recompute())[0] for task in (many, few))
+    assert slow == pytest.approx(fast + 32e-3, rel=0.05)
+
+
+def test_gradients_cross_the_link_in_a_ring():
+    device = Machine.describe("2 x a100-80gb").device
+    assert exchange_seconds(10**9, device, 1) == 0.0
+    two, eight = (exchange_seconds(10**9, device, ranks) for ranks in (2, 8))
+    assert two == pytest.approx(1e9 / 300e9, rel=0.05)
+    assert eight == pytest.approx(2 * 7 / 8 * 1e9 / 300e9, rel=0.1)
+
+
+def test_a_loss_that_reads_values_is_traced():
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        found = mean_square(model, batch)
+        return found * float(found.item() > 0)
+
+    assert work(deep_task(loss=loss), 4).operations

@@ -1,0 +1,287 @@
+"""Who started this process, from its environment; joining as the only rank, and joining nobody."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from anybatch.errors import InputError, LaunchError
+from anybatch.launch import Membership, find, join
+
+OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def nobody_started_this(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*OURS, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def variables(text: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in text.split())
+
+
+STEP = (
+    "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NODEID=1"
+    " SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2)"
+)
+OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=0"
+    " OMPI_COMM_WORLD_LOCAL_SIZE=2"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("RANK=0 WORLD_SIZE=1", Membership(0, 1, 0, 1, "torchrun")),
+        (
+            "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4",
+            Membership(5, 8, 1, 4, "torchrun"),
+        ),
+        ("RANK=1 WORLD_SIZE=2", Membership(1, 2, 1, 2, "torchrun")),
+        ("RANK=5 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4", Membership(5, 8, 1, 4, "torchrun")),
+        ("RANK=1 WORLD_SIZE=2 ANYBATCH_LAUNCHED=1", Membership(1, 2, 1, 2, "anybatch")),
+        (STEP, Membership(3, 4, 1, 2, "slurm")),
+        (f"{STEP} RANK=0 WORLD_SIZE=1", Membership(0, 1, 0, 1, "torchrun")),
+        (OPEN_MPI, Membership(2, 4, 0, 2, "mpi")),
+        ("PMI_RANK=1 PMI_SIZE=2", Membership(1, 2, 1, 2, "mpi")),
+        (
+            "PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2",
+            Membership(3, 4, 1, 2, "mpi"),
+        ),
+    ],
+    ids=lambda value: value.launcher if isinstance(value, Membership) else value.split()[0],
+)
+def test_each_launcher_is_recognised(text: str, found: Membership):
+    assert find(variables(text)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "attempt"),
+    [
+        ("ANYBATCH_LAUNCHED=1 ANYBATCH_ATTEMPT=2 TORCHELASTIC_RESTART_COUNT=1", 2),
+        ("ANYBATCH_LAUNCHED=1", 0),
+        ("TORCHELASTIC_RESTART_COUNT=3", 3),
+        ("ANYBATCH_ATTEMPT=2", 0),
+    ],
+)
+def test_a_rank_knows_how_often_it_was_started_before(text: str, attempt: int):
+    found = find(variables(f"RANK=0 WORLD_SIZE=2 {text}"))
+    assert found is not None
+    assert found.attempt == attempt
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "RANK= WORLD_SIZE=",
+        "MASTER_ADDR=node1 MASTER_PORT=29500",
+        "SLURM_JOB_ID=7 SLURM_NTASKS=4",
+        "SLURM_JOB_ID=7 SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0",
+        "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=1",
+        "PMI_RANK=0 PMI_SIZE=1",
+    ],
+    ids=["nothing", "empty", "address", "salloc", "sbatch", "step of one", "mpi of one"],
+)
+def test_a_process_by_itself_is_no_rank(text: str):
+    assert find(variables(text)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("RANK=1", ("RANK is 1", "WORLD_SIZE is not set", "torchrun")),
+        ("WORLD_SIZE=2", ("WORLD_SIZE is 2", "RANK is not set")),
+        ("LOCAL_RANK=0", ("LOCAL_RANK is 0", "RANK is not set")),
+        ("RANK=2 WORLD_SIZE=2", ("RANK is 2", "2 ranks", "between 0 and 1")),
+        ("RANK=one WORLD_SIZE=2", ("RANK is 'one'", "whole number")),
+        ("RANK=-1 WORLD_SIZE=2", ("RANK is '-1'",)),
+        ("RANK=0 WORLD_SIZE=0", ("RANK is 0", "0 ranks")),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2", ("rank 2 of 2", "LOCAL_RANK")),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=3", ("rank 0 of 3",)),
+        (STEP.replace("PROCID=3", "PROCID=4"), ("SLURM_PROCID is 4", "4 ranks")),
+        (STEP.replace("2(x2)", "two"), ("'two'",)),
+        ("OMPI_COMM_WORLD_RANK=0", ("OMPI_COMM_WORLD_SIZE is not set", "mpirun")),
+        ("PMI_SIZE=2", ("PMI_SIZE is 2", "PMI_RANK is not set")),
+    ],
+    ids=lambda value: value.split()[0] if isinstance(value, str) else "",
+)
+def test_variables_that_cannot_be_are_named(text: str, words: tuple[str, ...]):
+    with pytest.raises(InputError) as raised:
+        find(variables(text))
+    for word in words:
+        assert word in str(raised.value)
+
+
+# --------------------------------------------------------------------------------------------- joining
+
+ALONE = Membership(0, 1, 0, 1, "torchrun")
+
+
+def test_a_group_of_one_needs_no_address_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = dict(os.environ), torch.get_num_threads()
+    with join(ALONE, "cpu", timeout_seconds=30):
+        assert distributed.get_world_size() == 1
+        assert torch.get_num_threads() == len(os.sched_getaffinity(0))
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+        assert find() == Membership(0, 1, 0, 1, "torch")
+    assert not distributed.is_initialized()
+    assert (dict(os.environ), torch.get_num_threads()) == before
+
+
+def test_the_group_goes_with_an_error_too():
+    with pytest.raises(ZeroDivisionError), join(ALONE, "cpu", timeout_seconds=30):
+        _ = 1 / 0
+    assert not distributed.is_initialized()
+
+
+def test_threads_and_interface_of_the_user_stay(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    before = torch.get_num_threads()
+    with join(Membership(0, 1, 0, 1, "torchrun"), "cpu", timeout_seconds=30):
+        assert torch.get_num_threads() == before
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_a_group_of_the_script_is_left_alone(tmp_path: Path):
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        membership = find({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+        assert membership == Membership(0, 1, 0, 1, "torch")
+        group = distributed.group.WORLD
+        with join(membership, "cpu", timeout_seconds=30):
+            assert distributed.group.WORLD is group
+        assert distributed.is_initialized()
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file", "env"])
+def test_each_kind_of_rendezvous_joins(
+    scheme: str, tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port))
+    where = {
+        "tcp": f"tcp://127.0.0.1:{free_port}",
+        "file": f"file://{tmp_path}/meeting",
+        "env": "env://",
+    }
+    for _ in range(2):  # one after the other, over the same address
+        with join(ALONE, "cpu", rendezvous=where[scheme], timeout_seconds=30):
+            number = torch.ones(1)
+            distributed.all_reduce(number)
+            assert number.item() == 1
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("rendezvous", "words"),
+    [
+        ("tcp://node1", ("'node1'", "node1:29500")),
+        ("tcp://node1:port", ("'node1:port'",)),
+        ("tcp://node1:70000", ("'node1:70000'",)),
+        ("file://shared/run", ("file://", "whole path")),
+        ("udp://node1:29500", ("'udp://node1:29500'", "tcp://")),
+        ("env://", ("MASTER_ADDR is not set",)),
+    ],
+)
+def test_an_address_that_cannot_be_read_is_named(rendezvous: str, words: tuple[str, ...]):
+    with (
+        pytest.raises(InputError) as raised,
+        join(Membership(0, 2, 0, 2, "torchrun"), "cpu", rendezvous=rendezvous, timeout_seconds=1),
+    ):
+        pass
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_mpi_over_several_machines_needs_an_address():
+    with (
+        pytest.raises(InputError, match="MASTER_ADDR is not set, so the 4 ranks"),
+        join(Membership(0, 4, 0, 2, "mpi"), "cpu", timeout_seconds=1),
+    ):
+        pass
+
+
+def refused(rank: int, rendezvous: str) -> str:
+    membership = Membership(rank, 2, rank, 2, "torchrun")
+    with (
+        pytest.raises(LaunchError) as raised,
+        join(membership, "cpu", rendezvous=rendezvous, timeout_seconds=1),
+    ):
+        pass
+    assert not distributed.is_initialized()
+    return str(raised.value)
+
+
+def test_a_port_in_use_is_named(taken_port: int):
+    message = refused(0, f"tcp://127.0.0.1:{taken_port}")
+    assert f"127.0.0.1:{taken_port}" in message
+    assert "port is in use" in message
+
+
+def test_an_address_where_nobody_listens_is_given_up(free_port: int):
+    message = refused(1, f"tcp://127.0.0.1:{free_port}")
+    assert f"nothing answered at 127.0.0.1:{free_port} within 1 s" in message
+    assert "firewall" in message
+
+
+def test_a_port_of_another_program_is_given_up(taken_port: int):
+    message = refused(1, f"tcp://127.0.0.1:{taken_port}")
+    assert f"127.0.0.1:{taken_port} did not answer as ranks do within 1 s" in message
+
+
+def test_an_unknown_name_is_given_up():
+    message = refused(1, "tcp://no-such-machine.invalid:29500")
+    assert "no-such-machine.invalid:29500 within 1 s" in message
+    assert "check the name" in message
+
+
+def test_ranks_that_do_not_come_are_counted(tmp_path: Path):
+    message = refused(0, f"file://{tmp_path}/meeting")
+    assert f"1 of 2 ranks have come to {tmp_path}/meeting within 1 s" in message
+
+
+def test_a_file_of_an_earlier_run_is_recognised(tmp_path: Path):
+    store = distributed.FileStore(str(tmp_path / "meeting"), 3)
+    from anybatch.launch import membership
+
+    distributed.PrefixStore(f"anybatch/0/{membership._num_joins + 1}", store).add("arrived", 2)
+    message = refused(0, f"file://{tmp_path}/meeting")
+    assert "rank number 3 has come" in message
+    assert "delete it" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are CUDA devices")
+def test_more_ranks_than_devices_are_counted():
+    with (
+        pytest.raises(InputError, match=r"2 ranks were started .* where 0 CUDA devices"),
+        join(Membership(1, 2, 1, 2, "torchrun"), "cuda", timeout_seconds=1),
+    ):
+        pass

@@ -1,0 +1,243 @@
+"""The search: some of the blocks, devices side by side, the frontier, and what knobs would buy."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.planner.tasks import Block, deep_task
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import anybatch as ab
+from anybatch.estimate import footprint, subject_of
+from anybatch.machine import Machine
+from anybatch.planner import search as module
+from anybatch.planner.knobs import knobs
+from anybatch.planner.make import setting_of
+from anybatch.planner.search import reserve_of
+from anybatch.planner.setting import Wishes
+from anybatch.plans import Plan, Recompute
+
+MIB = 1 << 20
+BLOCKS = 6
+
+
+def tower(*widths: int) -> nn.Module:
+    """Blocks in a row, not in a sequence that could become a tree."""
+
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(wide(width) for width in widths)
+            self.head = nn.Linear(64, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    return Tower()
+
+
+def wide(width: int) -> nn.Module:
+    block = Block()
+    block.up, block.down = nn.Linear(64, width), nn.Linear(width, 64)
+    return block
+
+
+def tower_task(*widths: int, **changes: Any) -> ab.Task:
+    shape = widths or (256,) * BLOCKS
+    return deep_task(model=lambda: tower(*shape), global_batch=1024, **changes)
+
+
+@cache
+def pinned(budget: int, *widths: int) -> Plan:
+    return ab.plan(tower_task(*widths), memory=budget, micro_batch=1024)
+
+
+def peak(recompute: Recompute) -> int:
+    choice = pinned(200 * MIB).choice.model_copy(update={"recompute": recompute})
+    device = Machine.here(device="cpu").device
+    return footprint(subject_of(tower_task()), choice, device).peak.num_bytes
+
+
+# ------------------------------------------------------------------------- some of the blocks
+
+
+def test_only_as_many_blocks_are_recomputed_as_memory_asks_for():
+    none = peak(Recompute())
+    every = peak(Recompute(blocks=tuple(f"layers.{i}" for i in range(BLOCKS))))
+    numbers = []
+    for part in (0.75, 0.5, 0.25):
+        room = every + part * (none - every)
+        plan = pinned(int(room) + reserve_of(int(room)) + MIB // 8)
+        assert plan.prediction
+        assert plan.prediction.peak_bytes <= (plan.budget_bytes or 0)
+        assert plan.choice.recompute.keep == "nothing" or part > 0.5
+        numbers.append(len(plan.choice.recompute.blocks))
+    if "matmuls" not in {pinned(int(none)).choice.recompute.keep}:
+        assert numbers == sorted(numbers)
+    assert 0 < numbers[-1] <= BLOCKS
+
+
+def test_blocks_that_are_recomputed_are_the_first_of_equals():
+    none = peak(Recompute())
+    blocks = pinned(int(0.9 * none)).choice.recompute.blocks
+    assert blocks == tuple(f"layers.{i}" for i in range(len(blocks)))
+
+
+def test_few_traces_suffice(monkeypatch):
+    traced: list[Any] = []
+    real = module.footprint
+
+    def counting(subject: Any, choice: Any, device: Any) -> Any:
+        traced.append(choice)
+        return real(subject, choice, device)
+
+    monkeypatch.setattr(module, "footprint", counting)
+    plan = ab.plan(tower_task(), memory=12 * MIB)
+    assert plan.choice.micro_batch < 1024
+    assert len(traced) == len(set(traced)) <= 20
+
+
+# ---------------------------------------------------------------------------- several devices
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_devices_share_the_batch(count: int):
+    machine = Machine.describe("rtx-4090", count=count)
+    plan = ab.plan(deep_task(), machine, recompute="none")
+    told = plan.prediction
+    assert told
+    assert plan.num_ranks == count
+    assert plan.choice.micro_batch <= -(-4096 // count)
+    assert ("exchange of gradients" in told.step_parts) == (count > 1)
+    words = dict(plan.explain())
+    assert words["device"].startswith("GeForce")
+    if count > 1:
+        assert f"up to {-(-4096 // count):,} per rank" in words["global batch"]
+
+
+def test_ghost_batches_are_not_cut_between_devices():
+    from tests.unit.planner.tasks import deep
+
+    task = deep_task(model=lambda: deep(norm=True), global_batch=1000, ghost_batch=48)
+    plan = ab.plan(task, Machine.describe("rtx-4090", count=3), recompute="none")
+    assert plan.choice.micro_batch % 48 == 0
+    assert "up to 336 per rank" in dict(plan.explain())["global batch"]
+
+
+def test_parts_of_the_time_add_up():
+    told = ab.plan(deep_task(), Machine.describe("4 x a100-80gb"), recompute="all").prediction
+    assert told
+    assert sum(told.step_parts.values()) == pytest.approx(told.step_seconds)
+    assert {"forward", "backward", "recompute", "update"} < told.step_parts.keys()
+    assert "nominal" in told.seconds_method
+
+
+# -------------------------------------------------------------------------------- the frontier
+
+
+def test_the_frontier_holds_what_nothing_beats():
+    plan = ab.plan(tower_task(), memory=12 * MIB, frontier=True)
+    assert len(plan.frontier) >= 2
+    peaks = [point.peak_bytes for point in plan.frontier]
+    times = [point.step_seconds for point in plan.frontier]
+    assert peaks == sorted(peaks)
+    assert times == sorted(times, reverse=True)
+    for candidate in plan.rejected:
+        assert not any(
+            candidate.peak_bytes < point.peak_bytes
+            and candidate.step_seconds < 0.99 * point.step_seconds
+            for point in plan.frontier
+        )
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_asking_for_the_frontier_does_not_change_the_choice():
+    plain, drawn = (ab.plan(tower_task(), memory=12 * MIB, frontier=f) for f in (False, True))
+    assert plain.choice == drawn.choice
+    assert plain.ladder == drawn.ladder
+
+
+# ------------------------------------------------------------------------------------ the knobs
+
+
+def test_knobs_say_what_each_change_would_do():
+    task = tower_task()
+    subject, device = subject_of(task), Machine.here(device="cpu").device
+    plan = ab.plan(task, micro_batch=1024, recompute="none")
+    setting = setting_of(subject, device, Wishes())
+    found = {knob.what: knob for knob in knobs(subject, setting, plan.choice)}
+    before = footprint(subject, plan.choice, device).peak.num_bytes
+    assert all(knob.peak_bytes < before for knob in found.values())
+    assert list(found.values()) == sorted(found.values(), key=lambda knob: knob.peak_bytes)
+
+    recomputed = plan.choice.model_copy(update={"recompute": Recompute(blocks=subject.blocks)})
+    every = found["recompute every block"]
+    assert every.peak_bytes == footprint(subject, recomputed, device).peak.num_bytes
+    plain = setting.pace.step(1024, Recompute(), 1024).total
+    assert every.step_seconds > plain
+    assert found["micro-batch 1"].peak_bytes < found["micro-batch 512"].peak_bytes
+    assert found["micro-batch 1"].step_seconds > plain
+    assert found["2 devices, state divided"].remark
+    assert not every.remark
+
+
+def test_when_nothing_fits_the_knobs_that_are_left_are_named():
+    with pytest.raises(ab.NoPlanFits) as caught:
+        ab.plan(tower_task(1024, 1024), memory="2MiB")
+    told = str(caught.value)
+    assert "one change at a time" in told
+    assert "devices, state divided" in told
+    assert "micro-batch 1 " not in told.partition("\n")[2]  # it has that already
+    assert "per step" in told
+
+
+@pytest.mark.parametrize("precision", ["bf16-weights", "bf16-pure"])
+def test_no_plan_takes_a_lower_precision_by_itself(precision: str):
+    with pytest.raises(ab.NoPlanFits):
+        ab.plan(tower_task(1024, 1024), memory="2MiB")
+    plan = ab.plan(tower_task(), memory="2GiB", precision=precision, recompute="none")
+    assert plan.choice.precision == precision
+
+
+# -------------------------------------------------------------------------- what was learned
+
+
+def test_what_earlier_runs_taught_is_in_the_prediction(monkeypatch):
+    from anybatch.estimate.calibration_history import Correction
+    from anybatch.planner import make
+
+    plain = ab.plan(tower_task(), memory="64MiB", recompute="none", micro_batch=512)
+    monkeypatch.setattr(make, "correction", lambda device, task: Correction(1.5, 1.2, 3))
+    taught = ab.plan(tower_task(), memory="64MiB", recompute="none", micro_batch=512)
+    before, after = plain.prediction, taught.prediction
+    assert before
+    assert after
+    assert after.step_seconds == pytest.approx(1.5 * before.step_seconds)
+    assert after.peak_bytes == pytest.approx(1.2 * before.peak_bytes, abs=2)
+    assert sum(after.by_kind.values()) == pytest.approx(after.peak_bytes, abs=2)
+    assert after.corrected_runs == 3
+    for one, other in zip(plain.rejected, taught.rejected, strict=True):
+        assert other.step_seconds == pytest.approx(1.5 * one.step_seconds)
+
+
+def test_more_bytes_than_predicted_make_a_leaner_plan(monkeypatch):
+    from anybatch.estimate.calibration_history import Correction
+    from anybatch.planner import make
+
+    budget = 12 * MIB
+    monkeypatch.setattr(make, "correction", lambda device, task: Correction(1.0, 1.4, 3))
+    taught = ab.plan(tower_task(), memory=budget).prediction
+    assert taught
+    assert taught.peak_bytes <= budget - reserve_of(budget)
+    assert taught.bytes_corrected_by == 1.4
+
+
+def test_a_data_set_of_one_sample_is_planned():
+    task = tower_task(train=TensorDataset(torch.zeros(1, 64), torch.zeros(1, 1)))
+    assert ab.plan(task, recompute="none").choice.micro_batch <= 1024

@@ -1,0 +1,164 @@
+"""The log reads back what was written, and survives kills and full disks."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+
+import pytest
+from tests.unit.report.fake_run import make_end, make_events, make_start, make_step
+
+from anybatch.errors import InputError
+from anybatch.events import Event, to_json
+from anybatch.report import EventLog, follow, iterate, read
+
+
+def test_what_was_written_is_read_back(tmp_path: Path):
+    events = make_events()
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for event in events:
+            log(event)
+    assert same(read(tmp_path / "events.jsonl"), events)
+
+
+def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path):
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for step in range(1, 4):
+            log(make_step(step))
+            assert len(read(log.path)) == step
+
+
+def test_figures_that_json_lacks_are_kept(tmp_path: Path):
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log(make_step(1, loss=math.nan, grad_norm=math.inf))
+    (event,) = read(tmp_path / "events.jsonl")
+    assert math.isnan(event.loss)
+    assert event.grad_norm == math.inf
+
+
+def test_a_follower_is_given_all_events_by_the_end_of_the_block(tmp_path: Path):
+    given: list[Event] = []
+    with EventLog(tmp_path / "events.jsonl") as log, follow(log.path, [given.append]):
+        for step in range(1, 4):
+            log(make_step(step))
+    assert same(given, [make_step(step) for step in range(1, 4)])
+
+
+def test_a_follower_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("anybatch.report.log._HANGS_SECONDS", 0.5)
+    released = threading.Event()
+    try:
+        with (
+            pytest.raises(InputError, match=r"has not returned for 0.5 s \(event 1, step\)"),
+            EventLog(tmp_path / "events.jsonl") as log,
+            follow(log.path, [lambda event: released.wait() and None]),
+        ):
+            log(make_step(1))
+    finally:
+        released.set()
+
+
+def test_a_torn_last_line_is_dropped(tmp_path: Path):
+    path = written(tmp_path, b'{"kind": "step", "ti')
+    assert same(read(path), [make_start(), make_step(1)])
+
+
+def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path):
+    path = written(tmp_path)
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    assert same(read(path), [make_start(), make_step(1)])
+    with EventLog(path) as log:
+        log(make_step(2))
+    assert same(read(path), [make_start(), make_step(1), make_step(2)])
+
+
+@pytest.mark.parametrize("torn", [b'{"kind": "step", "ti', b"\0" * 70_000, b'{"\xc3'])
+def test_a_resumed_run_does_not_append_to_a_torn_line(tmp_path: Path, torn: bytes):
+    path = written(tmp_path, torn)
+    with EventLog(path) as log:
+        log(make_step(2))
+    assert same(read(path), [make_start(), make_step(1), make_step(2)])
+
+
+@pytest.mark.parametrize("torn", [b'{"kind": "step"', b"x" * 200_000])
+def test_a_torn_line_that_is_all_there_is_leaves_an_empty_log(tmp_path: Path, torn: bytes):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(torn)
+    EventLog(path).close()
+    assert read(path) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"nonsense", b"[]", b'{"kind": "dance"}', b'{"kind": "step", "time": 1.0}', b"", b"\xff"],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: bytes):
+    path = written(tmp_path, line + b"\n")
+    with pytest.raises(InputError, match=r"events\.jsonl, line 3, is not an event"):
+        read(path)
+
+
+def test_events_before_a_bad_line_are_told(tmp_path: Path):
+    events = iterate(written(tmp_path, b"nonsense\n"))
+    assert same([next(events), next(events)], [make_start(), make_step(1)])
+
+
+def test_a_log_that_is_not_there_is_an_input_error(tmp_path: Path):
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        read(tmp_path / "events.jsonl")
+
+
+def test_a_folder_that_is_not_there_is_an_input_error(tmp_path: Path):
+    with pytest.raises(InputError, match="cannot be written: No such file"):
+        EventLog(tmp_path / "absent" / "events.jsonl")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+def test_a_full_disk_is_an_input_error():
+    with (
+        EventLog("/dev/full") as log,
+        pytest.raises(InputError, match="cannot be written: No space left"),
+    ):
+        log(make_step(1))
+
+
+def test_a_line_that_did_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = written(tmp_path)
+    with EventLog(path) as log:
+        monkeypatch.setattr(log, "_file", NearlyFull(log._file))
+        with pytest.raises(InputError, match="No space left"):
+            log(make_end())
+    assert path.read_bytes().endswith(b"\n")
+    assert same(read(path), [make_start(), make_step(1)])
+
+
+class NearlyFull:
+    """A file on a disk that takes ten more bytes."""
+
+    def __init__(self, file):
+        self.file, self.room = file, 10
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        taken, self.room = self.room, 0
+        return self.file.write(data[:taken])
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def same(events: list[Event], others: list[Event]) -> bool:
+    """JSON has no tuples, so the plan within an event is compared as JSON."""
+    return [to_json(event) for event in events] == [to_json(event) for event in others]
+
+
+def written(folder: Path, tail: bytes = b"") -> Path:
+    path = folder / "events.jsonl"
+    with EventLog(path) as log:
+        log(make_start())
+        log(make_step(1))
+    with path.open("ab") as file:
+        file.write(tail)
+    return path

@@ -1,0 +1,300 @@
+"""The page holds the run, needs nothing else, and believes no name."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+from tests.unit.report.fake_run import (
+    BEGIN,
+    make_candidate,
+    make_end,
+    make_evaluation,
+    make_events,
+    make_overflow,
+    make_plan,
+    make_start,
+    make_step,
+    write_run,
+)
+
+from anybatch.errors import InputError
+from anybatch.events import Event
+from anybatch.plans import Plan
+from anybatch.report import write
+
+
+class Page(HTMLParser):
+    """A page taken apart: tags with attributes, text that is read, scripts."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.scripts: list[str] = []
+        self.ids: list[str] = []
+        self._within = ""
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        self.text = " ".join(" ".join(self.texts).split())
+        self.specs: dict[str, dict[str, Any]] = json.loads(self.scripts[1], parse_constant=refuse)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.ids += [value for name, value in attrs if name == "id"]
+        self._within = tag
+
+    def handle_endtag(self, tag):
+        self._within = ""
+
+    def handle_data(self, data):
+        if self._within == "script":
+            self.scripts.append(data)
+        elif self._within != "style":
+            self.texts.append(data)
+
+
+def refuse(constant: str):
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def page_of(folder: Path, events: Iterable[Event], plan: Plan | None = None) -> Page:
+    page = Page(write(write_run(folder, events, plan)))
+    check(page)
+    return page
+
+
+def check(page: Page) -> None:
+    """What holds for every page."""
+    assert sorted(page.ids) == sorted(set(page.ids))
+    for name, spec in page.specs.items():
+        assert name in page.ids
+        # plotly's own check of every property; the page puts in the colours later.
+        go.Figure(json.loads(re.sub(r'"--[a-z0-9-]+"', '"#123456"', json.dumps(spec))))
+        for trace in spec["data"]:
+            assert len(trace["x"]) == len(trace["y"]) <= 2000
+    plots = [attributes for _, attributes in page.tags if attributes.get("class") == "canvas"]
+    assert {plot["id"] for plot in plots} == page.specs.keys()
+    assert all(plot["role"] == "img" and plot["aria-label"] for plot in plots)
+    colors = set(re.findall(r'"(--[a-z0-9-]+)"', json.dumps(page.specs)))
+    style = page_style(page)
+    assert all(style.count(f"{color}:") == 2 for color in colors), "a colour lacks a theme"
+
+
+def page_style(page: Page) -> str:
+    return re.split(r"</?style>", page.source, maxsplit=2)[1]
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Page:
+    return page_of(tmp_path / "run", make_events())
+
+
+def test_the_page_holds_the_figures(full: Page):
+    for figure in (
+        "cifar10-resnet",
+        "NVIDIA H200, 139 GiB",
+        "held-out accuracy 0.9250 after step 200",
+        "held-out loss 0.4848",
+        "steps 200 of 200",
+        "peak memory 8.71 GiB 8.62 GiB +1.0% 10.0 GiB",
+        "step time 1.18 s 1.27 s -7.1%",
+        "activations 7.02 GiB 81%",
+        "Memory ran out in step 57 (backward, micro-batch 512)",
+        "New plan from step 57 on (memory ran out in backward): micro-batch 256",
+        "Gradients overflowed in step 12",
+        "Evaluation after step 200: loss 0.4848",
+        "exceeds the budget by 52.1 GiB",
+        "torch 2.13.0",
+    ):
+        assert figure in full.text
+    for what, how in make_plan().explain():
+        assert f"{what} {how}" in full.text
+
+
+def test_the_plots_hold_the_run(full: Page):
+    assert full.specs.keys() == {
+        "memory", "loss", "metric-0", "metric-1", "throughput", "step-time", "learning-rate",
+        "grad-norm", "candidates",
+    }  # fmt: skip
+    raw, smoothed, held_out = full.specs["loss"]["data"]
+    assert len(raw["x"]) == len(smoothed["x"]) == 200
+    assert held_out["x"] == list(range(20, 201, 20))
+    assert [line["x0"] for line in full.specs["loss"]["layout"]["shapes"]] == [57]
+    predicted = sum(
+        bar["x"][0] for bar in full.specs["memory"]["data"] if bar["y"] == ["predicted"]
+    )
+    assert predicted == pytest.approx(8.71, abs=1e-3)
+    chosen = full.specs["candidates"]["data"][-1]
+    assert (chosen["name"], chosen["x"]) == ("the plan", [8.71])
+
+
+def test_the_page_loads_nothing(full: Page):
+    for tag, attributes in full.tags:
+        assert tag not in ("img", "iframe", "object", "embed", "base")
+        for name in ("src", "href", "srcset", "action", "data"):
+            assert (attributes.get(name) or "data:").startswith(("data:", "#"))
+    style = page_style(full)
+    assert "url(" not in style
+    assert "@import" not in style
+    policy = next(a for t, a in full.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert "default-src 'none'" in str(policy["content"])
+    assert "connect-src" not in str(policy["content"])
+    plotly, specs, own = full.scripts
+    assert len(plotly) > 1_000_000
+    assert "http" not in specs + own
+
+
+def test_headings_and_tables_are_marked(full: Page):
+    tags = [tag for tag, _ in full.tags]
+    assert tags.count("h1") == 1
+    assert tags.count("thead") == tags.count("table") >= 4
+    assert all("scope" in attributes for tag, attributes in full.tags if tag == "th")
+    sections = [a["aria-labelledby"] for t, a in full.tags if t == "section"]
+    assert set(sections) <= set(full.ids)
+
+
+def test_names_are_text_and_nothing_more(tmp_path: Path):
+    evil = "</script><script>alert(1)</script>"
+    plan = make_plan(
+        notices=(evil,),
+        rejected=(make_candidate(64, 1.0, 1.0).model_copy(update={"reason": evil}),),
+    )
+    events = [
+        make_start(task=evil, device=evil, versions={evil: evil}, notices=(evil,)),
+        make_step(1, metrics={evil: 1.0}),
+        make_evaluation(1, metrics={evil: 1.0, "--blue": 0.5}),
+        make_end(finished=False, reason=evil),
+    ]
+    page = page_of(tmp_path, events, plan)
+    assert len(page.scripts) == 3
+    assert "alert(1)" not in page.scripts[0] + page.scripts[2]
+    assert evil in page.text
+    # plotly reads its texts as HTML, so they are escaped once more.
+    assert "<script" not in json.dumps(page.specs)
+    assert "&lt;script&gt;" in json.dumps(page.specs["candidates"])
+
+
+def test_a_run_without_steps(tmp_path: Path):
+    end = make_end(steps=0, samples_seen=0, step_seconds=None, measured_peak_bytes=0, seconds=1.0,
+                   finished=False, reason="the first batch could not be read")  # fmt: skip
+    page = page_of(tmp_path, [make_start(), end])
+    assert "stopped early: the first batch could not be read" in page.text
+    assert "No step was committed." in page.text
+    assert "No held-out samples were evaluated." in page.text
+    assert page.specs.keys() == {"memory", "candidates"}
+
+
+def test_a_log_without_events(tmp_path: Path):
+    page = page_of(tmp_path, [], make_plan(prediction=None, rejected=(), budget_bytes=None))
+    assert "no end recorded: the run was killed, or is still going" in page.text
+    assert "cifar10-resnet" in page.text
+    assert page.specs == {}
+
+
+def test_a_run_of_one_step_is_a_point(tmp_path: Path):
+    page = page_of(tmp_path, [make_start(), make_step(1, grad_norm=None), make_end(steps=1)])
+    (trace,) = page.specs["loss"]["data"]
+    assert (trace["mode"], trace["x"]) == ("markers", [1])
+    assert "training loss 2.360 last step" in page.text
+    assert "grad-norm" not in page.specs
+
+
+def test_a_loss_that_is_not_finite_is_a_gap_and_told(tmp_path: Path):
+    steps = [make_step(i, loss=math.nan if 60 < i <= 70 else 1.0 / i) for i in range(1, 101)]
+    page = page_of(tmp_path, [make_start(), *steps])
+    assert page.specs["loss"]["data"][0]["y"][60:70] == [None] * 10
+    assert "The loss was not finite in 10 of 100 steps, first in step 61" in page.text
+
+
+def test_nothing_finite_at_all(tmp_path: Path):
+    steps = [make_step(i, loss=math.nan, seconds=0.0, learning_rate=math.inf) for i in range(1, 31)]
+    evaluation = make_evaluation(30, loss=math.nan, metrics={"accuracy": math.nan})
+    page = page_of(tmp_path, [make_start(), *steps, evaluation])
+    assert "Training loss was never finite." in page.text
+
+
+def test_a_long_run_is_thinned(tmp_path: Path):
+    steps = [make_step(i, loss=9.0 if i == 4321 else 1.0) for i in range(1, 10_001)]
+    evaluations = [make_evaluation(i) for i in range(1, 3001)]
+    page = page_of(tmp_path, [make_start(total_steps=10_000), *steps, *evaluations])
+    assert max(page.specs["loss"]["data"][0]["y"]) == 9.0
+    assert re.search(r"2,601 more events: see events\.jsonl", page.text)
+    assert len([tag for tag, _ in page.tags if tag == "tr"]) < 500
+
+
+def test_a_resumed_run_counts_repeated_steps_once(tmp_path: Path):
+    def steps(first: int, last: int, loss: float) -> list[Event]:
+        return [make_step(i, loss=loss, metrics={"m": loss}) for i in range(first, last + 1)]
+
+    events = [
+        make_start(), *steps(1, 30, 2.0), make_evaluation(10), make_evaluation(30, loss=8.0),
+        make_start(time=BEGIN + 1000), *steps(21, 40, 1.0), make_evaluation(40),
+        make_end(time=BEGIN + 1040, steps=40, seconds=40.0),
+    ]  # fmt: skip
+    page = page_of(tmp_path, events)
+    raw, _, held_out = page.specs["loss"]["data"]
+    assert raw["x"] == list(range(1, 41))
+    assert raw["y"] == [2.0] * 20 + [1.0] * 20
+    assert held_out["x"] == [10, 40]
+    assert "resumed once" in page.text
+    assert "finished" in page.text
+    assert "loss 8.000" in page.text, "the events tell what happened, too"
+
+
+def test_metrics_that_come_and_go(tmp_path: Path):
+    steps = [make_step(i, metrics={"late": 1.0} if i % 3 == 0 else {}) for i in range(1, 31)]
+    page = page_of(tmp_path, [make_start(), *steps])
+    (trace,) = page.specs["metric-0"]["data"]
+    assert trace["y"][:4] == [None, None, 1.0, None]
+
+
+def test_one_slow_step_does_not_press_the_curve_flat(tmp_path: Path):
+    steps = [make_step(i, seconds=100.0 if i == 1 else 0.5) for i in range(1, 101)]
+    page = page_of(tmp_path, [make_start(), *steps])
+    assert page.specs["step-time"]["layout"]["yaxis"]["range"][1] < 1000
+
+
+def test_many_overflows_do_not_hide_the_page(tmp_path: Path):
+    page = page_of(tmp_path, [make_start(), *(make_overflow(i) for i in range(1, 1001))])
+    assert "601 more events" in page.text
+
+
+def test_times_are_told_in_a_task_named_like_a_number(tmp_path: Path):
+    # The log reads a string "nan" back as a number.
+    page = page_of(tmp_path, [make_start(task="nan"), make_end()])
+    assert "nan" in page.text
+
+
+def test_the_page_is_replaced_whole(tmp_path: Path):
+    folder = write_run(tmp_path, make_events(30))
+    first = write(folder).read_text(encoding="utf-8")
+    assert write(folder).read_text(encoding="utf-8") == first
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "events.jsonl",
+        "plan.json",
+        "report.html",
+    ]
+
+
+def test_a_page_that_cannot_be_written_is_an_input_error(tmp_path: Path):
+    folder = write_run(tmp_path, make_events(3))
+    (folder / "report.html").mkdir()
+    with pytest.raises(InputError, match=r"cannot be written to .*report\.html"):
+        write(folder)
+    assert not (folder / ".report.html.partial").exists()
+
+
+def test_a_folder_without_a_run_is_an_input_error(tmp_path: Path):
+    with pytest.raises(InputError, match=r"plan\.json cannot be read"):
+        write(tmp_path)
+    make_plan().save(tmp_path / "plan.json")
+    with pytest.raises(InputError, match=r"events\.jsonl cannot be read"):
+        write(tmp_path)

@@ -1,0 +1,72 @@
+"""Every event has a sentence, and figures keep a steady width."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from tests.unit.report.fake_run import make_events, make_out_of_memory, make_step
+
+from anybatch.events import Stalled, Straggler
+from anybatch.report import describe
+from anybatch.report.sentences import format_number
+
+
+def test_every_event_is_one_sentence():
+    for event in make_events(60):
+        sentence = describe(event)
+        assert sentence[0].isupper()
+        assert sentence.endswith(".")
+        assert "\n" not in sentence
+
+
+def test_memory_that_ran_out_in_evaluation_is_no_matter_of_the_step():
+    event = make_out_of_memory(40, phase="evaluation", micro_batch=1024, requested_bytes=None)
+    assert describe(event) == (
+        "Memory ran out in the evaluation after step 40 (1,024 samples at a time): 9.10 GiB in use"
+        " of 10.0 GiB; it begins anew."
+    )
+
+
+def test_other_ranks_are_named():
+    event = make_out_of_memory(1, rank=3, budget_bytes=None)
+    assert describe(event).startswith(
+        "Memory ran out in step 1 on rank 3 (backward, micro-batch 512)"
+    )
+    assert "in use;" in describe(event)
+
+
+def test_who_slows_the_others_down_and_what_stood_still_is_told():
+    slow = Straggler(time=0.0, step=120, rank=3, seconds=2.4, others=1.2)
+    assert describe(slow) == (
+        "Rank 3 is slow: 2.4 s for its part of step 120, again and again, where the others take"
+        " 1.2 s."
+    )
+    stood = Stalled(time=0.0, step=7, seconds=400.0, phase="loading")
+    assert describe(stood) == (
+        "Training stood still for 6 min 40 s after step 7 (loading), and goes on."
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.41, "0.4100"),
+        (2.0, "2.000"),
+        (123.456, "123.5"),
+        (1234.56, "1235"),
+        (98765.4, "98,765"),
+        (0.0, "0.000"),
+        (-0.5, "-0.5000"),
+        (1.5e-7, "1.500e-07"),
+        (3e12, "3.000e+12"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+    ],
+)
+def test_four_digits(value: float, text: str):
+    assert format_number(value) == text
+
+
+def test_a_step_has_a_sentence_too():
+    assert describe(make_step(1200, loss=0.5)) == "Step 1,200 is done: loss 0.5000."

@@ -1,0 +1,145 @@
+"""When a run saves, and how it is asked to stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+
+import pytest
+import torch
+from tests.equivalence.reference import plan_for
+from tests.equivalence.worlds import World, task_of
+
+import anybatch as ab
+from anybatch.errors import InputError, LossError, Stopped
+from anybatch.events import CheckpointSaved
+from anybatch.keeping import Every, kept
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        (500, Every(steps=500)),
+        ("500", Every(steps=500)),
+        ("10min", Every(seconds=600.0)),
+        ("1.5 h", Every(seconds=5400.0)),
+        ("30s", Every(seconds=30.0)),
+        (None, Every()),
+        ("never", Every()),
+    ],
+)
+def test_how_often_is_written(written, meant):
+    assert Every.parse(written) == meant
+
+
+@pytest.mark.parametrize("written", [0, -1, True, 2.5, "0", "often", "0s", "5 weeks", ""])
+def test_how_often_cannot_be_anything(written):
+    with pytest.raises(InputError, match="checkpoint_every is"):
+        Every.parse(written)
+
+
+def session(tmp_path, saved, **changes):
+    task = task_of(World(**{"steps": 7, "num_samples": 64, **changes}))
+    return ab.Session(task, plan_for(task, 4), [note(saved)], checkpoints=tmp_path / "checkpoints")
+
+
+def note(saved):
+    """A sink that notes the steps of checkpoints."""
+
+    def sink(event):
+        if isinstance(event, CheckpointSaved):
+            saved.append(event.step)
+
+    return sink
+
+
+def test_every_so_many_steps_and_at_the_end(tmp_path):
+    saved = []
+    with session(tmp_path, saved) as running, kept(running, Every(steps=3), False) as steps:
+        assert [event.step for event in steps] == [1, 2, 3, 4, 5, 6, 7]
+    assert saved == [3, 6, 7]
+
+
+def test_after_a_time(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("anybatch.keeping.time.monotonic", lambda: now[0])
+    saved = []
+    with session(tmp_path, saved) as running, kept(running, Every(seconds=10), False) as steps:
+        for _ in steps:
+            now[0] += 4.0
+    # After the fourth step 12 s have passed: it is wished, and known to all with the next one.
+    assert saved == [5, 7]
+
+
+def test_never_is_at_the_end_alone(tmp_path):
+    saved = []
+    with session(tmp_path, saved) as running, kept(running, Every(), False) as steps:
+        list(steps)
+    assert saved == [7]
+
+
+def drive(running, send, at=3):
+    """Train, and be sent the signals `send` after step `at`; the steps that were done."""
+    done = []
+    with kept(running, Every(), False) as steps:
+        for event in steps:
+            done.append(event.step)
+            if event.step == at:
+                for number in send:
+                    os.kill(os.getpid(), number)
+    return done
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_stops_after_the_step(tmp_path, number):
+    saved = []
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    with (
+        session(tmp_path, saved) as running,
+        pytest.raises(Stopped, match="after step 4; everything is saved") as stopped,
+    ):
+        drive(running, [number])
+    assert stopped.value.exit_status == 75
+    assert saved == [4]
+    assert {n: signal.getsignal(n) for n in handlers} == handlers
+    with session(tmp_path, saved) as running, kept(running, Every(), True) as steps:
+        assert [event.step for event in steps] == [5, 6, 7]
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    saved = []
+    with session(tmp_path, saved) as running, pytest.raises(KeyboardInterrupt):
+        drive(running, [signal.SIGINT, signal.SIGINT])
+    assert not saved
+
+
+def test_what_an_error_leaves_is_saved(tmp_path):
+    saved = []
+    task = task_of(World(steps=7, num_samples=64))
+    calls = []
+
+    def loss(model, batch):
+        calls.append(1)
+        found = task.loss(model, batch)
+        return found * float("nan") if len(calls) > 12 else found
+
+    broken = dataclasses.replace(task, loss=loss)
+    sinks = [note(saved)]
+    with ab.Session(broken, plan_for(broken, 4), sinks, checkpoints=tmp_path) as running:
+        with pytest.raises(LossError), kept(running, Every(), False) as steps:
+            list(steps)
+        weights = {name: value.clone() for name, value in running.model.state_dict().items()}
+    assert saved == [3]
+    with ab.Session(task, plan_for(task, 4), checkpoints=tmp_path) as running:
+        assert running.resume()
+        for name, value in running.model.state_dict().items():
+            assert torch.equal(value, weights[name])
+
+
+def test_a_full_disk_does_not_end_training(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file where the folder belongs")
+    saved = []
+    with session(tmp_path, saved) as running, kept(running, Every(steps=3), False) as steps:
+        assert len(list(steps)) == 7
+    assert not saved

@@ -1,0 +1,324 @@
+"""`verify` finds each planted cause of inexactness, names it, and calls what is exact exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+import anybatch as ab
+from anybatch.plans import Choice, Plan
+from anybatch.proof import TOLERANCES
+
+NUM = 48
+X = torch.randn(NUM, 6, generator=torch.Generator().manual_seed(1))
+Y = X[:, :1] - X[:, 1:2].square()
+TOKENS = torch.randint(0, 11, (NUM, 7), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def task(model: Callable[[], nn.Module] | nn.Module, loss: Any = mse, **changes: Any) -> ab.Task:
+    fields = {
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+        "train": TensorDataset(X, Y),
+        "global_batch": 24,
+        "epochs": 1,
+    }
+    return ab.Task(model=model, loss=loss, **{**fields, **changes})
+
+
+def plan_for(one: ab.Task, micro_batch: int = 8) -> Plan:
+    plan = ab.plan(one)
+    return plan.model_copy(update={"choice": Choice(micro_batch=micro_batch, evaluation_batch=8)})
+
+
+def verdict_on(one: ab.Task, micro_batch: int = 8, **options: Any) -> ab.Verdict:
+    return ab.verify(one, plan_for(one, micro_batch), **options)
+
+
+def mlp(*middle: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(6, 8), *middle, nn.Linear(8, 1))
+
+
+class OwnNorm(nn.Module):
+    """BatchNorm as people write it by hand."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num))
+        self.register_buffer("running_mean", torch.zeros(num))
+        self.register_buffer("running_var", torch.ones(num))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return (x - self.running_mean) / (self.running_var + 1e-5).sqrt() * self.weight
+        mean, var = x.mean(0), x.var(0, unbiased=False)
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, 0.1)
+            self.running_var.lerp_(var, 0.1)
+        return (x - mean) / (var + 1e-5).sqrt() * self.weight
+
+
+class Words(nn.Module):
+    """Tokens (B, T) int64 to logits (B, T, 11), with the embedding tied to the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 5)
+        self.middle = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(self.embed(tokens))))
+
+
+def ignoring(batch: Any) -> Tensor:
+    """Targets of which every sample ignores another number."""
+    (tokens,) = batch
+    kept = torch.arange(tokens.size(1)) < 1 + tokens[:, :1] % 6
+    return torch.where(kept, tokens, -100)
+
+
+def mean_over_kept_tokens(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]).transpose(1, 2), ignoring(batch))
+
+
+def sum_over_kept_tokens(model: nn.Module, batch: Any) -> ab.Loss:
+    targets = ignoring(batch)
+    total = F.cross_entropy(model(batch[0]).transpose(1, 2), targets, reduction="sum")
+    return ab.Loss(total, (targets != -100).sum())
+
+
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    one = F.normalize(model(batch[0]), dim=1)
+    other = F.normalize(model(batch[0] + 0.1), dim=1)
+    return F.cross_entropy(one @ other.T / 0.2, torch.arange(len(one)))
+
+
+# ------------------------------------------------------------------------------------- what is exact
+
+
+def test_a_plain_task_is_exact_up_to_rounding_in_float64():
+    verdict = verdict_on(task(mlp(nn.Tanh())))
+    assert verdict.exact
+    assert verdict.deviation < 1e-14
+    assert verdict.dtype == "float64"
+    assert verdict.causes == ()
+    assert verdict.notes == ()
+    assert verdict.num_samples == NUM
+    assert verdict.pieces == (8,) * 6
+    assert verdict.groups.keys() == {"0", "2"}
+
+
+def test_pieces_are_of_unequal_size_where_the_sample_does_not_divide():
+    verdict = verdict_on(task(mlp(nn.Tanh())), micro_batch=7, samples=30)
+    assert verdict.exact
+    assert verdict.num_samples == 30
+    assert verdict.pieces == (7, 7, 7, 7, 2)
+
+
+def test_a_micro_batch_of_the_whole_sample_is_made_smaller_since_it_would_prove_nothing():
+    verdict = verdict_on(task(mlp(nn.Tanh()), global_batch=48), micro_batch=48)
+    assert verdict.exact
+    assert len(verdict.pieces) == 3
+
+
+def test_torch_batch_norm_is_exact_over_ghost_batches_and_this_is_noted():
+    verdict = verdict_on(task(mlp(nn.BatchNorm1d(8), nn.Tanh()), ghost_batch=8))
+    assert verdict.exact
+    assert len(verdict.notes) == 1
+    assert "ghost batches of 8" in verdict.notes[0]
+    assert "belongs to the task" in verdict.notes[0]
+
+
+def test_a_sum_over_tokens_with_its_weight_is_exact_with_tied_weights_and_integer_inputs():
+    verdict = verdict_on(task(Words, sum_over_kept_tokens, train=TensorDataset(TOKENS)))
+    assert verdict.exact
+    assert verdict.groups.keys() == {"embed", "middle"}
+
+
+def test_frozen_layers_have_no_part_in_it():
+    def model() -> nn.Module:
+        built = mlp(nn.Tanh())()
+        built[0].requires_grad_(False)
+        return built
+
+    verdict = verdict_on(task(model))
+    assert verdict.exact
+    assert verdict.groups.keys() == {"2"}
+
+
+def test_a_parameter_that_is_never_used_does_not_matter():
+    class Spare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used = nn.Linear(6, 1)
+            self.spare = nn.Linear(6, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    verdict = verdict_on(task(Spare))
+    assert verdict.exact
+    assert verdict.groups["spare"] == 0
+
+
+def test_a_task_that_insists_on_float32_is_proved_in_float32():
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        weight = torch.ones(6, 6, dtype=torch.float32)
+        return F.mse_loss(model(batch[0] @ weight), batch[1])
+
+    verdict = verdict_on(task(mlp(nn.Tanh()), loss))
+    assert verdict.dtype == "float32"
+    assert verdict.tolerance == TOLERANCES[torch.float32]
+    assert verdict.exact
+
+
+def test_a_stream_is_proved_by_its_first_samples():
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            yield from zip(X, Y, strict=True)
+
+    verdict = verdict_on(task(mlp(nn.Tanh()), train=Stream()), samples=20)
+    assert verdict.exact
+    assert verdict.num_samples == 20
+
+
+def test_recompute_is_part_of_the_proof():
+    one = task(mlp(nn.BatchNorm1d(8), nn.Tanh()), ghost_batch=8)
+    verdict = ab.verify(one, ab.plan(one, micro_batch=8, recompute="nested"))
+    assert verdict.exact
+
+
+# ------------------------------------------------------------------------------- each planted cause
+
+
+def test_dropout_is_named_as_random_numbers_and_as_nothing_else():
+    verdict = verdict_on(task(mlp(nn.Tanh(), nn.Dropout(0.5))))
+    assert not verdict.exact
+    (cause,) = verdict.causes
+    assert "random numbers" in cause
+    assert "Without dropout the pieces agree" in cause
+
+
+def test_noise_that_a_model_draws_by_itself_is_named_as_random_numbers():
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.randn_like(x)
+
+    verdict = verdict_on(task(mlp(Noisy())))
+    assert not verdict.exact
+    (cause,) = verdict.causes
+    assert "random numbers" in cause
+
+
+def test_a_norm_written_by_hand_is_named():
+    verdict = verdict_on(task(mlp(OwnNorm(8), nn.Tanh())))
+    assert not verdict.exact
+    (cause,) = verdict.causes
+    assert cause.startswith("'1' looks across the samples")
+    assert "GroupNorm" in cause
+
+
+def test_several_norms_are_counted():
+    norms = [OwnNorm(8) for _ in range(5)]
+    verdict = verdict_on(task(mlp(*norms)))
+    (cause,) = verdict.causes
+    assert cause.startswith("'1', '2', '3' and 2 more look across")
+
+
+def test_a_mean_over_kept_tokens_is_named_a_mean_of_means():
+    verdict = verdict_on(task(Words, mean_over_kept_tokens, train=TensorDataset(TOKENS)))
+    assert not verdict.exact
+    assert verdict.deviation > 1e-3
+    (cause,) = verdict.causes
+    assert "mean over something else than the samples" in cause
+    assert "anybatch.Loss(sum, weight)" in cause
+
+
+def test_a_contrastive_loss_is_told_as_a_cause_not_among_the_known_ones():
+    verdict = verdict_on(task(mlp(nn.Tanh()), contrastive))
+    assert not verdict.exact
+    (cause,) = verdict.causes
+    assert "contrastive" in cause
+    assert "not among the known ones" in cause
+
+
+def test_a_loss_that_returns_the_sum_as_if_it_were_the_mean_is_found():
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1], reduction="sum")
+
+    verdict = verdict_on(task(mlp(nn.Tanh()), loss))
+    assert not verdict.exact
+    (cause,) = verdict.causes
+    assert cause.startswith("The loss is a sum over the samples")
+
+
+def test_samples_of_which_everything_is_ignored_do_not_hide_a_mean_of_means():
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        targets = ignoring(batch)
+        targets[batch[0][:, 0] == 3] = -100
+        return F.cross_entropy(model(batch[0]).transpose(1, 2), targets)
+
+    verdict = verdict_on(task(Words, loss, train=TensorDataset(TOKENS)))
+    (cause,) = verdict.causes
+    assert "mean over something else than the samples" in cause
+
+
+def test_two_causes_are_both_named():
+    one = task(mlp(OwnNorm(8), nn.Dropout(0.5)))
+    verdict = verdict_on(one)
+    assert not verdict.exact
+    assert any("random numbers" in cause for cause in verdict.causes)
+    assert any("'1' looks across" in cause for cause in verdict.causes)
+
+
+# ---------------------------------------------------------------------------------- and what it leaves
+
+
+def test_the_task_is_left_as_it_was():
+    model = mlp(nn.BatchNorm1d(8), nn.Dropout(0.5))()
+    model[3].requires_grad_(False)
+    model.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    verdict_on(task(model, ghost_batch=8))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(param.grad is None for param in model.parameters())
+    assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("samples", [1, 0, -3])
+def test_a_sample_that_cannot_be_cut_is_refused(samples: int):
+    with pytest.raises(ab.InputError, match=f"samples is {samples}: .* at least 2"):
+        verdict_on(task(mlp(nn.Tanh())), samples=samples)
+
+
+def test_a_plan_for_another_task_is_refused():
+    plan = plan_for(task(mlp(nn.Tanh())))
+    with pytest.raises(ab.InputError, match="another task"):
+        ab.verify(task(mlp(nn.Tanh()), global_batch=16), plan)
+
+
+def test_a_data_set_of_one_sample_is_refused():
+    with pytest.raises(ab.InputError, match="single sample"):
+        verdict_on(task(mlp(nn.Tanh()), train=TensorDataset(X[:1], Y[:1])))
