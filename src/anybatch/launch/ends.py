@@ -193,13 +193,14 @@ def read(
     """
     late = sys.maxsize if ended is None else ended - start
     # A status of 0 does not count if the interpreter fails after its last word.
-    said = said_in(word)
+    said, spoke = said_in(word), True
     if said is None or (code and not said["status"]):
-        said = said_in(word.with_suffix(".noted"))
+        # One that was killed on its way out has perhaps not told anybody.
+        said, spoke = said_in(word.with_suffix(".noted")), code >= 0
     if said is not None:
         status, when, mended = said["status"], said["when"] - start, said["mended"]
         how = said["what"] or how_it_ended(status)
-        return End(rank, local_rank, pid, machine, status, when, True, mended, how)
+        return End(rank, local_rank, pid, machine, status, when, spoke, mended, how)
     # By SIGTERM agents end the ranks that are left, so it is no cause unless it is alone.
     slack = 0 if code == -signal.SIGTERM or ended is None else _SLACK_NS
     mended = code != 0 and code not in SAID_BY_STATUS

@@ -15,6 +15,7 @@ from typing import NoReturn
 import psutil
 
 from anybatch.errors import AnybatchError
+from anybatch.launch import moment
 
 _PRINT_SECONDS = 2.0
 """That printing may take: what reads standard error may hang as well."""
@@ -32,16 +33,17 @@ def leave(error: AnybatchError) -> NoReturn:
     """End this process with the status of `error`, having told it to the agent and to standard error.
     The processes that it has started end first."""
     try:
-        if _write is not None:
-            _write(error)
-        for child in psutil.Process().children(recursive=True):
-            child.kill()
-    except (OSError, psutil.Error):
-        pass  # the process ends all the same
-    finally:
+        moment.note(error)
         told = f"anybatch: {error}\n".encode(errors="replace")
         # Not by `sys.stderr`: the main thread may hold its lock.
         printing = threading.Thread(target=os.write, args=(2, told), daemon=True)
         printing.start()
         printing.join(_PRINT_SECONDS)
+        if _write is not None:
+            _write(error)  # last: from then on the agent takes it for told
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
+    except (OSError, psutil.Error):
+        pass  # the process ends all the same
+    finally:
         os._exit(error.exit_status)

@@ -141,6 +141,8 @@ def _command(module: str, arguments: list[str], path: Path) -> None:
         failed = error
         raise
     finally:
+        # Its agent takes the word for told, so the interpreter gets to print what has been raised.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         write_word(word, status, moment.note(failed))
 
 

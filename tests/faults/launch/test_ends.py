@@ -155,6 +155,24 @@ def test_ranks_of_a_command_may_save_and_say_so(
     assert saved == {"0.saved": number.name, "1.saved": number.name}
 
 
+SILENCED = COMMAND.replace("tests.faults.launch.leaving", "tests.faults.launch.silenced")
+
+
+def test_the_agent_tells_the_cause_where_rank_0_was_ended_before_it_could(
+    tmp_path: Path, folder_for_temporary_files: Path
+):
+    done = subprocess.run(
+        [sys.executable, "-c", SILENCED, str(tmp_path), str(folder_for_temporary_files)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "rank 1 of 2" in done.stderr
+    assert "failed first: ValueError: the cause" in done.stderr
+
+
 def check_gone(pid: int) -> None:
     """The process has ended, if only its parent has not asked how."""
 

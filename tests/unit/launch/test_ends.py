@@ -116,7 +116,7 @@ def test_what_was_noted_stands_for_a_word_that_never_came(word: Path):
     write_word(word.with_suffix(".noted"), 1, moment.Failure(5 * SECOND, False, "ValueError: a"))
     for code in (-signal.SIGTERM, -signal.SIGSEGV):
         found = read_end(word, code, ended=None)
-        assert (found.when, found.spoke, found.what) == (3 * SECOND, True, "ValueError: a")
+        assert (found.when, found.spoke, found.what) == (3 * SECOND, False, "ValueError: a")
 
 
 def test_a_good_word_does_not_hide_a_death_after_it(word: Path):
