@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import anybatch as ab
-from anybatch.engine import watchdog
+from anybatch.engine import stillness
 from anybatch.launch import find
 from anybatch.session import joined
 
@@ -57,7 +57,7 @@ def train(how: str, bad_rank: int, epochs: int = 1000) -> tuple[int, int]:
 
     Returns the number of the attempt, and the steps done in it.
     """
-    watchdog.LEAST_SECONDS, watchdog.TIMES_LONGEST, watchdog.FIRST_SECONDS = 3.0, 1.0, 60.0
+    stillness.LEAST_SECONDS, stillness.TIMES_LONGEST, stillness.FIRST_SECONDS = 3.0, 1.0, 60.0
     member = find()
     assert member is not None
     torch.set_num_threads(1)

@@ -150,8 +150,8 @@ def task_of(train: Dataset[Tensor]) -> ab.Task:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_users_own_process_is_told_and_goes_on(num_ranks: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("anybatch.engine.watchdog.LEAST_SECONDS", 0.5)
-    monkeypatch.setattr("anybatch.engine.watchdog.TIMES_LONGEST", 1.0)
+    monkeypatch.setattr("anybatch.engine.stillness.LEAST_SECONDS", 0.5)
+    monkeypatch.setattr("anybatch.engine.stillness.TIMES_LONGEST", 1.0)
     heard = Listens()
     monkeypatch.setattr("sys.stderr", heard)
     task = task_of(Slow(heard.said))
@@ -174,7 +174,7 @@ def test_a_straggler_is_told_by_an_event(monkeypatch: pytest.MonkeyPatch):
             assert len(seconds) == 2
             return [(1, 2.0, 1.0)]
 
-    monkeypatch.setattr("anybatch.rank.Stragglers", AlwaysOne)
+    monkeypatch.setattr("anybatch.rank.pace.Stragglers", AlwaysOne)
     task = task_of(Slow(None))
     events: list[Event] = []
     with ab.Session(

@@ -19,7 +19,7 @@ import torch
 from anybatch.compute import Replica
 from anybatch.data import Bad, Place
 from anybatch.engine.evaluation import evaluating
-from anybatch.engine.transaction import Source
+from anybatch.engine.source import Source
 from anybatch.parallel import Group
 from anybatch.task import LossFunction
 

@@ -27,8 +27,9 @@ from anybatch.engine.limit import Limit
 from anybatch.engine.meter import Meter
 from anybatch.engine.room import Crossing
 from anybatch.engine.scores import Scores
+from anybatch.engine.sentences import nothing_leaner
 from anybatch.engine.totals import Means, Names, Totals
-from anybatch.engine.transaction import by_rank, nothing_leaner
+from anybatch.engine.transaction import by_rank
 from anybatch.errors import LossError, NoPlanFits
 from anybatch.events import Replanned, Sink
 from anybatch.metrics import Metrics

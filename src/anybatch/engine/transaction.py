@@ -16,16 +16,15 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import torch
 
 from anybatch.compute import Replica
 from anybatch.compute.lm_loss import wrong_target
-from anybatch.data import Bad, BadSamples, Place, told_samples
+from anybatch.data import Bad, BadSamples, told_samples
 from anybatch.engine.bench import Bench
 from anybatch.engine.ladder import Ladder
 from anybatch.engine.limit import Limit
@@ -33,67 +32,21 @@ from anybatch.engine.meter import Meter
 from anybatch.engine.randomness import Randomness
 from anybatch.engine.rollback import SavedBuffers
 from anybatch.engine.room import Crossing, Room
+from anybatch.engine.sentences import nothing_leaner, too_late
 from anybatch.engine.skips import Skips
+from anybatch.engine.source import Blame, Source
 from anybatch.engine.totals import Means, Names, Totals
 from anybatch.engine.watch import Watch
 from anybatch.errors import LossError, NoPlanFits, PeerLost, RankLost
 from anybatch.events import Overflowed, Replanned, Sink
-from anybatch.oom import MemoryFailure, as_memory_failure, is_limited
+from anybatch.oom import as_memory_failure, is_limited
 from anybatch.parallel import Agreed, Group, PassAbandoned, Wish
 from anybatch.parallel.told import Told, first_error, memory_events
-from anybatch.plans import Choice, Plan
-from anybatch.units import format_bytes
+from anybatch.plans import Plan
 
 LEAST_LOSS_SCALE = 2.0**-14
 """Below this scale, which is that of float16's smallest normal number, gradients that still overflow
 do so of themselves, not because they were scaled up."""
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """One forward pass.
-
-    Attributes:
-        batch: on the device; None for a pass in which only other ranks have samples.
-        num_samples: in it.
-        ghosts: its cut into ghost batches.
-        last: whether it is this rank's last one of the step.
-    """
-
-    batch: Any
-    num_samples: int
-    ghosts: Sequence[int] = ()
-    last: bool = False
-
-
-class Source(Protocol):
-    """The samples of one global step, given as often as the step is tried."""
-
-    def micro_batches(self, choice: Choice) -> Iterator[MicroBatch]:
-        """The micro-batches of this rank under `choice`, in order, from the first."""
-        ...
-
-    def describe(self, number: int) -> str:
-        """The samples of micro-batch `number` of the last attempt, in words."""
-        ...
-
-    def places(self, number: int) -> Sequence[Place]:
-        """The samples of micro-batch `number` of the last attempt; none, if they have no names."""
-        ...
-
-    def alone(self, place: Place) -> Any:
-        """That sample as a batch of its own, on the device."""
-        ...
-
-    def leave_out(self, bad: Sequence[Bad]) -> int:
-        """From the next attempt on the step is without these samples. How many are left, on all ranks
-        together."""
-        ...
-
-
-Blame = Callable[[Sequence[int], Source], Sequence[Bad]]
-"""From micro-batches of this rank, by number, to those of their samples that make the loss not finite.
-Called by all ranks at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +289,7 @@ class Transactions:
             self.failed_together = voted and isinstance(error, Exception) and not alone
             if failure is None:
                 raise
-            raise RankLost(_too_late(self._step, voted, failure)) from error
+            raise RankLost(too_late(self._step, voted, failure)) from error
 
     def _is_common(self, error: Exception) -> bool:
         """Whether all ranks have met `error`, a lack of memory, at the same place: then they can still
@@ -543,33 +496,3 @@ def to_reserve(plan: Plan) -> tuple[int, int]:
     everywhere but on a CPU without a limit."""
     can_fail = plan.enforced or plan.device != "cpu" or is_limited()
     return plan.prediction.commit_bytes if plan.prediction and can_fail else (0, 0)
-
-
-def _too_late(step: int, voted: bool, failure: MemoryFailure) -> str:
-    """The sentence for a lack of memory where failing can no more be undone."""
-    where = "in the update of" if voted else "while ranks spoke to each other in"
-    return (
-        f"memory ran out {where} step {step}, where there is no way back ({failure.message}): the run"
-        " goes on from its last checkpoint when it is started again; a plan made by anybatch, or more"
-        " memory, keeps this from happening."
-    )
-
-
-def nothing_leaner(plan: Plan, phase: str, failure: MemoryFailure) -> str:
-    """The sentence for the end of the ladder."""
-    budget = "" if plan.budget_bytes is None else f" of {format_bytes(plan.budget_bytes)}"
-    asked = (
-        ""
-        if failure.requested_bytes is None
-        else f" ({format_bytes(failure.requested_bytes)} more were asked for)"
-    )
-    ghost = plan.task.ghost_batch
-    remedy = (
-        f"give it more memory, a smaller ghost batch than {ghost}, or lower precision"
-        if ghost and plan.choice.micro_batch <= ghost
-        else "give it more memory, or lower precision"
-    )
-    return (
-        f"the budget{budget} is too small even for the leanest plan ({plan.choice.describe()}):"
-        f" memory ran out in {phase}{asked}. To train this, {remedy}."
-    )

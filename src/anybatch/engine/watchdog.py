@@ -20,55 +20,31 @@ still, or whose machine is gone, is named by the others.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import faulthandler
-import json
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from textwrap import indent
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Protocol, Self, final
 
+from anybatch.engine import stillness
+from anybatch.engine.pulse import LEFT, Pulse, Word
+from anybatch.engine.stacks import stacks, waits_for_others
+from anybatch.engine.stillness import PATIENCE, Heard, Stillness, judged
 from anybatch.errors import AnybatchError, InputError, PeerLost, Stuck
 from anybatch.events import Stalled
 
-LEAST_SECONDS = 300.0
-"""Without progress, before a rank is called stuck."""
-
-FIRST_SECONDS = 1800.0
-"""The same for what is done for the first time: compilation, downloads, caches that are filled."""
-
-TIMES_LONGEST = 20.0
-"""Nothing is called stuck before this many times the longest that it ever stood still and went on."""
-
-_PATIENCE = 1.5
-"""How much longer than its own deadline a rank waits for another: who hangs is to tell it first."""
-
 _HELD = 1.1
-"""The same for the last resort, which tells of a rank whose interpreter is held."""
+"""How much longer than its deadline a rank gets before the last resort, which tells of one whose
+interpreter is held: it would have told so itself if it could."""
 
 _TICK_SECONDS = 5.0
 _TICKS = 20
 _ANNOUNCE_SECONDS = 2.0
 _FELT_SECONDS = 5.0
 _CLOSE_SECONDS = 2.0
-
-_SILENT = ("saving", "resuming", "closing")
-"""What may take long without a sign of life: checkpoints are as large as disks are slow. It gets the
-time of what is done for the first time."""
-
-_LEFT = "left"
-_WAITING_IN = ("torch.distributed", "anybatch.parallel")
-
-
-class HasPhase(Protocol):
-    """Says what is being done."""
-
-    phase: str
 
 
 class Board(Protocol):
@@ -116,288 +92,6 @@ class Board(Protocol):
         ...
 
 
-# ------------------------------------------------------------------------------------ what ranks tell
-
-
-@final
-class Pulse:
-    """What one rank is doing. Written by its own thread, read by the watchdog.
-
-    Attributes:
-        rank: whose it is.
-        step: global steps done.
-        num_beats: signs of life so far.
-    """
-
-    def __init__(
-        self, rank: int = 0, explain: Callable[[PeerLost], PeerLost] = lambda error: error
-    ) -> None:
-        self.rank: int = rank
-        self.step: int = 0
-        self.num_beats: int = 0
-        self._explain = explain
-        self._source: HasPhase | None = None
-        self._doing = self._work = ""
-        self._done: set[str] = set()
-        self._depth = 0
-        self._home = self._thread = threading.get_ident()
-
-    def follow(self, source: HasPhase) -> None:
-        """From now on `source` knows the phase."""
-        self._source = source
-
-    @contextlib.contextmanager
-    def at_work(self, what: str) -> Iterator[None]:
-        """Around what is watched; `what` names its beginning. Between such blocks a rank may rest as
-        long as it likes: the time is the script's own.
-
-        Where another rank is lost that has said why, that is raised instead.
-        """
-        outer = self._work
-        self._home = self._thread = threading.get_ident()
-        self._doing = self._work = what
-        self._depth += 1
-        self.num_beats += 1
-        try:
-            yield
-        except PeerLost as error:
-            explained = error if self._depth > 1 else self._explain(error)
-            if explained is error:
-                raise
-            raise explained from error
-        finally:
-            self._depth -= 1
-            self._done.add(what)
-            self._doing, self._work = "", outer
-            self.num_beats += 1
-
-    def beat(self) -> None:
-        """A sign of life: a batch is there, or a pass is over."""
-        self.num_beats += 1
-        self._doing = ""
-        self._thread = threading.get_ident()  # steps may have moved to another
-
-    @property
-    def phase(self) -> str:
-        """What is being done; empty: nothing that is watched."""
-        if not self._depth:
-            return ""
-        return self._doing or (self._source.phase if self._source else "set-up")
-
-    @property
-    def is_first(self) -> bool:
-        """Whether such a block was never left before, or shows no sign of life inside."""
-        return self._work not in self._done or self._work in _SILENT
-
-    @property
-    def threads(self) -> tuple[int, ...]:
-        """Of the rank: the one that computes, and the one that asked for it if that is another."""
-        return tuple(dict.fromkeys((self._thread, self._home)))
-
-
-@dataclass(frozen=True, slots=True)
-class Word:
-    """What a rank tells the others of itself.
-
-    Attributes:
-        number: of the word: it is another one each time.
-        step, phase: see `Pulse`.
-        waits: whether it waits for other ranks.
-        still: seconds without progress.
-        limit: seconds without progress after which it counts as stuck.
-        time: when it said so, in seconds since the epoch.
-    """
-
-    number: int = 0
-    step: int = 0
-    phase: str = ""
-    waits: bool = False
-    still: float = 0.0
-    limit: float = 0.0
-    time: float = 0.0
-
-    @property
-    def where(self) -> str:
-        """Step and phase, in words."""
-        return f"in step {self.step}, {self.phase}" if self.phase else f"after step {self.step}"
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether others may have to wait for it."""
-        return self.phase not in ("", _LEFT) and not self.waits
-
-
-def _read(text: str) -> Word | None:
-    try:
-        return Word(**json.loads(text))
-    except (ValueError, TypeError):
-        return None  # nothing yet
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """The last word of a rank, and for how many seconds, by the hearer's clock, it has said no other
-    although it was listened to."""
-
-    rank: int
-    word: Word | None
-    silent: float
-
-
-# ------------------------------------------------------------------------------------- what it means
-
-
-@final
-class Stillness:
-    """How long a rank has made no progress, and how long it may.
-
-    Args:
-        given: the deadline in seconds; None: `LEAST_SECONDS` or `TIMES_LONGEST` times the longest so
-            far, and `FIRST_SECONDS` for what is done for the first time.
-    """
-
-    def __init__(self, given: float | None = None) -> None:
-        self.seconds: float = 0.0
-        self._given = given
-        self._longest = 0.0
-        self._is_first = True
-        self._last: tuple[int, str] = (-1, "")
-
-    def observe(self, elapsed: float, num_beats: int, phase: str, is_first: bool = False) -> float:
-        """Take in what is seen `elapsed` seconds after the last look. Returns the seconds that the rank
-        had stood still if it has gone on since, else 0."""
-        now = num_beats, phase
-        if now == self._last:
-            self.seconds += elapsed if phase else 0.0
-            return 0.0
-        ended, self.seconds, self._last = self.seconds, 0.0, now
-        if not self._is_first:
-            self._longest = max(self._longest, ended)
-        self._is_first = is_first
-        return ended
-
-    @property
-    def limit(self) -> float:
-        """Seconds that it may stand still."""
-        if self._given is not None:
-            return self._given
-        if self._is_first:
-            return FIRST_SECONDS
-        return max(LEAST_SECONDS, TIMES_LONGEST * self._longest)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the deadline has passed."""
-        return self.seconds >= self.limit
-
-
-def judged(
-    name: str, mine: Word, others: Sequence[Heard], silence: float, slack: float = 0.0
-) -> Stuck | PeerLost | None:
-    """What a rank that has made no progress for longer than its deadline makes of it: that it hangs
-    itself, which other rank does, or nothing yet.
-
-    Args:
-        name: of this rank, in words.
-        mine: the word of this rank.
-        others: what the other ranks have said.
-        silence: seconds without a new word after which a process does not run.
-        slack: how old words may be.
-    """
-    silent = [one for one in others if one.silent >= silence and not _has_left(one)]
-    stuck = [
-        one
-        for one in others
-        if one.word and one.word.is_busy and one.word.still >= one.word.limit - slack
-    ]
-    if not mine.waits and not any(_behind(one.word, mine) for one in (*silent, *stuck)):
-        return Stuck(
-            f"{name} has made no progress for {mine.still:.0f} s"
-            f" {mine.where}, where at most {mine.limit:.0f} s are allowed: see below where it hangs; if"
-            " it only needs longer, allow more (stall_seconds)."
-        )
-    if mine.still < _PATIENCE * mine.limit:
-        return None  # who hangs is about to say so
-    waited = f"{name} has waited for {mine.still:.0f} s {mine.where}"
-    if silent:
-        names = " and ".join(map(_last_heard, silent))
-        return PeerLost(
-            f"{names}; {waited}: its process or its machine has stopped, or the network between."
-        )
-    if stuck:
-        names = " and ".join(
-            f"rank {one.rank} has made no progress for {one.word.still:.0f} s {one.word.where}"
-            for one in stuck
-            if one.word
-        )
-        return PeerLost(f"{names}; {waited}: its own output says where it hangs.")
-    if all(one.word and one.word.waits and one.word.still >= one.word.limit for one in others):
-        where = ", ".join(f"rank {one.rank} {one.word.where}" for one in others if one.word)
-        return Stuck(
-            f"all ranks wait for each other: {waited}, and so has {where}: a collective that not all of"
-            " them call (in the model or the loss), or a network that loses what it is given."
-        )
-    return None
-
-
-def _has_left(one: Heard) -> bool:
-    return one.word is not None and one.word.phase == _LEFT
-
-
-def _behind(word: Word | None, mine: Word) -> bool:
-    """Whether a rank that said `word` is not as far as this one, which may so wait for it."""
-    order = ("loading", "forward", "backward", "reduction", "update")
-    if word is None:
-        return True
-    if word.step != mine.step or word.phase not in order or mine.phase not in order:
-        return word.step < mine.step
-    return order.index(word.phase) < order.index(mine.phase)
-
-
-def _last_heard(one: Heard) -> str:
-    if one.word is None:
-        return f"rank {one.rank} was never heard of"
-    ago = max(one.silent, time.time() - one.word.time)
-    return f"rank {one.rank} was last heard of {ago:.0f} s ago, {one.word.where}"
-
-
-def waits_for_others(threads: Sequence[int]) -> bool:
-    """Whether one of these threads of this process stands in a collective. A backward pass on a GPU
-    runs in a thread of autograd's own, while the one that began it waits."""
-    frames = sys._current_frames()
-    modules = [_module(frames.get(thread)) for thread in threads]
-    if any(module.startswith("torch.autograd") for module in modules):
-        modules += map(_module, frames.values())
-    return any(module.startswith(_WAITING_IN) for module in modules)
-
-
-def _module(frame: FrameType | None) -> str:
-    return str(frame.f_globals.get("__name__", "")) if frame else ""
-
-
-def stacks(threads: Sequence[int]) -> str:
-    """The stacks of `threads`, and then those of the other threads that run Python code, indented."""
-    frames = sys._current_frames()
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    rest = [
-        ident
-        for ident, name in names.items()
-        if ident not in threads and ident != threading.get_ident() and name not in _OWN
-    ]
-    lines: list[str] = []
-    for ident in (*threads, *rest):
-        if ident in frames:
-            lines.append(f"thread {names.get(ident, ident)}, most recent call last:\n")
-            lines += traceback.format_stack(frames[ident])
-    return indent("".join(lines).rstrip(), "  ")
-
-
-_OWN = ("anybatch-watchdog", "anybatch-board")
-
-
-# ------------------------------------------------------------------------------------- the watchdog
-
-
 def checked_seconds(stall_seconds: float | None) -> float | None:
     """`stall_seconds`. Raises `InputError` for one that is not above 0."""
     if stall_seconds is not None and not stall_seconds > 0:
@@ -438,7 +132,7 @@ class Watchdog:
         self._last_resort = last_resort
         self._clock = clock
         self._stillness = Stillness(stall_seconds)
-        self._tick = min(_TICK_SECONDS, (stall_seconds or LEAST_SECONDS) / _TICKS)
+        self._tick = min(_TICK_SECONDS, (stall_seconds or stillness.LEAST_SECONDS) / _TICKS)
         self._pulses: list[Pulse] = []
         self._looked = clock()
         self._number = 0
@@ -471,7 +165,7 @@ class Watchdog:
         if self._last_resort:
             faulthandler.cancel_dump_traceback_later()
         if self._board is not None:
-            self._board.tell(_written(Word(self._number + 1, phase=_LEFT)))
+            self._board.tell(Word(self._number + 1, phase=LEFT).dumps())
             self._board.close()
 
     def stalled(self) -> list[Stalled]:
@@ -556,7 +250,7 @@ class Watchdog:
         if board is None:
             return []
         listens = mine.still >= mine.limit / 2
-        board.tell(_written(mine), listens)
+        board.tell(mine.dumps(), listens)
         if not listens:
             self._heard.clear()
         answered, self._answered = board.answered > self._answered, board.answered
@@ -570,13 +264,13 @@ class Watchdog:
             elif answered:  # else nothing is known of anybody
                 silent += elapsed
             self._heard[rank] = text, silent
-            found.append(Heard(rank, _read(text), silent))
+            found.append(Heard(rank, Word.loads(text), silent))
         return found
 
     def _unheard(self, mine: Word) -> PeerLost | None:
         """The board itself is not reached: nothing that hangs there is known to be true."""
         board = self._board
-        if board is None or mine.still < _PATIENCE * mine.limit or not mine.waits:
+        if board is None or mine.still < PATIENCE * mine.limit or not mine.waits:
             return None
         silent = time.monotonic() - board.answered
         if silent < mine.limit / 4:
@@ -626,7 +320,3 @@ class _Standstill:
 
 
 _NOBODY = Pulse()
-
-
-def _written(word: Word) -> str:
-    return json.dumps(dataclasses.asdict(word))

@@ -10,19 +10,11 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from anybatch.engine.pulse import Pulse, Word
+from anybatch.engine.stacks import stacks, waits_for_others
+from anybatch.engine.stillness import FIRST_SECONDS, LEAST_SECONDS, Heard, Stillness, judged
 from anybatch.engine.straggler import Stragglers
-from anybatch.engine.watchdog import (
-    FIRST_SECONDS,
-    LEAST_SECONDS,
-    Heard,
-    Pulse,
-    Stillness,
-    Watchdog,
-    Word,
-    judged,
-    stacks,
-    waits_for_others,
-)
+from anybatch.engine.watchdog import Watchdog
 from anybatch.errors import AnybatchError, InputError, PeerLost, Stuck
 
 # --------------------------------------------------------------------------------------- how long

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from importlib.metadata import version
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -21,34 +20,23 @@ from anybatch.compute import Replica
 from anybatch.compute.building import checked_optimizer, place
 from anybatch.compute.precision import check_available
 from anybatch.data import (
-    Bad,
-    Loader,
-    Place,
     StepData,
     StreamLoader,
-    divided_ghosts,
     evaluation_batches,
-    ghosts,
     is_map_style,
-    micro_batches,
     num_samples_of,
     on_device,
     open_training,
-    share,
-    to_device,
 )
 from anybatch.engine import (
-    Balance,
     Evaluation,
     Keyed,
     LearningRate,
     Meter,
-    MicroBatch,
     OneByOne,
     PassedOver,
     Pulse,
     Skips,
-    Stragglers,
     Transactions,
     make_limit,
     to_reserve,
@@ -56,22 +44,22 @@ from anybatch.engine import (
 from anybatch.errors import InputError, PeerLost
 from anybatch.estimate import identify
 from anybatch.events import (
-    CheckpointFailed,
-    CheckpointSaved,
     Evaluated,
     Event,
-    Rebalanced,
-    Resumed,
     RunEnded,
     RunStarted,
     Sink,
     StepDone,
-    Straggler,
 )
 from anybatch.parallel import Group, Wish
 from anybatch.parallel.told import together
-from anybatch.plans import Choice, Plan
-from anybatch.state import Checkpoints, Failed, TrainingState
+from anybatch.plans import Plan
+from anybatch.rank.archive import Archive
+from anybatch.rank.checks import check_alike, check_can_skip, versions
+from anybatch.rank.pace import Pace
+from anybatch.rank.passes import Cutting, GlobalStep
+from anybatch.rank.position import Position
+from anybatch.state import Checkpoints, TrainingState
 from anybatch.task import Progress, Task
 
 P = ParamSpec("P")
@@ -138,16 +126,15 @@ class Rank:
         self._sink = sink
         self.last_evaluation: Evaluated | None = None
         self.wished: Wish = Wish.NOTHING
-        self._checkpoints = checkpoints
-        _check_can_skip(task, plan)
+        check_can_skip(task, plan)
         together(group, lambda: check_available(plan.choice.precision, device))
-        self._check_alike()
+        check_alike(task, plan, group)
         # From here on memory counts, so that what speaks to the other ranks was made before.
         self._limit = make_limit(plan, device, counted=(task.model,))
         self._meter: Meter = self._limit.enter()
         self._randomness = Keyed(task.seed, group.rank, device)
         try:
-            self._set_up(device)
+            self._set_up(checkpoints)
         except BaseException:
             self._limit.leave()
             raise
@@ -155,8 +142,8 @@ class Rank:
     @_at_work("closing")
     def close(self) -> None:
         """Leave the model and the process as they were found, but for the training."""
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+        if self._archive is not None:
+            self._archive.close()
         self._engine.close()
         self._loader.close()
         self._group.close()
@@ -172,7 +159,7 @@ class Rank:
     @property
     def num_steps(self) -> int:
         """Global steps that are committed, those before a resumption included."""
-        return self._num_done
+        return self._position.step
 
     @property
     def total_steps(self) -> int | None:
@@ -182,7 +169,7 @@ class Rank:
     @property
     def evaluated_now(self) -> bool:
         """Whether the model was evaluated since the last step."""
-        return self.last_evaluation is not None and self.last_evaluation.step == self._num_done
+        return self.last_evaluation is not None and self.last_evaluation.step == self._position.step
 
     @property
     def peak_bytes(self) -> int:
@@ -206,7 +193,7 @@ class Rank:
 
     def begin(self) -> None:
         """The next `step` is the first that is not done yet."""
-        self._loader.begin(self._num_done, self._cut)
+        self._loader.begin(self._position.step, self._cut)
 
     @_at_work("loading")
     def step(self) -> StepDone | None:
@@ -227,55 +214,17 @@ class Rank:
         there is memory for a copy, unless it is to be there `at_once`. What comes of it is told by
         `saved`."""
         self._engine.settle()
-        if self._checkpoints is None or (self._group.in_one_process and self._group.rank):
-            return
-        facts = {
-            "step": self._num_done,
-            "samples_seen": self._samples_seen,
-            "epoch": self._epoch,
-            "num_skipped": self._skips.num_samples if self._skips else 0,
-            "plan": self.plan.model_dump(mode="json"),
-            "versions": _versions(),
-        }
-        try:
-            content = self._state.content(facts)
-        except InputError as error:  # alike on all ranks
-            event = CheckpointFailed(time=time.time(), step=self._num_done, reason=str(error))
-            self._sink(event)
-            return
-        last = self.last_evaluation if self.evaluated_now else None
-        with self._limit.lifted():  # the small buffers of writing are nobody's budget
-            self._checkpoints.save(
-                content,
-                self._num_done,
-                score=last.loss if last else None,
-                # A copy on the device that trains would be taken from the budget of training.
-                stage=not at_once and (self._device.type != "cpu" or not self._given.enforced),
-            )
+        if self._archive is not None:
+            facts = {"plan": self.plan.model_dump(mode="json"), "versions": versions()}
+            last = self.last_evaluation if self.evaluated_now else None
+            self._archive.save(facts, last.loss if last else None, at_once)
 
     @_at_work("saving")
     def saved(self, wait: bool = False) -> None:
         """Tell what has become of the checkpoints since it was last told; `wait` for those under
         way."""
-        if self._checkpoints is None:
-            return
-        if wait:
-            self._checkpoints.wait()
-        for outcome in self._checkpoints.finished():
-            now = time.time()
-            if isinstance(outcome, Failed):
-                self._sink(CheckpointFailed(time=now, step=outcome.step, reason=outcome.reason))
-            else:
-                self._sink(
-                    CheckpointSaved(
-                        time=now,
-                        step=outcome.step,
-                        folder=str(outcome.folder),
-                        num_bytes=outcome.num_bytes,
-                        seconds=outcome.seconds,
-                        held_seconds=outcome.held_seconds,
-                    )
-                )
+        if self._archive is not None:
+            self._archive.tell(wait)
 
     @_at_work("resuming")
     def resume(self) -> bool:
@@ -285,32 +234,7 @@ class Rank:
         Raises `InputError` if it is of another task or model, or none of those that are there is
         intact.
         """
-        if self._checkpoints is None:
-            return False
-        with self._limit.lifted():
-            found = self._checkpoints.newest()
-            if found is None:
-                return False
-            tensors = together(self._group, lambda: self._state.destinations(found))
-            self._checkpoints.load(found, tensors)
-        facts = self._state.restored(found)
-        self._num_done, self._samples_seen, self._epoch = (
-            facts.step,
-            facts.samples_seen,
-            facts.epoch,
-        )
-        if self._skips is not None:
-            self._skips.num_samples = facts.num_skipped
-        self._sink(
-            Resumed(
-                time=time.time(),
-                step=facts.step,
-                samples_seen=facts.samples_seen,
-                folder=str(found.folder),
-                passed_over=found.passed_over,
-            )
-        )
-        return True
+        return self._archive is not None and self._archive.resume()
 
     @_at_work("evaluation")
     def evaluate(self) -> Evaluated:
@@ -327,15 +251,15 @@ class Rank:
         with self._failing_together():
             found, self._engine.plan = self._evaluation.means(
                 self._engine.plan,
-                self._num_done,
+                self._position.step,
                 partial(self._batches, self._task.valid, skips=self._skips),
                 self._task.loss,
                 self._task.metrics,
             )
         event = Evaluated(
             time=time.time(),
-            step=self._num_done,
-            epoch=self._epoch,
+            step=self._position.step,
+            epoch=self._position.epoch,
             samples=found.samples,
             loss=found.loss,
             seconds=time.perf_counter() - begun,
@@ -348,7 +272,7 @@ class Rank:
     def predict(self, data: Any, output: Callable[[nn.Module, Any], Any]) -> Iterator[Any]:
         """See `Session.predict`. This rank by itself: it takes all of `data`."""
         outputs = self._evaluation.outputs(
-            self._engine.plan, self._num_done, partial(self._batches, data, alone=True), output
+            self._engine.plan, self._position.step, partial(self._batches, data, alone=True), output
         )
         for result, self._engine.plan in outputs:
             yield result
@@ -358,7 +282,7 @@ class Rank:
         """See `Session.predict_all`."""
         result, self._engine.plan = self._evaluation.gathered(
             self._engine.plan,
-            self._num_done,
+            self._position.step,
             partial(self._batches, data),
             output,
             interleaved=not is_map_style(data),
@@ -374,7 +298,7 @@ class Rank:
             num_samples=self._steps.num_samples,
             total_steps=self._steps.total_steps,
             plan=self._given.model_dump(mode="json"),
-            versions=_versions(),
+            versions=versions(),
             notices=(*self._given.notices, *self._given.exchange.notices()),
         )
 
@@ -388,8 +312,8 @@ class Rank:
         peaks = self._group.exchange(mine) if finished else [mine]
         return RunEnded(
             time=time.time(),
-            steps=self._num_done,
-            samples_seen=self._samples_seen,
+            steps=self._position.step,
+            samples_seen=self._position.samples_seen,
             seconds=seconds,
             step_seconds=times[len(times) // 2] if times else None,
             predicted_peak_bytes=told.peak_bytes if told else None,
@@ -402,36 +326,8 @@ class Rank:
             num_skipped=self._skips.num_samples if self._skips else 0,
         )
 
-    def _check_alike(self) -> None:
-        """Raises `InputError` if ranks were started with different versions, data or plans: they would
-        wait for each other in vain, or train on different samples."""
-        if self._group.size == 1:
-            return
-        task = self._task
-        mine = {
-            "the versions of anybatch and torch": str(_versions()),
-            "the task": task.name,
-            "the global batch": str(task.global_batch),
-            "the seed": str(task.seed),
-            "what to do about bad data": task.bad_data,
-            "the number of training samples": str(num_samples_of(task.train)),
-            "the number of held-out samples": str(
-                None if task.valid is None else num_samples_of(task.valid)
-            ),
-            "the plan": self._given.model_dump_json(exclude={"device_name", "notices"}),
-        }
-        everyone = self._group.exchange(mine)
-        for what, value in everyone[0].items():
-            for rank, other in enumerate(everyone):
-                if other[what] != value:
-                    told = "" if what == "the plan" else f" ({value} and {other[what]})"
-                    raise InputError(
-                        f"{what} of rank 0 and rank {rank} differ{told}: start all ranks with the same"
-                        " software, command and data."
-                    )
-
-    def _set_up(self, device: torch.device) -> None:
-        task, plan, group = self._task, self._given, self._group
+    def _set_up(self, checkpoints: Checkpoints | None) -> None:
+        task, plan, group, device = self._task, self._given, self._group, self._device
         self.model: nn.Module = group.build(lambda: self._built(device))
         self._replica = together(
             group,
@@ -449,7 +345,6 @@ class Rank:
         self.pulse.follow(self._replica)
         together(group, lambda: group.adopt(self._replica))
         self._rates = LearningRate(self._replica.optimizer, task.schedule, task.scheduler)
-        self._state = TrainingState(task, self._replica, group, self._rates)
         self._steps, self._loader = open_training(task, pin_memory=device.type == "cuda")
         epoch = None if self._steps.num_samples is None else self._steps.epoch_samples
         held_out = None if task.valid is None else num_samples_of(task.valid)
@@ -481,11 +376,22 @@ class Rank:
             sink=self._sink,
             leave_out=self._skips.leave_out_of_evaluation if self._skips else None,
         )
-        # Where ranks meet inside passes, all take as long as the slowest of them.
-        apart = group.size > 1 and not group.lockstep and plan.norms == "ghosts"
-        self._balance = Balance() if plan.balance == "measured" and apart else None
-        self._stragglers = Stragglers(group.size)
-        self._num_done = self._samples_seen = self._epoch = 0
+        self._cutting = Cutting(plan, group)
+        self._pace = Pace(plan, group, self._cutting, self._sink)
+        self._position = Position()
+        self._archive: Archive | None = None
+        if checkpoints is not None:
+            self._archive = Archive(
+                checkpoints,
+                TrainingState(task, self._replica, group, self._rates),
+                self._position,
+                self._skips,
+                group,
+                self._limit,
+                # A copy on the device that trains would be taken from the budget of training.
+                stages=device.type != "cpu" or not plan.enforced,
+                sink=self._sink,
+            )
         self._step_seconds: deque[float] = deque(maxlen=1000)
         self._memory = 0
         self._memory_read = 0.0
@@ -516,13 +422,13 @@ class Rank:
         """The step that was done, or None if it was left out whole."""
         begun = time.perf_counter()
         progress = Progress(
-            step=self._num_done,
-            samples=self._samples_seen,
+            step=self._position.step,
+            samples=self._position.samples_seen,
             epoch=data.epoch,
             total_steps=self._steps.total_steps,
             total_samples=self._steps.total_samples,
         )
-        source = _GlobalStep(self._loader, data, self._passes, self._device, self.pulse)
+        source = GlobalStep(self._loader, data, self._cutting.passes, self._device, self.pulse)
         done = self._engine.run(data.step, source, partial(self._rates.before_update, progress))
         if isinstance(done, PassedOver):
             self._pass_over(data, source.num_kept, done.reason)
@@ -537,10 +443,10 @@ class Rank:
             self._memory, self._memory_read = self._meter.peak_bytes(), now
         event = StepDone(
             time=time.time(),
-            step=self._num_done,
+            step=self._position.step,
             epoch=data.epoch,
             samples=source.num_kept,
-            samples_seen=self._samples_seen,
+            samples_seen=self._position.samples_seen,
             loss=done.loss,
             weight=done.weight,
             learning_rate=rate,
@@ -556,10 +462,9 @@ class Rank:
         if self._skips is not None:
             self._skips.learned()
             self._skips.done(data.num_samples, data.epoch, data.epoch_end)
-        self._rebalance(source.num_kept, done.rank_seconds)
-        if self._engine.grow():
-            self._loader.begin(self._num_done, self._cut)  # workers fetch ahead by the old choice
-        self._tell_stragglers(done.rank_seconds)
+        moved = self._pace.observe(self._position.step, source.num_kept, done.rank_seconds)
+        if self._engine.grow() or moved:
+            self.begin()  # workers fetch ahead by the old choice or shares
         if self._evaluation_due(data):
             self.evaluate()
         return event
@@ -576,83 +481,17 @@ class Rank:
 
     def _advance(self, data: StepData) -> None:
         self._loader.commit()
-        self._num_done += 1
-        self.pulse.step = self._num_done
-        self._samples_seen += data.num_samples
-        self._epoch = data.epoch + data.epoch_end
-
-    def _rebalance(self, num_samples: int, seconds: Sequence[float]) -> None:
-        """New shares, if the ranks' times ask for them. All ranks see the same times."""
-        if self._balance is None:
-            return
-        before = tuple(self._group.shares)
-        unit = self._ghost or 1
-        after = self._balance.observe(
-            lambda shares: [
-                len(share(num_samples, shares, rank, unit)) for rank in range(self._group.size)
-            ],
-            before,
-            seconds,
-        )
-        if after is None:
-            return
-        self._group.shares = after
-        self._loader.begin(self._num_done, self._cut)  # workers fetch ahead by the old shares
-        slowest = max(range(len(seconds)), key=lambda rank: seconds[rank])
-        self._sink(
-            Rebalanced(
-                time=time.time(),
-                step=self._num_done,
-                reason=f"rank {slowest} took {seconds[slowest]:.3g} s and the fastest"
-                f" {min(s for s in seconds if s):.3g} s for their shares",
-                before=before,
-                after=after,
-            )
-        )
-
-    def _tell_stragglers(self, seconds: Sequence[float]) -> None:
-        for rank, mine, others in self._stragglers.observe(seconds):
-            self._sink(
-                Straggler(
-                    time=time.time(), step=self._num_done, rank=rank, seconds=mine, others=others
-                )
-            )
+        self._position.advance(data)
+        self.pulse.step = self._position.step
 
     def _evaluation_due(self, data: StepData) -> bool:
         if self._task.valid is None:
             return False
         every = self._task.evaluate_every
-        return data.epoch_end if every is None else self._num_done % every == 0
-
-    @property
-    def _ghost(self) -> int | None:
-        return self._given.task.ghost_batch
+        return data.epoch_end if every is None else self._position.step % every == 0
 
     def _cut(self, num_samples: int) -> Sequence[range]:
-        return self._passes(self._engine.plan.choice, num_samples).fetched
-
-    def _passes(self, choice: Choice, num_samples: int) -> _Passes:
-        """What this rank runs of a step of so many samples."""
-        group, ghost = self._group, self._ghost
-        if self._given.norms == "synchronised" and ghost:
-            parts = divided_ghosts(num_samples, ghost, group.shares, group.rank)
-            return _Passes(parts, [[len(part)] if part else [] for part in parts])
-        cut = self._micro_batches(choice, num_samples, group.rank)
-        if not group.lockstep:
-            return _Passes(cut, ghost)
-        most = max(
-            len(self._micro_batches(choice, num_samples, rank)) for rank in range(group.size)
-        )
-        again = cut[0] if cut else range(1)  # any samples do: they are given no weight
-        num_idle = most - len(cut)
-        return _Passes([*[again] * num_idle, *cut], ghost, num_idle)
-
-    def _micro_batches(self, choice: Choice, num_samples: int, rank: int) -> Sequence[range]:
-        part = self._part(num_samples, rank)
-        return micro_batches(part, choice.micro_batch, self._ghost, num_samples)
-
-    def _part(self, num_samples: int, rank: int) -> range:
-        return share(num_samples, self._group.shares, rank, unit=self._ghost or 1)
+        return self._cutting.passes(self._engine.plan.choice, num_samples).fetched
 
     def _batches(
         self,
@@ -693,121 +532,3 @@ class Rank:
     def emit(self, event: Event) -> None:
         """Give `event` to the readers."""
         self._sink(event)
-
-
-class _Passes:
-    """The passes of one rank in one step.
-
-    Args:
-        parts: positions in the global batch, by pass; empty for a pass in which only others have
-            samples.
-        ghosts: samples per ghost batch of each pass, or the size of ghost batches, or None.
-        num_idle: so many passes are only run because other ranks run as many. They come first, while
-            buffers can still be put back to what the step found.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[range],
-        ghosts: Sequence[Sequence[int]] | int | None,
-        num_idle: int = 0,
-    ) -> None:
-        self.parts: Sequence[range] = parts
-        self._ghosts = ghosts
-        self._num_idle = num_idle
-
-    @property
-    def fetched(self) -> Sequence[range]:
-        """The parts that have samples."""
-        if self._ghosts is None or isinstance(self._ghosts, int):
-            return self.parts  # perhaps a million of them: they are not to be listed
-        return [part for part in self.parts if part]
-
-    def micro_batch(self, number: int, batches: Iterator[Any]) -> MicroBatch:
-        """Pass `number`, with the next of `batches` unless it has no samples."""
-        part, real = self.parts[number], number >= self._num_idle
-        return MicroBatch(
-            next(batches) if part else None,
-            len(part) if real else 0,
-            self._cut(number) if real else (),
-            last=number + 1 == len(self.parts),
-        )
-
-    def _cut(self, number: int) -> Sequence[int]:
-        if self._ghosts is None:
-            return ()
-        if isinstance(self._ghosts, int):
-            return ghosts(len(self.parts[number]), self._ghosts)
-        return self._ghosts[number]
-
-
-class _GlobalStep:
-    """The samples of one global step, fetched as often as the step is tried."""
-
-    def __init__(
-        self,
-        loader: Loader | StreamLoader,
-        data: StepData,
-        passes: Callable[[Choice, int], _Passes],
-        device: torch.device,
-        pulse: Pulse,
-    ) -> None:
-        self._loader = loader
-        self._data = data
-        self._passes = passes
-        self._device = device
-        self._pulse = pulse
-        self._parts: Sequence[range] = ()
-        self._gaps: Sequence[int] = ()
-        self._tried = False
-
-    @property
-    def num_kept(self) -> int:
-        """Samples of all ranks that are not left out."""
-        return self._data.num_samples - len(self._gaps)
-
-    def micro_batches(self, choice: Choice) -> Iterator[MicroBatch]:
-        """See `Source`."""
-        if self._tried:
-            self._data = self._loader.redo(lambda n: self._passes(choice, n).fetched, self._gaps)
-        self._tried = True
-        passes = self._passes(choice, self.num_kept)
-        self._parts = passes.parts
-        batches = on_device(self._data.micro_batches, self._device)
-        for number in range(len(passes.parts)):
-            self._pulse.beat()
-            yield passes.micro_batch(number, batches)
-
-    def describe(self, number: int) -> str:
-        """See `Source`."""
-        return self._loader.describe(self._parts[number])
-
-    def places(self, number: int) -> Sequence[Place]:
-        """See `Source`."""
-        return self._loader.places(self._parts[number])
-
-    def alone(self, place: Place) -> Any:
-        """See `Source`."""
-        self._pulse.beat()
-        return to_device(self._loader.alone(place), self._device)
-
-    def leave_out(self, bad: Sequence[Bad]) -> int:
-        """See `Source`."""
-        self._gaps = sorted({*self._gaps, *(one.place.position for one in bad)})
-        return self.num_kept
-
-
-def _check_can_skip(task: Task, plan: Plan) -> None:
-    exchange = plan.exchange
-    if task.bad_data == "skip" and (
-        exchange.every > 1 or exchange.stale or exchange.compress == "powersgd"
-    ):
-        raise InputError(
-            "bad_data is 'skip', and the plan exchanges gradients in a way where one that is not finite"
-            " stays, in what ranks remember or send off before they agree: use bad_data='stop', or"
-            " no local steps, stale gradients or powersgd."
-        )
-
-
-def _versions() -> dict[str, str]:
-    return {"anybatch": version("anybatch"), "torch": torch.__version__}

@@ -1,0 +1,57 @@
+"""What the engine is given of a global step: its samples, as often as the step is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from anybatch.data import Bad, Place
+from anybatch.plans import Choice
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward pass.
+
+    Attributes:
+        batch: on the device; None for a pass in which only other ranks have samples.
+        num_samples: in it.
+        ghosts: its cut into ghost batches.
+        last: whether it is this rank's last one of the step.
+    """
+
+    batch: Any
+    num_samples: int
+    ghosts: Sequence[int] = ()
+    last: bool = False
+
+
+class Source(Protocol):
+    """The samples of one global step, given as often as the step is tried."""
+
+    def micro_batches(self, choice: Choice) -> Iterator[MicroBatch]:
+        """The micro-batches of this rank under `choice`, in order, from the first."""
+        ...
+
+    def describe(self, number: int) -> str:
+        """The samples of micro-batch `number` of the last attempt, in words."""
+        ...
+
+    def places(self, number: int) -> Sequence[Place]:
+        """The samples of micro-batch `number` of the last attempt; none, if they have no names."""
+        ...
+
+    def alone(self, place: Place) -> Any:
+        """That sample as a batch of its own, on the device."""
+        ...
+
+    def leave_out(self, bad: Sequence[Bad]) -> int:
+        """From the next attempt on the step is without these samples. How many are left, on all ranks
+        together."""
+        ...
+
+
+Blame = Callable[[Sequence[int], Source], Sequence[Bad]]
+"""From micro-batches of this rank, by number, to those of their samples that make the loss not finite.
+Called by all ranks at once."""

@@ -1,0 +1,120 @@
+"""Archive: one rank's part in saving what outlives a step, and in going on from it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from anybatch.engine import Limit, Skips
+from anybatch.errors import InputError
+from anybatch.events import CheckpointFailed, CheckpointSaved, Resumed, Sink
+from anybatch.parallel import Group
+from anybatch.parallel.told import together
+from anybatch.rank.position import Position
+from anybatch.state import Checkpoints, Failed, TrainingState
+
+
+class Archive:
+    """What is saved of a rank and read back. All ranks do the same at the same time.
+
+    Args:
+        checkpoints: where to; closed with this.
+        state: of the training.
+        position: saved with it, and set by `resume`.
+        skips: of bad data, if there are any; likewise.
+        group: the ranks.
+        limit: lifted meanwhile: the small buffers of writing are nobody's budget.
+        stages: whether there is memory for a copy, so that training goes on while it is written.
+        sink: is told what comes of it.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        state: TrainingState,
+        position: Position,
+        skips: Skips | None,
+        group: Group,
+        limit: Limit,
+        stages: bool,
+        sink: Sink,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._state = state
+        self._position = position
+        self._skips = skips
+        self._group = group
+        self._limit = limit
+        self._stages = stages
+        self._sink = sink
+
+    def save(self, facts: dict[str, Any], score: float | None, at_once: bool) -> None:
+        """Begin to save, with further `facts`; `score` is the lower the better. What comes of it is
+        told by `tell`, but for a state that cannot be saved, which is told now."""
+        if self._group.in_one_process and self._group.rank:
+            return
+        at = self._position
+        try:
+            content = self._state.content(
+                {
+                    "step": at.step,
+                    "samples_seen": at.samples_seen,
+                    "epoch": at.epoch,
+                    "num_skipped": self._skips.num_samples if self._skips else 0,
+                    **facts,
+                }
+            )
+        except InputError as error:  # alike on all ranks
+            self._sink(CheckpointFailed(time=time.time(), step=at.step, reason=str(error)))
+            return
+        with self._limit.lifted():
+            self._checkpoints.save(
+                content, at.step, score=score, stage=self._stages and not at_once
+            )
+
+    def tell(self, wait: bool) -> None:
+        """Tell what has become of the checkpoints since the last call; `wait` for those under way."""
+        if wait:
+            self._checkpoints.wait()
+        for outcome in self._checkpoints.finished():
+            now = time.time()
+            if isinstance(outcome, Failed):
+                self._sink(CheckpointFailed(time=now, step=outcome.step, reason=outcome.reason))
+                continue
+            self._sink(
+                CheckpointSaved(
+                    time=now,
+                    step=outcome.step,
+                    folder=str(outcome.folder),
+                    num_bytes=outcome.num_bytes,
+                    seconds=outcome.seconds,
+                    held_seconds=outcome.held_seconds,
+                )
+            )
+
+    def resume(self) -> bool:
+        """See `Rank.resume`."""
+        with self._limit.lifted():
+            found = self._checkpoints.newest()
+            if found is None:
+                return False
+            tensors = together(self._group, lambda: self._state.destinations(found))
+            self._checkpoints.load(found, tensors)
+        facts, at = self._state.restored(found), self._position
+        at.step, at.samples_seen, at.epoch = facts.step, facts.samples_seen, facts.epoch
+        if self._skips is not None:
+            self._skips.num_samples = facts.num_skipped
+        self._sink(
+            Resumed(
+                time=time.time(),
+                step=facts.step,
+                samples_seen=facts.samples_seen,
+                folder=str(found.folder),
+                passed_over=found.passed_over,
+            )
+        )
+        return True
+
+    def close(self) -> None:
+        """What is under way is finished or given up."""
+        self._checkpoints.close()

@@ -1,0 +1,58 @@
+"""What has to hold before the first step: ranks that do the same, and a task that the plan can do."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import torch
+
+from anybatch.data import num_samples_of
+from anybatch.errors import InputError
+from anybatch.parallel import Group
+from anybatch.plans import Plan
+from anybatch.task import Task
+
+
+def check_alike(task: Task, plan: Plan, group: Group) -> None:
+    """Raises `InputError` if ranks were started with different versions, data or plans: they would
+    wait for each other in vain, or train on different samples."""
+    if group.size == 1:
+        return
+    held_out = None if task.valid is None else num_samples_of(task.valid)
+    mine = {
+        "the versions of anybatch and torch": str(versions()),
+        "the task": task.name,
+        "the global batch": str(task.global_batch),
+        "the seed": str(task.seed),
+        "what to do about bad data": task.bad_data,
+        "the number of training samples": str(num_samples_of(task.train)),
+        "the number of held-out samples": str(held_out),
+        "the plan": plan.model_dump_json(exclude={"device_name", "notices"}),
+    }
+    everyone = group.exchange(mine)
+    for what, value in everyone[0].items():
+        for rank, other in enumerate(everyone):
+            if other[what] != value:
+                told = "" if what == "the plan" else f" ({value} and {other[what]})"
+                raise InputError(
+                    f"{what} of rank 0 and rank {rank} differ{told}: start all ranks with the same"
+                    " software, command and data."
+                )
+
+
+def check_can_skip(task: Task, plan: Plan) -> None:
+    """Raises `InputError` if bad samples are to be left out and the exchange cannot forget them."""
+    exchange = plan.exchange
+    if task.bad_data == "skip" and (
+        exchange.every > 1 or exchange.stale or exchange.compress == "powersgd"
+    ):
+        raise InputError(
+            "bad_data is 'skip', and the plan exchanges gradients in a way where one that is not finite"
+            " stays, in what ranks remember or send off before they agree: use bad_data='stop', or"
+            " no local steps, stale gradients or powersgd."
+        )
+
+
+def versions() -> dict[str, str]:
+    """Of the software that computes, by name."""
+    return {"anybatch": version("anybatch"), "torch": torch.__version__}

@@ -1,0 +1,60 @@
+"""Pace: what follows from how long each rank took for its part of a step. New shares where the plan
+lets them follow the measured speeds, and the name of a rank that falls behind the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from anybatch.engine import Balance, Stragglers
+from anybatch.events import Rebalanced, Sink, Straggler
+from anybatch.parallel import Group
+from anybatch.plans import Plan
+from anybatch.rank.passes import Cutting
+
+
+class Pace:
+    """Of all ranks of `group`, which see the same times, so that they come to the same shares."""
+
+    def __init__(self, plan: Plan, group: Group, cutting: Cutting, sink: Sink) -> None:
+        self._group = group
+        self._cutting = cutting
+        self._sink = sink
+        # Where ranks meet inside passes, all take as long as the slowest of them.
+        apart = group.size > 1 and not group.lockstep and plan.norms == "ghosts"
+        self._balance = Balance() if plan.balance == "measured" and apart else None
+        self._stragglers = Stragglers(group.size)
+
+    def observe(self, step: int, num_samples: int, seconds: Sequence[float]) -> bool:
+        """Take in the `seconds` of each rank for a step of `num_samples`, tell what is to be told.
+
+        Returns whether the shares of the group are others now.
+        """
+        for rank, mine, others in self._stragglers.observe(seconds):
+            self._sink(
+                Straggler(time=time.time(), step=step, rank=rank, seconds=mine, others=others)
+            )
+        return self._rebalance(step, num_samples, seconds)
+
+    def _rebalance(self, step: int, num_samples: int, seconds: Sequence[float]) -> bool:
+        if self._balance is None:
+            return False
+        before = tuple(self._group.shares)
+        sizes = partial(self._cutting.sizes, num_samples)
+        after = self._balance.observe(sizes, before, seconds)
+        if after is None:
+            return False
+        self._group.shares = after
+        slowest = max(range(len(seconds)), key=lambda rank: seconds[rank])
+        self._sink(
+            Rebalanced(
+                time=time.time(),
+                step=step,
+                reason=f"rank {slowest} took {seconds[slowest]:.3g} s and the fastest"
+                f" {min(s for s in seconds if s):.3g} s for their shares",
+                before=before,
+                after=after,
+            )
+        )
+        return True

@@ -1,0 +1,170 @@
+"""What one rank runs of a global step: which samples, in which passes.
+
+    global batch   |------------- share of rank 0 -------------|------- share of rank 1 -------|
+    passes         |-- micro-batch --|-- micro-batch --|-------|-- micro-batch --|-------------|
+
+Where ranks meet inside every pass, all run as many as the one with the most. Where they also compute
+BatchNorm together, every ghost batch is divided over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from anybatch.data import (
+    Bad,
+    Loader,
+    Place,
+    StepData,
+    StreamLoader,
+    divided_ghosts,
+    ghosts,
+    micro_batches,
+    on_device,
+    share,
+    to_device,
+)
+from anybatch.engine import MicroBatch, Pulse
+from anybatch.parallel import Group
+from anybatch.plans import Choice, Plan
+
+
+class Cutting:
+    """How global batches are cut for the ranks of `group` under `plan`; the shares are the group's."""
+
+    def __init__(self, plan: Plan, group: Group) -> None:
+        self._ghost = plan.task.ghost_batch
+        self._divides_ghosts = plan.norms == "synchronised"
+        self._group = group
+
+    def passes(self, choice: Choice, num_samples: int) -> Passes:
+        """What this rank runs of a step of so many samples."""
+        group, ghost = self._group, self._ghost
+        if self._divides_ghosts and ghost:
+            parts = divided_ghosts(num_samples, ghost, group.shares, group.rank)
+            return Passes(parts, [[len(part)] if part else [] for part in parts])
+        cut = self._micro_batches(choice, num_samples, group.rank)
+        if not group.lockstep:
+            return Passes(cut, ghost)
+        most = max(
+            len(self._micro_batches(choice, num_samples, rank)) for rank in range(group.size)
+        )
+        again = cut[0] if cut else range(1)  # any samples do: they are given no weight
+        num_idle = most - len(cut)
+        return Passes([*[again] * num_idle, *cut], ghost, num_idle)
+
+    def sizes(self, num_samples: int, shares: Sequence[float]) -> list[int]:
+        """Samples of each rank, of a step of so many, under `shares`."""
+        return [
+            len(share(num_samples, shares, rank, self._ghost or 1))
+            for rank in range(self._group.size)
+        ]
+
+    def _micro_batches(self, choice: Choice, num_samples: int, rank: int) -> Sequence[range]:
+        part = share(num_samples, self._group.shares, rank, self._ghost or 1)
+        return micro_batches(part, choice.micro_batch, self._ghost, num_samples)
+
+
+class Passes:
+    """The passes of one rank in one step.
+
+    Args:
+        parts: positions in the global batch, by pass; empty for a pass in which only others have
+            samples.
+        ghosts: samples per ghost batch of each pass, or the size of ghost batches, or None.
+        num_idle: so many passes are only run because other ranks run as many. They come first, while
+            buffers can still be put back to what the step found.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[range],
+        ghosts: Sequence[Sequence[int]] | int | None,
+        num_idle: int = 0,
+    ) -> None:
+        self.parts: Sequence[range] = parts
+        self._ghosts = ghosts
+        self._num_idle = num_idle
+
+    @property
+    def fetched(self) -> Sequence[range]:
+        """The parts that have samples."""
+        if self._ghosts is None or isinstance(self._ghosts, int):
+            return self.parts  # perhaps a million of them: they are not to be listed
+        return [part for part in self.parts if part]
+
+    def micro_batch(self, number: int, batches: Iterator[Any]) -> MicroBatch:
+        """Pass `number`, with the next of `batches` unless it has no samples."""
+        part, real = self.parts[number], number >= self._num_idle
+        return MicroBatch(
+            next(batches) if part else None,
+            len(part) if real else 0,
+            self._cut(number) if real else (),
+            last=number + 1 == len(self.parts),
+        )
+
+    def _cut(self, number: int) -> Sequence[int]:
+        if self._ghosts is None:
+            return ()
+        if isinstance(self._ghosts, int):
+            return ghosts(len(self.parts[number]), self._ghosts)
+        return self._ghosts[number]
+
+
+class GlobalStep:
+    """The samples of one global step, fetched as often as the step is tried."""
+
+    def __init__(
+        self,
+        loader: Loader | StreamLoader,
+        data: StepData,
+        passes: Callable[[Choice, int], Passes],
+        device: torch.device,
+        pulse: Pulse,
+    ) -> None:
+        self._loader = loader
+        self._data = data
+        self._passes = passes
+        self._device = device
+        self._pulse = pulse
+        self._parts: Sequence[range] = ()
+        self._gaps: Sequence[int] = ()
+        self._tried = False
+
+    @property
+    def num_kept(self) -> int:
+        """Samples of all ranks that are not left out."""
+        return self._data.num_samples - len(self._gaps)
+
+    def micro_batches(self, choice: Choice) -> Iterator[MicroBatch]:
+        """See `Source`."""
+        if self._tried:
+            self._data = self._loader.redo(lambda n: self._passes(choice, n).fetched, self._gaps)
+        self._tried = True
+        passes = self._passes(choice, self.num_kept)
+        self._parts = passes.parts
+        batches = on_device(self._data.micro_batches, self._device)
+        for number in range(len(passes.parts)):
+            self._pulse.beat()
+            yield passes.micro_batch(number, batches)
+
+    def describe(self, number: int) -> str:
+        """See `Source`."""
+        return self._loader.describe(self._parts[number])
+
+    def places(self, number: int) -> Sequence[Place]:
+        """See `Source`."""
+        return self._loader.places(self._parts[number])
+
+    def alone(self, place: Place) -> Any:
+        """See `Source`."""
+        self._pulse.beat()
+        return to_device(self._loader.alone(place), self._device)
+
+    def leave_out(self, bad: Sequence[Bad]) -> int:
+        """See `Source`."""
+        self._gaps = sorted({*self._gaps, *(one.place.position for one in bad)})
+        return self.num_kept
