@@ -26,7 +26,10 @@ RAISES, MISSING, ODD, NAN, INF, STEEP = "raises", "missing", "odd", "nan", "inf"
 """How a sample is bad: it raises, is not there, cannot be collated, has a loss that is no number or is
 infinite; or all is well with its loss, and its gradient is no number."""
 
-KINDS = (RAISES, MISSING, ODD, NAN, INF)
+UNSEEN = "unseen"
+"""Steep, but in evaluation mode all is well with it."""
+
+KINDS = (RAISES, MISSING, ODD, NAN, INF, STEEP)
 """Those that can be told of a sample."""
 
 
@@ -46,7 +49,8 @@ def sample(index: int, kind: str | None) -> tuple[Any, ...]:
         x = x * float(NAN)
     elif kind == INF:
         target = target * float(INF)
-    return x, target, torch.tensor(float(kind == STEEP), dtype=torch.float64)
+    steepness = {STEEP: 2.0, UNSEEN: 1.0}.get(kind or "", 0.0)
+    return x, target, torch.tensor(steepness, dtype=torch.float64)
 
 
 class Faulty(Dataset[Any]):
@@ -101,7 +105,8 @@ def loss_of(model: nn.Module, batch: Any) -> ab.Loss:
     x, target, steep = batch
     errors = model(x) - target
     weights = 1.0 + target.abs()
-    roots = (errors * 0.0).abs().sqrt() * steep if steep.any() else 0.0
+    seen = steep > (0.0 if model.training else 1.0)
+    roots = (errors * 0.0).abs().sqrt() * seen if seen.any() else 0.0
     return ab.Loss((errors.square() * weights + roots).sum(), weights.sum())
 
 
@@ -209,7 +214,7 @@ def train_plainly(task: ab.Task, length: int, bad: dict[int, str], shuffle: bool
             for span in spans
             for index in permutation(task.seed, span.epoch, length, shuffle)[span.start : span.stop]
         ]
-        kept = [index for index in indices if bad.get(index) in (None, STEEP)]
+        kept = [index for index in indices if bad.get(index) in (None, UNSEEN)]
         progress = ab.Progress(number, taken, spans[0].epoch, None, None)
         taken += len(indices)
         if not kept or any(index in bad for index in kept):

@@ -171,6 +171,17 @@ class Replica:
         with self._numerics.region():
             return read_loss(loss(self.model, batch), lambda: num_samples, training=False)
 
+    def gradient_is_finite(self, loss: LossFunction, batch: Any) -> bool:
+        """Whether that of one batch by itself is. The model is in evaluation mode already; the sums of
+        gradients are not touched, nor does any rank hear of it."""
+        self.phase = "evaluation"
+        parameters = [param for param in self.model.parameters() if param.requires_grad]
+        with torch.enable_grad(), self._numerics.region():
+            total = read_loss(loss(self.model, batch), lambda: 1).sum
+        found = torch.autograd.grad(total, parameters, allow_unused=True)
+        values = [g.coalesce()._values() if g.is_sparse else g for g in found if g is not None]
+        return all(bool(value.isfinite().all()) for value in values)
+
     def finish(self, total_weight: float, clip_norm: float | None) -> Tensor:
         """Turn summed gradients into those of the mean over the global batch, in place.
 

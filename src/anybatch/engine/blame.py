@@ -1,11 +1,12 @@
-"""Blame: which samples a loss that is not finite comes from.
+"""Blame: which samples a loss that is not finite comes from, or a gradient.
 
 One bad sample makes the loss of its whole micro-batch NaN, and where BatchNorm looks across samples
 their statistics too. So each sample of such a micro-batch is judged alone, by the model in evaluation
 mode with the weights and buffers of the step before: there samples do not see each other and nothing
 is drawn at random, so the verdict is a function of the sample and the weights, under every plan.
 
-A model that cannot be judged so (in evaluation mode it computes no loss, say) blames nobody.
+A model that cannot be judged so (in evaluation mode it computes no loss, say) blames nobody. Nor are
+gradients judged where ranks meet inside passes: none of them has one by itself.
 """
 
 from __future__ import annotations
@@ -39,10 +40,25 @@ class OneByOne:
         self._group = group
         self._loss = loss
 
-    def __call__(self, numbers: Sequence[int], source: Source) -> tuple[Bad, ...]:
+    def gradients(self, numbers: Sequence[int], source: Source) -> tuple[Bad, ...]:
+        """The samples of this rank's micro-batches `numbers` whose own gradient is not finite, though
+        their loss is."""
+        if self._group.lockstep:
+            return ()
+        found = []
+        try:
+            with evaluating(self._replica.model):
+                for place in _suspects(numbers, source):
+                    if not self._replica.gradient_is_finite(self._loss, source.alone(place)):
+                        found.append(Bad(place, "its gradient is not finite"))
+        except Exception:  # what is to be told is the gradient of the step, not this
+            return ()
+        return tuple(found)
+
+    def losses(self, numbers: Sequence[int], source: Source) -> tuple[Bad, ...]:
         """The samples of this rank's micro-batches `numbers` whose own loss is not finite. Every rank
         calls it, each with its own numbers."""
-        suspects: list[Place] = [place for number in numbers for place in source.places(number)]
+        suspects = _suspects(numbers, source)
         group = self._group
         if not group.lockstep:
             try:
@@ -73,3 +89,7 @@ class OneByOne:
                         found.append(Bad(place, f"its {what} is {value}"))
                         break
         return tuple(found)
+
+
+def _suspects(numbers: Sequence[int], source: Source) -> list[Place]:
+    return [place for number in numbers for place in source.places(number)]

@@ -52,6 +52,14 @@ class Source(Protocol):
         ...
 
 
-Blame = Callable[[Sequence[int], Source], Sequence[Bad]]
-"""From micro-batches of this rank, by number, to those of their samples that make the loss not finite.
-Called by all ranks at once."""
+class Blame(Protocol):
+    """Finds, in micro-batches of this rank, given by number, the samples that make the step one that
+    cannot be learned from. All ranks call it at once."""
+
+    def losses(self, numbers: Sequence[int], source: Source) -> Sequence[Bad]:
+        """Those whose loss is not finite."""
+        ...
+
+    def gradients(self, numbers: Sequence[int], source: Source) -> Sequence[Bad]:
+        """Those whose gradient is not finite."""
+        ...

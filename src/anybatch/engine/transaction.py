@@ -82,6 +82,13 @@ class _Again:
 
 
 @dataclass(frozen=True, slots=True)
+class _Steep:
+    """An update that was not made, since the gradient has this norm."""
+
+    norm: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Suspicion:
     """What a rank knows of a loss that is not finite: the micro-batch, in words, and the samples that
     are to blame. The default is that of a rank with nothing to say."""
@@ -281,7 +288,8 @@ class Transactions:
                 self._put_back()
                 return refused
             with self._limit.waived(), self._room.opened():
-                return self._commit(means, before_update, agreed)
+                done = self._commit(means, before_update, agreed)
+            return self._too_steep(done.norm, means, source) if isinstance(done, _Steep) else done
         except BaseException as error:
             self._put_back()
             failure = as_memory_failure(error)
@@ -321,21 +329,12 @@ class Transactions:
 
     def _commit(
         self, means: Means, before_update: Callable[[], None], agreed: Agreed
-    ) -> Committed | PassedOver | _Again:
+    ) -> Committed | _Again | _Steep:
         replica = self._replica
         norm = float(replica.finish(means.weight, self._clip_norm))
         scale = replica.loss_scale
         if scale is None and not math.isfinite(norm):
-            if self._skips is not None:
-                self._put_back()
-                return PassedOver(
-                    f"the gradient has the norm {norm}, though the loss is {means.loss:.6g}"
-                )
-            raise LossError(
-                f"the gradient of step {self._step} has the norm {norm}, though its loss is"
-                f" {means.loss:.6g}: a learning rate that is too large, or a division by zero in"
-                " backward, are the usual causes."
-            )
+            return _Steep(norm)
         before_update()
         if replica.apply():
             self._group.committed(replica)
@@ -395,10 +394,30 @@ class Transactions:
             " learning rate. Nothing of the step was kept."
         )
 
+    def _too_steep(self, norm: float, means: Means, source: Source) -> PassedOver | _Again:
+        """What to do about a gradient that is not finite, though the loss is."""
+        self._put_back()
+        mine = () if self._blame is None else tuple(self._blame.gradients(self._counted, source))
+        everyone = [mine]
+        if not self._group.diverges:  # else it is this rank's own, and no other has come here
+            with self.crossing.open():
+                everyone = self._group.exchange(mine)
+        found = by_rank(everyone)
+        if self._skips is not None:
+            why = f"the gradient has the norm {norm}, though the loss is {means.loss:.6g}"
+            return _Again(bad=found) if found else PassedOver(why)
+        names = [bad.place.name for _, bad in found]
+        where = f", {told_samples(names)} to blame" if names else ""
+        raise LossError(
+            f"the gradient of step {self._step} has the norm {norm}, though its loss is"
+            f" {means.loss:.6g}{where}: a learning rate that is too large, or a division by zero in"
+            " backward, are the usual causes. Nothing of the step was kept."
+        )
+
     def _suspicion(self, totals: Totals, source: Source) -> _Suspicion:
         numbers = [self._counted[place] for place in totals.not_finite()]
         wrong = wrong_target()  # before any sample is run again
-        bad = () if self._blame is None else tuple(self._blame(numbers, source))
+        bad = () if self._blame is None else tuple(self._blame.losses(numbers, source))
         if not numbers:
             return _Suspicion(bad=bad)
         where = f"micro-batch {numbers[0]} ({source.describe(numbers[0])})"
