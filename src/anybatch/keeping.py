@@ -116,7 +116,8 @@ class _Keeper:
                 f"the run was asked to stop, and has after step {event.step}; everything is saved:"
                 " resume it to go on."
             )
-        due = every.steps is not None and event.step % every.steps == 0
+        # Steps that were left out whole are passed without an event.
+        due = every.steps and session.num_steps // every.steps > self._saved_step // every.steps
         if due or Wish.SAVE in session.wished or self._is_best():
             self._save()
         passed = time.monotonic() - self._saved_time

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.equivalence.reference import plan_for
 from tests.equivalence.worlds import World, task_of
+from tests.faults import bad_data
 
 import anybatch as ab
 from anybatch.errors import InputError, LossError, Stopped
@@ -59,6 +60,18 @@ def test_every_so_many_steps_and_at_the_end(tmp_path):
     with session(tmp_path, saved) as running, kept(running, Every(steps=3), False) as steps:
         assert [event.step for event in steps] == [1, 2, 3, 4, 5, 6, 7]
     assert saved == [3, 6, 7]
+
+
+def test_a_step_that_was_left_out_whole_is_made_up_for(tmp_path):
+    data = bad_data.Faulty(40, dict.fromkeys(range(24, 36), bad_data.RAISES))
+    task = bad_data.task_of(data, shuffle=False)  # 4 steps in each of 2 epochs; the third is left out
+    saved = []
+    with (
+        ab.Session(task, plan_for(task, 12), [note(saved)], checkpoints=tmp_path) as running,
+        kept(running, Every(steps=3), False) as steps,
+    ):
+        assert [event.step for event in steps] == [1, 2, 4, 5, 6, 8]
+    assert saved == [4, 6, 8]
 
 
 def test_after_a_time(tmp_path, monkeypatch):
