@@ -576,8 +576,8 @@ def _watch(one: Any, number: int, squeeze: Squeeze, several: bool) -> None:
     before(group, "staged", "reduction")
     before(group, "agree", "sums")
     before(replica, "finish", "clipping")
-    if one._checkpoints is not None:
-        before(one._checkpoints, "save", "saving")
+    if one._archive is not None:
+        before(one._archive._checkpoints, "save", "saving")
     if several:
         before(replica, "accumulate", "turn")
         before(replica, "evaluate", "turn")
