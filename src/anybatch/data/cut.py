@@ -137,6 +137,14 @@ class Pieces(Sequence[range]):
         number = range(len(starts))[index]
         return range(starts[number], self._stop_of(number))
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Pieces):
+            return NotImplemented
+        return (self._starts, self._stop) == (other._starts, other._stop)
+
+    def __hash__(self) -> int:
+        return hash((self._starts, self._stop))
+
     def _stop_of(self, number: int) -> int:
         return self._starts[number + 1] if number + 1 < len(self._starts) else self._stop
 

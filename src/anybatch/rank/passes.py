@@ -141,10 +141,11 @@ class GlobalStep:
 
     def micro_batches(self, choice: Choice) -> Iterator[MicroBatch]:
         """See `Source`."""
-        if self._tried:
+        passes = self._passes(choice, self.num_kept)
+        # What was fetched for an attempt that did not come this far may be cut by another choice.
+        if self._tried or self._data.ranges != passes.fetched:
             self._data = self._loader.redo(lambda n: self._passes(choice, n).fetched, self._gaps)
         self._tried = True
-        passes = self._passes(choice, self.num_kept)
         self._parts = passes.parts
         batches = on_device(self._data.micro_batches, self._device)
         for number in range(len(passes.parts)):

@@ -1,0 +1,40 @@
+"""Memory that runs out in the first moment of a step, before any of its samples is asked for: what was
+laid out for it is cut by a plan that is no longer followed."""
+
+import pytest
+from tests.equivalence.reference import plan_for, train_plainly
+from tests.equivalence.worlds import World, task_of
+
+import anybatch as ab
+from anybatch.events import Event, OutOfMemory, Replanned
+
+pytestmark = pytest.mark.faults
+
+
+@pytest.mark.parametrize("micro_batch", [5, 8, 16])
+@pytest.mark.parametrize("steps", [{1}, {0, 1, 3}])
+def test_the_step_is_done_under_the_new_plan(steps, micro_batch):
+    task = task_of(World(steps=5, ghost_batch=None))
+    failed = set()
+    events: list[Event] = []
+    with ab.Session(task, plan_for(task, micro_batch), [events.append]) as session:
+        engine = session._rank._engine
+        reserve = engine.crossing.reserve
+
+        def refuse():
+            if engine._step in steps - failed:
+                failed.add(engine._step)
+                raise MemoryError("no room")
+            reserve()
+
+        engine.crossing.reserve = refuse
+        losses = [step.loss for step in session.steps()]
+        weights = session.model.state_dict()
+    assert failed == steps
+    assert [e.step for e in events if isinstance(e, OutOfMemory)] == sorted(steps)
+    assert any(isinstance(event, Replanned) for event in events)
+    plain = train_plainly(task)
+    assert losses == pytest.approx(plain.losses, rel=1e-9)
+    assert weights.keys() == plain.model.state_dict().keys()
+    for name, value in plain.model.state_dict().items():
+        assert weights[name] == pytest.approx(value, rel=1e-9, abs=1e-12)
