@@ -41,6 +41,9 @@ def trained(task, plan, folder=None, *, resume=False, until=None):
             losses.append(event.loss)
             if event.step == until:
                 break
+            if task.valid is not None:  # a pass without gradient, and then a checkpoint
+                session.evaluate()
+                session.save(wait=True)
         if until:
             session.save(wait=True)
         state = whole_state(session.model)
@@ -89,6 +92,11 @@ def tokens(**changes):
     return task_of(dataclasses.replace(world, **changes))
 
 
+def held_out():
+    task = tokens()
+    return dataclasses.replace(task, valid=task.train)
+
+
 def pictures():
     return images(Images, num_samples=50, global_batch=16, ghost_batch=4, steps=STEPS)
 
@@ -117,6 +125,16 @@ def test_on_other_ranks(crew, tmp_path, before, after):
     first, second = (plan_of(tokens(), *way) for way in (before, after))
     _, early = run(crew, tokens, first, tmp_path, until=4)
     found, late = run(crew, tokens, second, tmp_path, resume=True)
+    assert early + late == pytest.approx(losses, rel=1e-6)
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("parallel", ["replicate", "shard", "in-process"])
+def test_saved_right_after_an_evaluation(crew, tmp_path, parallel):
+    wanted, losses = trained(tokens(), plan_of(tokens(), 1))
+    plan = plan_of(tokens(), 2, parallel)
+    _, early = run(crew, held_out, plan, tmp_path, until=4)
+    found, late = run(crew, held_out, plan, tmp_path, resume=True)
     assert early + late == pytest.approx(losses, rel=1e-6)
     assert_close(found, wanted)
 

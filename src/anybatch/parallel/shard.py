@@ -51,7 +51,7 @@ from anybatch.errors import InputError, PeerFailed, PeerLost
 from anybatch.parallel.buffers import BuffersOverGroup, Held
 from anybatch.parallel.group import Agreed, Group, Wish
 from anybatch.parallel.vote import Vote, calling, exchange
-from anybatch.parallel.whole import fill
+from anybatch.parallel.whole import fill, reshard
 from anybatch.parallel.wire import DEADLINE, Wire
 from anybatch.plans import Precision
 
@@ -213,6 +213,12 @@ class Shard(Group):
         if self._buffers is not None:
             with calling("while buffers were put together"):
                 self._buffers.settle()
+
+    def settle(self, replica: Replica) -> float:
+        """See `Group`: after a pass without gradient the model would show whole parameters."""
+        if self._has_run:
+            reshard(replica.model)
+        return 0.0
 
     def exchange(self, value: T) -> list[T]:
         """See `Group`."""
