@@ -81,10 +81,11 @@ def run_command(
         timeout_seconds: within which they have to meet.
         grace_seconds: see `GRACE_SECONDS`.
         restarts: how often all ranks are started again, at most, after one died without a word (killed;
-            its machine lost power), lost its peer, or was stuck. What a rank says by itself ends the
-            run: a status of 2, 3 or 75, an exception of the user's code. Default: 0, or where the
-            number of machines may change `ELASTIC_RESTARTS`. Machines that come do not count. Each
-            restart is told in a line on standard error.
+            its machine lost power), lost its peer, was stuck, or ran out of memory where no step could
+            be undone. What a rank says by itself ends the run: a status of 2, 3 or 75, an exception of
+            the user's code. Default: 0, or where the number of machines may change
+            `ELASTIC_RESTARTS`. Machines that come do not count. Each restart is told in a line on
+            standard error.
         logs: folder for the output of ranks but rank 0. Default: a temporary one, deleted if all
             went well.
         module: whose command it is.

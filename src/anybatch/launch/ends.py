@@ -6,9 +6,9 @@ moments are on one scale, on several machines too (`council`), so that the earli
 
 The rule. Ranks are started again if the cause is that one of them died without a word (killed; the
 power of its machine lost), or that it said that it had lost a peer or was stuck
-(`AnybatchError.mended_by_restart`), or that a whole machine has fallen silent. What a program says by
-itself (a wrong input, no plan that fits, saved and stopped early, an exception of the user's code)
-would only be said again.
+(`AnybatchError.mended_by_restart`), or ran out of memory where no step could be undone, or that a
+whole machine has fallen silent. What a program says by itself (a wrong input, no plan that fits, saved
+and stopped early, an exception of the user's code) would only be said again.
 """
 
 from __future__ import annotations

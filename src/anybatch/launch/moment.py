@@ -12,9 +12,13 @@ The clock is the machine's own and the same for all its processes.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from anybatch.errors import AnybatchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +41,24 @@ def note(error: BaseException | None = None) -> Failure:
     """The first failure: this one, unless one has been noted before."""
     global _first
     if _first is None:
-        mended = getattr(error, "mended_by_restart", False) is True
+        mended = error is not None and _is_mended_by_restart(error)
         told = error is not None and not isinstance(error, SystemExit)
         what = f"{type(error).__qualname__}: {error}".strip(": ") if told else ""
         _first = Failure(time.monotonic_ns(), mended, what)
         if listener is not None and error is not None:
             listener(_first)
     return _first
+
+
+def _is_mended_by_restart(error: BaseException) -> bool:
+    """Whether the ranks may do better when they are started again. An error of this package says so;
+    of others only a lack of memory is one that may have passed."""
+    if isinstance(error, AnybatchError):
+        return error.mended_by_restart
+    oom: Any = sys.modules.get(
+        "anybatch.oom"
+    )  # imports torch: it is there if anything was computed
+    return oom is not None and oom.as_memory_failure(error) is not None
 
 
 def forget() -> None:

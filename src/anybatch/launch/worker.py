@@ -21,6 +21,7 @@ import runpy
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,10 +53,11 @@ def main() -> None:
 
 
 def _note(path: Path, failure: moment.Failure | None) -> None:
-    if failure is None:
-        path.unlink(missing_ok=True)
-    else:
-        write_word(path, 1, failure)
+    with suppress(OSError, MemoryError):  # what has failed before is what has to be told
+        if failure is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_word(path, 1, failure)
 
 
 def _tie_to(agent: int) -> None:

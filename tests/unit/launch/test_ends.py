@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.errors import InputError, PeerLost
+from anybatch.errors import InputError, NoPlanFits, PeerLost
 from anybatch.launch import moment
 from anybatch.launch.ends import End, Told, Turn, Verdict, first, judge, read, write_word
 
@@ -94,6 +94,8 @@ def test_a_death_without_a_word_is_mended_unless_its_status_speaks(
         (2, InputError("no such file"), False, "InputError: no such file"),
         (1, PeerLost("rank 1 is gone"), True, "PeerLost: rank 1 is gone"),
         (1, ArithmeticError(), False, "ArithmeticError"),
+        (1, MemoryError("no room"), True, "MemoryError: no room"),
+        (3, NoPlanFits("no plan fits"), False, "NoPlanFits: no plan fits"),
         (75, SystemExit(75), False, "it exited with status 75"),
         (3, None, False, "it exited with status 3"),
     ],
