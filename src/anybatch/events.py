@@ -228,6 +228,14 @@ class RunEnded(Event):
     num_skipped: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Said(Event):
+    """What the task has to tell of the trained model."""
+
+    kind: ClassVar[str] = "said"
+    text: str
+
+
 Sink = Callable[[Event], None]
 """A reader of events: called once for each, in order, on the thread that trains."""
 
@@ -248,6 +256,7 @@ _KINDS: dict[str, type[Event]] = {
         Straggler,
         Stalled,
         RunEnded,
+        Said,
     )
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from anybatch.engine import checked_seconds
 from anybatch.errors import AnybatchError, InputError
 from anybatch.estimate import remember
-from anybatch.events import Evaluated, Event, RunEnded, RunStarted, Sink
+from anybatch.events import Evaluated, Event, RunEnded, RunStarted, Said, Sink
 from anybatch.keeping import DEFAULT_EVERY, Every, kept
 from anybatch.launch import call, find
 from anybatch.parallel import exchange as tell
@@ -30,7 +31,7 @@ from anybatch.plans import Balancing, Exchange, Parallel, Plan, Recompute
 from anybatch.report import EventLog, RunFolder, follow, last_plan, output_folder, write
 from anybatch.report.folder import CHECKPOINTS, EVENTS_FILE, WEIGHTS_FILE
 from anybatch.session import Session, joined
-from anybatch.state import save_weights, whole_state
+from anybatch.state import load_weights, save_weights, whole_state
 from anybatch.task import Task, check_task
 
 
@@ -251,17 +252,57 @@ def _train_into(
             readers.append(stack.enter_context(RunFolder(folder, chosen, keeping.resumes)))
         try:
             model, last = _run(task, chosen, recorder, readers, out, keeping)
+            if task.tell is not None and leads():
+                said = _said(task, model.eval(), last, folder)
+                for reader in readers:
+                    reader(said)
         except BaseException:
             if folder is not None and recorder.started is not None:
                 with contextlib.suppress(InputError):  # what stopped the run is told, not this
-                    write(folder)
+                    _report(folder)
             raise
         if folder is not None:
-            write(folder)
+            _report(folder)
     result = recorder.result(model.eval(), last, folder)
     if last.choice == chosen.choice:  # else what was measured is not what was predicted
         remember(chosen, result.ended.measured_peak_bytes, result.ended.step_seconds)
     return result
+
+
+def _report(folder: Path) -> None:
+    """Write the page about the run. All that it tells of is saved: without memory for it, it can be
+    written later."""
+    try:
+        write(folder)
+    except MemoryError:
+        warnings.warn(
+            f"there was no memory to write the report: `anybatch report {folder}` does it.",
+            stacklevel=2,
+        )
+
+
+def _said(task: Task, model: nn.Module, plan: Plan, folder: Path | None) -> Said:
+    """What the task tells of its model. The run is over and saved: what goes wrong here is told too,
+    and changes nothing."""
+    assert task.tell is not None
+    try:
+        if plan.parallel == "shard":
+            model = _whole(task, folder)
+        text = str(task.tell(model))
+    except Exception as error:
+        text = f"The task could not tell of the trained model: {type(error).__name__}: {error}"
+    return Said(time=time.time(), text=text)
+
+
+def _whole(task: Task, folder: Path | None) -> nn.Module:
+    """The trained model on this rank alone, where ranks hold parts of it."""
+    if folder is None or isinstance(task.model, nn.Module):
+        raise InputError(
+            "it is divided over the ranks. Give out, and a function that builds the model."
+        )
+    model = task.build_model()
+    load_weights(model, folder / WEIGHTS_FILE)
+    return model.eval()
 
 
 @dataclass(frozen=True)

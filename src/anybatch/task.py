@@ -128,11 +128,13 @@ class Task:
         ghost_batch: samples over which BatchNorm computes its statistics in training. Belongs to the
             task since it changes the result. None: 32 where the model has BatchNorm.
         num_workers: processes that load samples; 0 loads in the training process.
-        bad_data: what to do about samples that cannot be loaded or have a loss that is not finite:
-            `"stop"` and name them, or `"skip"`: leave them out, tell so, and weigh the others exactly.
-            A step whose gradient is not finite although each loss is, is then left out whole. Learning
-            rates go by all samples, left out or not.
+        bad_data: what to do about samples that cannot be loaded, or have a loss or a gradient that is
+            not finite: `"stop"` and name them, or `"skip"`: leave them out, tell so, and weigh the
+            others exactly. A step that is not finite though each of its samples is, is then left out
+            whole. Learning rates go by all samples, left out or not.
         evaluate_every: steps between evaluations; None: at the end of each epoch.
+        tell: the trained module (in evaluation mode) to a text, a sample of what it makes, say. Called
+            at the end, on rank 0; the text is an event.
         seed: of the order of samples, of initialisation and of dropout.
         name: for reports.
     """
@@ -158,6 +160,7 @@ class Task:
     num_workers: int = 0
     bad_data: Literal["stop", "skip"] = "stop"
     evaluate_every: int | None = None
+    tell: Callable[[nn.Module], str] | None = None
     seed: int = 0
     name: str = "task"
 
@@ -269,7 +272,7 @@ def _faults(task: Task) -> Iterable[str]:
     for name in ("loss", "optimizer"):
         if not callable(getattr(task, name)):
             yield f"{name} is {_kind(getattr(task, name))}; give a function"
-    for name in ("schedule", "scheduler", "parameters", "collate"):
+    for name in ("schedule", "scheduler", "parameters", "collate", "tell"):
         if getattr(task, name) is not None and not callable(getattr(task, name)):
             yield f"{name} is {_kind(getattr(task, name))}; give a function or None"
     for metric in several(task.metrics):

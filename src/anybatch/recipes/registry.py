@@ -41,6 +41,10 @@ _RECIPES = {
         "anybatch.recipes.digits:digits",
         "Handwritten digits (scikit-learn's, or MNIST's files): a small residual network.",
     ),
+    "text": _Recipe(
+        "anybatch.recipes.text:text",
+        "Text (the sources of Python's library, or any files): a transformer language model.",
+    ),
 }
 _DEFAULT_FUNCTION = "task"
 _UNNAMED = "task"  # the name that a Task has if its author gave it none

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from anybatch.errors import InputError
-from anybatch.events import Event, Replanned, RunEnded, RunStarted, StepDone
+from anybatch.events import Event, Replanned, RunEnded, RunStarted, Said, StepDone
 from anybatch.plans import Plan
 from anybatch.report.log import EventLog, iterate
 
@@ -92,7 +92,8 @@ def unfinished_step(folder: Path) -> int | None:
         last: Event | None = None
         steps = 0
         for event in iterate(folder / EVENTS_FILE):
-            last, steps = event, event.step if isinstance(event, StepDone) else steps
+            last = last if isinstance(event, Said) else event
+            steps = event.step if isinstance(event, StepDone) else steps
     except (InputError, OSError):
         return None
     return None if isinstance(last, RunEnded) and last.finished else steps

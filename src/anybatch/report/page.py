@@ -25,6 +25,7 @@ from anybatch.events import (
     Resumed,
     RunEnded,
     RunStarted,
+    Said,
     Skipped,
     Stalled,
     Straggler,
@@ -52,6 +53,7 @@ _LABELS: dict[type[Event], tuple[str, str]] = {
     Skipped: ("skipped", "warn"),
     Straggler: ("slow rank", "warn"),
     Stalled: ("standstill", "warn"),
+    Said: ("said", "plain"),
 }
 
 

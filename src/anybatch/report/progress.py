@@ -30,6 +30,7 @@ from anybatch.events import (
     Resumed,
     RunEnded,
     RunStarted,
+    Said,
     Skipped,
     Stalled,
     StepDone,
@@ -51,6 +52,7 @@ _STYLES: dict[type[Event], str] = {
     Resumed: "",
     CheckpointFailed: "yellow",
     Evaluated: "",
+    Said: "",
 }
 
 

@@ -17,6 +17,7 @@ from anybatch.events import (
     Resumed,
     RunEnded,
     RunStarted,
+    Said,
     Skipped,
     Stalled,
     StepDone,
@@ -75,6 +76,8 @@ def describe(event: Event) -> str:
                 f"Training stood still for {format_seconds(event.seconds)} after step"
                 f" {format_count(event.step)} ({event.phase}), and goes on."
             )
+        case Said():
+            return event.text
         case RunEnded():
             done = f"after {counted(event.steps, 'step')} and {format_seconds(event.seconds)}"
             if event.num_skipped:

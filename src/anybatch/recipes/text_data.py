@@ -1,0 +1,260 @@
+"""Text: read from files in a fixed order, held out in part, and cut into windows of tokens.
+
+    texts      a.py .................. | b.py ........ | c.py ...
+    tokens     t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 ...               one stream, an end after each text
+    window 0   t0 t1 t2 t3 t4                                  context 4: 4 tokens, each of which
+    window 1               t4 t5 t6 t7 t8                      predicts the next one
+    window 2                           t8 t9 -  -  -           - counts nothing
+
+So every token but the first is predicted exactly once, and no window depends on the batch.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sysconfig
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from anybatch.errors import InputError
+from anybatch.recipes.text_tokens import Vocabulary, dtype_of, stream
+from anybatch.units import format_bytes
+
+IGNORED = -100
+"""Stands where a window has no token: as a target it counts nothing."""
+
+EVERY = 16
+"""One file of so many is held out, or that part of the text."""
+
+MOST_HELD_OUT = 1 / 4
+
+_NOT_THE_LIBRARY = ("site-packages", "dist-packages", "test", "tests", "idle_test")
+_NAMED = 3  # files that a sentence names
+
+
+class Text(NamedTuple):
+    """Texts, UTF-8, to train on and held out, and a sentence on where they are from."""
+
+    train: list[bytes]
+    held_out: list[bytes]
+    origin: str
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of a stream of tokens; see the module.
+
+    A sample is `(tokens [context + 1], bytes [])`: ids in `dtype_of(size)` with `IGNORED` after the
+    end of the stream, and the number of bytes that the predicted tokens stand for, int64.
+
+    Args:
+        texts: what the stream is made of, in order.
+        vocabulary: makes the tokens.
+        context: tokens of a window that predict.
+        what: names the texts in errors.
+
+    Attributes:
+        vocabulary: as given.
+        num_tokens: of the stream.
+
+    Raises `InputError` if the stream does not fill one window.
+    """
+
+    def __init__(
+        self, texts: Sequence[bytes], vocabulary: Vocabulary, context: int, what: str
+    ) -> None:
+        tokens = stream(texts, vocabulary)
+        self.vocabulary = vocabulary
+        self.num_tokens: int = len(tokens)
+        if self.num_tokens <= context:
+            raise InputError(
+                f"{what} has {self.num_tokens:,} tokens, too few for one window of {context} tokens"
+                " and the one that follows: give more text, or a smaller context."
+            )
+        num_windows = -(-(len(tokens) - 1) // context)
+        missing = num_windows * context + 1 - len(tokens)
+        padding = torch.full((missing,), IGNORED, dtype=dtype_of(vocabulary.size))
+        lengths = vocabulary.num_bytes()[tokens[1:].long()]
+        self._tokens = torch.cat([tokens, padding])
+        self._bytes = torch.cat([lengths, lengths.new_zeros(missing)]).view(-1, context).sum(1)
+        self._context = context
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        number = range(len(self))[index]
+        begin = number * self._context
+        return self._tokens[begin : begin + self._context + 1], self._bytes[number]
+
+
+def read(data: Path | None, limit: int) -> Text:
+    """The first `limit` bytes of text in `data`, divided.
+
+    A folder is read file by file, those at its top first, then by path, hidden ones left out; files
+    that are not text (UTF-8 without zero bytes) are left out with a warning that names them. None:
+    the sources of Python's own library, without its tests.
+
+    Raises `InputError` if there is no text: no such file or folder, none in it, or a file that is
+    something else.
+    """
+    if data is None:
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        texts, _ = _read_folder(folder, limit, library=True)
+        if not texts:
+            raise InputError(
+                f"the recipe 'text' reads the sources of Python's library, but {str(folder)!r} has"
+                " none: give a file or folder of text (-s data=PATH)."
+            )
+        return _divided(texts, f"the library of Python {platform.python_version()}")
+    if not data.is_dir():
+        return _divided([_read_file(data, limit)], str(data))
+    texts, left_out = _read_folder(data, limit, library=False)
+    if not texts:
+        raise InputError(
+            f"the folder {str(data)!r} has no text in it: give a folder with files of text (UTF-8;"
+            " hidden ones are left out), or one such file."
+        )
+    if not left_out:
+        return _divided(texts, str(data))
+    count = f"{len(left_out)} file{'s' if len(left_out) > 1 else ''} left out"
+    named = ", ".join(left_out[:_NAMED])
+    more = f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
+    warnings.warn(
+        f"{count} of {str(data)!r}, since they are not text in UTF-8 or cannot be read: {named}{more}.",
+        stacklevel=3,
+    )
+    return _divided(texts, f"{data} ({count})")
+
+
+def _divided(texts: list[bytes], origin: str) -> Text:
+    """Every 16th file is held out; with fewer files, or if these were much of the text, the last 16th
+    of the whole text is."""
+    size = sum(map(len, texts))
+    held_out = texts[EVERY - 1 :: EVERY]
+    held = sum(map(len, held_out))
+    if held_out and held <= MOST_HELD_OUT * size:
+        train = [text for number, text in enumerate(texts, start=1) if number % EVERY]
+        what = f"{len(held_out)} of the {len(texts)} files"
+    else:
+        train, held_out = _cut(texts, size - size // EVERY)
+        held = sum(map(len, held_out))
+        what = "the end of it"
+    return Text(
+        train, held_out, f"{format_bytes(size)} of {origin}; held out: {what}, {format_bytes(held)}"
+    )
+
+
+def _cut(texts: list[bytes], place: int) -> tuple[list[bytes], list[bytes]]:
+    """`texts` before and after the first line end from the byte `place` on, or at that place where the
+    line does not end before its text does."""
+    before: list[bytes] = []
+    for number, text in enumerate(texts):
+        if place < len(text):
+            line_end = text.find(b"\n", place) + 1
+            at = line_end if 0 < line_end < len(text) else _character_begin(text, place)
+            parts = [part for part in (text[:at],) if part]
+            return before + parts, [text[at:], *texts[number + 1 :]]
+        before.append(text)
+        place -= len(text)
+    return before, []
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def _read_file(path: Path, limit: int) -> bytes:
+    if not path.exists():
+        raise InputError(
+            f"the data {str(path)!r} does not exist (looked from {os.getcwd()}): give a file or folder"
+            " of text."
+        )
+    if not path.is_file():
+        raise InputError(
+            f"the data {str(path)!r} is neither a file nor a folder: give one of them."
+        )
+    try:
+        text = _beginning(path, limit)
+    except OSError as error:
+        raise InputError(f"the file {str(path)!r} cannot be read: {error.strerror}.") from None
+    except _NotText as error:
+        raise InputError(
+            f"the file {str(path)!r} is not text: {error}; give a file in UTF-8."
+        ) from None
+    if not text:
+        raise InputError(f"the file {str(path)!r} is empty: give one with text in it.")
+    return text
+
+
+def _read_folder(folder: Path, limit: int, library: bool) -> tuple[list[bytes], list[str]]:
+    """The first `limit` bytes of text in the files of `folder`, and the names of those among them
+    that are no text."""
+    texts: list[bytes] = []
+    left_out: list[str] = []
+    for path in _files(folder, library):
+        if limit <= 0:
+            break
+        try:
+            text = _beginning(path, limit)
+        except (OSError, _NotText):
+            left_out.append(str(path.relative_to(folder)))
+            continue
+        limit -= len(text)
+        texts += [text] if text else []
+    return texts, left_out
+
+
+def _files(folder: Path, library: bool) -> list[Path]:
+    """The files of text in `folder`, the same list every time: by depth, then by path. A folder that
+    cannot be read is as an empty one."""
+    return sorted(_walk(folder, library), key=lambda path: (len(path.parts), path.parts))
+
+
+def _walk(folder: Path, library: bool) -> Iterator[Path]:
+    for place, folders, files in os.walk(folder):
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and not (library and name in _NOT_THE_LIBRARY)
+        ]
+        for name in files:
+            path = Path(place, name)
+            named = name.endswith(".py") if library else not name.startswith(".")
+            if named and path.is_file():  # no pipe, which would be waited for
+                yield path
+
+
+class _NotText(Exception):
+    """What a file has that text does not."""
+
+
+def _beginning(path: Path, limit: int) -> bytes:
+    """The first `limit` bytes of the file, or a few less, so that it ends with a whole character.
+
+    Raises `OSError` or `_NotText`.
+    """
+    with path.open("rb") as file:
+        text = file.read(limit + 1)
+    if len(text) > limit:
+        text = text[: _character_begin(text, limit)]
+    if b"\0" in text:
+        raise _NotText(f"a zero byte at offset {text.index(0)}")
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        raise _NotText(f"the byte {text[error.start]:#04x} at offset {error.start}") from None
+    return text
+
+
+def _character_begin(text: bytes, place: int) -> int:
+    """The place of the character that the byte `place` belongs to."""
+    for back in range(min(4, place + 1)):
+        if text[place - back] & 0xC0 != 0x80:
+            return place - back
+    return place
