@@ -294,38 +294,42 @@ class Kind:
         )
 
 
-def _vectors(width: int, num: int) -> Iterable[Tensor]:
+def vectors(width: int, num: int) -> Iterable[Tensor]:
+    """Vectors of ten classes."""
     return torch.randn(num, width), torch.randint(10, (num,))
 
 
-def _images(side: int, num: int) -> Iterable[Tensor]:
+def images(side: int, num: int) -> Iterable[Tensor]:
+    """Square images of ten classes."""
     return torch.randn(num, 3, side, side), torch.randint(10, (num,))
 
 
-def _masks(side: int, num: int) -> Iterable[Tensor]:
+def masks(side: int, num: int) -> Iterable[Tensor]:
+    """Square images, each pixel of ten classes."""
     return torch.randn(num, 3, side, side), torch.randint(10, (num, side, side))
 
 
-def _tokens(vocabulary: int, length: int, num: int) -> Iterable[Tensor]:
+def tokens(vocabulary: int, length: int, num: int) -> Iterable[Tensor]:
+    """Random text."""
     return (torch.randint(vocabulary, (num, length)),)
 
 
 def _language(tied: bool, experts: int, loss: Any, optimizer: Any, batch: int) -> Kind:
     model = partial(LanguageModel, 4000, 256, 4, 128, tied, experts)
-    return Kind(model, loss, optimizer, partial(_tokens, 4000, 129), batch)
+    return Kind(model, loss, optimizer, partial(tokens, 4000, 129), batch)
 
 
 KINDS: dict[str, Kind] = {
-    "mlp": Kind(partial(mlp, 1024, 8), class_loss, adamw, partial(_vectors, 1024), 4096),
-    "mlp, tiny": Kind(partial(mlp, 128, 4), class_loss, adamw, partial(_vectors, 128), 256),
-    "convolutional": Kind(partial(convolutional, 32), class_loss, sgd, partial(_images, 32), 256),
-    "residual": Kind(partial(residual, 32), class_loss, sgd, partial(_images, 32), 128),
-    "vgg16": Kind(partial(vgg16, 32, 1024), class_loss, sgd, partial(_images, 32), 64),
-    "lstm": Kind(partial(Recurrent, 2000, 256), token_loss, adamw, partial(_tokens, 2000, 65), 64),
+    "mlp": Kind(partial(mlp, 1024, 8), class_loss, adamw, partial(vectors, 1024), 4096),
+    "mlp, tiny": Kind(partial(mlp, 128, 4), class_loss, adamw, partial(vectors, 128), 256),
+    "convolutional": Kind(partial(convolutional, 32), class_loss, sgd, partial(images, 32), 256),
+    "residual": Kind(partial(residual, 32), class_loss, sgd, partial(images, 32), 128),
+    "vgg16": Kind(partial(vgg16, 32, 1024), class_loss, sgd, partial(images, 32), 64),
+    "lstm": Kind(partial(Recurrent, 2000, 256), token_loss, adamw, partial(tokens, 2000, 65), 64),
     "gpt, tied": _language(True, 0, token_loss, adamw, 32),
     "gpt, untied": _language(False, 0, token_loss, adamw, 32),
-    "encoder": Kind(partial(Encoder, 192, 4, 64), class_loss, adamw, partial(_images, 64), 64),
-    "u-net": Kind(partial(UNet, 32, 3), class_loss, adamw, partial(_masks, 64), 16),
+    "encoder": Kind(partial(Encoder, 192, 4, 64), class_loss, adamw, partial(images, 64), 64),
+    "u-net": Kind(partial(UNet, 32, 3), class_loss, adamw, partial(masks, 64), 16),
     "experts": _language(True, 4, token_loss, adamw, 32),
 }
 """The models of the benchmark."""

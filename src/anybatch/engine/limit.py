@@ -31,7 +31,13 @@ from torch.optim import Optimizer
 
 from anybatch.data import map_leaves
 from anybatch.engine.meter import CpuMeter, CudaMeter, Meter
-from anybatch.engine.process import generated_code_bytes, give_freed_memory_back, status, trim
+from anybatch.engine.process import (
+    generated_code_bytes,
+    give_freed_memory_back,
+    hollow_bytes,
+    status,
+    trim,
+)
 from anybatch.plans import Plan
 from anybatch.units import format_bytes
 
@@ -124,6 +130,7 @@ class ProcessLimit(Limit):
         self._before: tuple[int, int] | None = None
         self._soft = 0
         self._spare = 0
+        self._passing = 0  # most addresses without memory that came and went in a pass
         self._seen: set[Hashable] = set()
 
     def enter(self) -> Meter:
@@ -154,14 +161,22 @@ class ProcessLimit(Limit):
     @contextmanager
     def _measured(self, shape: Hashable) -> Iterator[None]:
         self._meter.begin_lap()
-        code = generated_code_bytes()
+        code, hollow = generated_code_bytes(), hollow_bytes()
+        before, size, highest = self._meter.used_bytes(), status("VmSize"), status("VmPeak")
         self._let_go()
         try:
             yield
-        finally:
-            # Each kernel reserves 256 KiB of addresses and fills a few KiB of them.
+        except BaseException:  # what it holds yet may be filled: of addresses only those of code go
             self._set(self._soft + generated_code_bytes() - code)
-        used = self._meter.lap_bytes()
+            raise
+        # Addresses that a library keeps and does not fill hold nothing: each generated kernel reserves
+        # 256 KiB for a few KiB, and MKL's buffers for a product of 1024 x 256 x 4000 are 8 MiB for 4.
+        used, reached = self._meter.lap_bytes(), status("VmPeak")
+        kept, passing = max(0, hollow_bytes() - hollow), 0
+        if reached > highest:  # in this pass, so it is known; what fits has to fit again
+            passing = (reached - size) - (used - before) - kept
+        more, self._passing = max(0, passing - self._passing), max(passing, self._passing)
+        self._set(self._soft + kept + more)
         if used > self._budget + self._spare:
             self._meter.drop_lap()
             raise MemoryError(

@@ -139,6 +139,12 @@ def status(field: str) -> int:
     raise KeyError(field)
 
 
+def hollow_bytes() -> int:
+    """Addresses that count as data of this process and hold none: pages that nobody has written to
+    (Linux)."""
+    return status("VmData") - status("RssAnon")
+
+
 def generated_code_bytes() -> int:
     """Addresses that are writable and executable: those of generated kernels (Linux)."""
     total = 0

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
+from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from anybatch.estimate.trace import Block, Timeline
 
@@ -338,6 +340,16 @@ class _Heap:
         del self._by_size[bisect_left(self._by_size, (size, start))]
         del self._starts[start]
         del self._ends[start + size]
+
+
+def passing_bytes(timeline: Timeline, threshold: int) -> int:
+    """The most bytes at any moment in blocks below `threshold` that are freed again."""
+    changes: Counter[int] = Counter()
+    for block in timeline.blocks:
+        if block.num_bytes < threshold and block.died is not None:
+            changes[block.born] += block.num_bytes
+            changes[block.died + 1] -= block.num_bytes
+    return max(accumulate(changes[moment] for moment in sorted(changes)), default=0)
 
 
 def _moments(timeline: Timeline) -> list[tuple[int, list[Block], list[Block]]]:

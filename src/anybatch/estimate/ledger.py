@@ -15,7 +15,7 @@ from anybatch.estimate.allocator import Taken
 from anybatch.estimate.family import Traced
 from anybatch.estimate.footprint import (
     allocator_of,
-    constant_bytes,
+    beside_training,
     kind_of,
     kinds_at,
     method_on,
@@ -180,9 +180,10 @@ def ledger(subject: Subject, choice: Choice, device: Device) -> Ledger:
     """
     traced = trace_step(subject, choice, device)
     taken = allocator_of(device).replay(traced.timeline)
-    constant = traced.kept_bytes + constant_bytes(device)
+    beside = beside_training(subject, choice, traced, device)
+    constant = sum(beside.values())
     curve = _curve(traced, taken, constant)
-    sizes = kinds_at(traced.timeline, traced.kept_bytes, taken, device)
+    sizes = kinds_at(traced.timeline, beside, taken)
     return Ledger(
         micro_batch=choice.micro_batch,
         layers=_layers(traced),

@@ -1,0 +1,71 @@
+"""Which sizes of batches a run meets, and how long it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import anybatch as ab
+from anybatch.data import Steps
+from anybatch.estimate.course import Course, course_of, num_evaluation_sizes
+
+
+def task(length: int = 100, **options: Any) -> ab.Task:
+    return ab.Task(
+        model=lambda: nn.Linear(1, 1),
+        loss=lambda model, batch: model(batch[0]).mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train=TensorDataset(torch.zeros(length, 1)),
+        **options,
+    )
+
+
+def test_steps_below_the_global_batch_are_those_that_the_run_takes():
+    for length, options in (
+        (100, {"global_batch": 32, "epochs": 2}),
+        (100, {"global_batch": 32, "epochs": 2, "last": "drop"}),
+        (100, {"global_batch": 32, "epochs": 2, "last": "wrap"}),
+        (100, {"global_batch": 32, "steps": 3}),
+        (100, {"global_batch": 32, "steps": 4}),
+        (100, {"global_batch": 32, "samples": 150}),
+        (20, {"global_batch": 32, "steps": 2}),
+    ):
+        steps = Steps(length, **{"last": "keep", **options})
+        sizes = {steps.num_samples_of(number) for number in range(steps.total_steps or 0)}
+        found = course_of(task(length, **options))
+        assert set(found.smaller_steps) == sizes - {32}, options
+        assert found.num_steps == steps.total_steps
+
+
+def test_sizes_of_micro_batches_are_counted_once():
+    # 512 is 16 x 32; 413 is 12 x 32 and 29.
+    assert Course(smaller_steps=(413,)).num_sizes(32, 512) == 2
+    assert Course().num_sizes(32, 512) == 1
+    assert Course().num_sizes(100, 512) == 2
+    assert Course(smaller_steps=(64,)).num_sizes(512, 512) == 2
+
+
+def test_an_evaluation_meets_its_batch_and_the_rest():
+    assert num_evaluation_sizes(128, 360) == 2
+    assert num_evaluation_sizes(120, 360) == 1
+    assert num_evaluation_sizes(500, 360) == 1
+    assert num_evaluation_sizes(500, 0) == 0
+    assert num_evaluation_sizes(500, None) == 2
+
+
+def test_evaluation_counts_for_later_steps_only():
+    valid = TensorDataset(torch.zeros(10, 1))
+    assert not course_of(task(global_batch=25, steps=4, valid=valid)).evaluates_between
+    assert course_of(task(global_batch=25, steps=5, valid=valid)).evaluates_between
+    assert course_of(
+        task(global_batch=25, steps=4, valid=valid, evaluate_every=2)
+    ).evaluates_between
+    assert not course_of(task(global_batch=25, steps=5)).evaluates_between
+
+
+def test_the_order_of_two_epochs_is_kept():
+    assert course_of(task(global_batch=25, steps=4)).order_bytes == 8 * 100
+    assert course_of(task(global_batch=25, epochs=9)).order_bytes == 2 * 8 * 100
