@@ -12,7 +12,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ Products = tuple[float, Curve, Curve]
 """Rates of products: the smallest dim of the thin ones, their rates, and the rates of cubes."""
 
 _FAMILIES = ("plain", "special", "random", "norm", "gather", "pool", "reduction")
+
+MOST_WAITED = 0.15
+"""A process that is alone on its cores hardly waits for one while it measures."""
 
 _POINT_SECONDS = 0.012
 """Measuring time for one point of a curve."""
@@ -56,6 +59,7 @@ class Speeds:
             counts, not their sum.
         fault_seconds_per_byte: what memory costs that the system maps anew (CPU under a budget).
         measured: False where they are drawn from nominal figures.
+        waited: part of the measuring time in which the process waited for a core that others had.
     """
 
     matmul: dict[str, Products]
@@ -65,6 +69,12 @@ class Speeds:
     overlap: bool
     fault_seconds_per_byte: float = 0.0
     measured: bool = field(default=True)
+    waited: float = 0.0
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other processes have slowed the measurement down, so that it says little."""
+        return self.waited > MOST_WAITED
 
 
 def rate_at(curve: Curve, work: float) -> float:
@@ -168,8 +178,9 @@ def measure(device: Device) -> Speeds:
     with torch.random.fork_rng(devices=[target] if target.type == "cuda" else []), torch.no_grad():
         bench = _Bench(target)
         bench.warm_up()
+        watch = Stopwatch()
         start = bench.floor()
-        return Speeds(
+        found = Speeds(
             matmul={name: bench.products(name, start) for name in bench.dtypes},
             convolution={name: bench.convolutions(name, start) for name in bench.dtypes},
             memory={family: bench.streams(family, start) for family in _FAMILIES},
@@ -177,6 +188,31 @@ def measure(device: Device) -> Speeds:
             overlap=target.type == "cuda",
             fault_seconds_per_byte=bench.faults() if target.type == "cpu" else 0.0,
         )
+        # Where the host waits for a device, that it waits says nothing.
+        return found if target.type == "cuda" else replace(found, waited=watch.waited())
+
+
+class Stopwatch:
+    """Tells how much of the time since it was made the calling thread, which was to compute all the
+    while, has waited for a core.
+
+    Args:
+        clock: seconds of the day.
+        busy: seconds that the thread has computed.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        busy: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._clock, self._busy = clock, busy
+        self._begun = clock(), busy()
+
+    def waited(self) -> float:
+        """From 0 to 1."""
+        passed, computed = self._clock() - self._begun[0], self._busy() - self._begun[1]
+        return min(1.0, max(0.0, 1.0 - computed / passed)) if passed > 0 else 0.0
 
 
 class _Bench:

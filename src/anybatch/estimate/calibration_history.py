@@ -2,8 +2,9 @@
 
 A prediction of time that was 1.2 times too short in the last runs of a task on this machine is made 1.2
 times longer. Bytes are corrected upwards only: a plan that promised too much memory is safe. If times
-are far off in one run after the other, not the task but the machine is not as it was measured, and it
-is measured again.
+are far off in one run after the other, or out of all proportion in a single one, not the task but the
+machine is not as it was measured, and it is measured again. What was predicted from a measurement that
+other processes had disturbed teaches nothing about time.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from anybatch.estimate.calibration_store import (
     Where,
     cache_folder,
     forget_speeds,
+    known_speeds,
     read,
     where,
     write,
@@ -132,7 +134,9 @@ def remember(
     except InputError:
         return
     seconds = peak = None
-    if measured_step_seconds and told.step_seconds > 0:
+    speeds = known_speeds(device)
+    trusted = speeds is None or not speeds.disturbed
+    if trusted and measured_step_seconds and told.step_seconds > 0:
         seconds = measured_step_seconds * told.seconds_corrected_by / told.step_seconds
     if measured_peak_bytes and told.peak_bytes and plan.enforced:
         peak = measured_peak_bytes * told.bytes_corrected_by / told.peak_bytes
@@ -151,7 +155,9 @@ def _is_stale(history: History) -> bool:
     one before were as far off, measuring again did not help, and the correction is left to do it."""
     present = [r for r in history.runs if r.calibration == history.calibration]
     last = _ratios(present)[-STALE_RUNS:]
-    if len(last) < STALE_RUNS:
+    if last and not _LIMITS[0] <= last[-1] <= _LIMITS[1]:
+        last = last[-1:]  # no correction is made of it, so nothing is gained by waiting for more
+    elif len(last) < STALE_RUNS:
         return False
     away = [math.log(ratio) for ratio in last]
     limit = math.log(STALE_FACTOR)

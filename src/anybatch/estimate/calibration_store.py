@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,7 +29,7 @@ from anybatch.estimate.calibration import Speeds, nominal
 from anybatch.estimate.calibration_apart import SPEEDS, measure_apart
 from anybatch.machine import Device
 
-FORMAT = 1
+FORMAT = 2
 """Of the files, and of the way in which speeds are measured."""
 
 
@@ -105,21 +106,45 @@ def write(path: Path, adapter: TypeAdapter[Any], value: Any) -> bool:
 
 _memo: dict[Where, Speeds] = {}
 
+_TRIES = 2
+"""Measurements in a row, while others disturb them."""
+
+_SHORT_LIFE_SECONDS = 600.0
+"""For so long a measurement is believed that was disturbed: then the machine may be quiet."""
+
 
 def speeds_of(device: Device) -> Speeds:
-    """The speeds of `device`: as measured, now or earlier, or nominal where it is not here."""
+    """The speeds of `device`: as measured, now or earlier, or nominal where it is not here.
+
+    A measurement that other processes disturbed is made once more, and the less disturbed of both is
+    used, but for a short time only."""
     if not device.present:
         return nominal(device)
     here = where(device)
     found = _memo.get(here) or _load(here)
     if found is None:
         try:
-            found = measure_apart(device, torch.get_num_threads())
+            found = _measured(device)
         except Exception:  # no room for it, say: a plan can do with less
             return nominal(device)
         write(_speeds_path(here), SPEEDS, found)
     _memo[here] = found
     return found
+
+
+def known_speeds(device: Device) -> Speeds | None:
+    """Those that this process has used already."""
+    return _memo.get(where(device))
+
+
+def _measured(device: Device) -> Speeds:
+    best = measure_apart(device, torch.get_num_threads())
+    for _ in range(_TRIES - 1):
+        if not best.disturbed:
+            break
+        again = measure_apart(device, torch.get_num_threads())
+        best = min(best, again, key=lambda speeds: speeds.waited)
+    return best
 
 
 def forget_speeds(device: Device) -> None:
@@ -131,8 +156,20 @@ def forget_speeds(device: Device) -> None:
 
 
 def _load(here: Where) -> Speeds | None:
-    found = read(_speeds_path(here), SPEEDS)
-    return found if found is not None and _sound(found) else None
+    path = _speeds_path(here)
+    found = read(path, SPEEDS)
+    if found is None or not _sound(found):
+        return None
+    return None if found.disturbed and _age(path) > _SHORT_LIFE_SECONDS else found
+
+
+def _age(path: Path) -> float:
+    """Seconds since it was written; one from the future is as good as old."""
+    try:
+        age = time.time() - path.stat().st_mtime
+    except OSError:
+        return math.inf
+    return age if age >= 0 else math.inf
 
 
 def _sound(speeds: Speeds) -> bool:
@@ -147,6 +184,7 @@ def _sound(speeds: Speeds) -> bool:
         and set(nominal_families()) <= speeds.memory.keys()
         and all(curve for curve in curves)
         and all(math.isfinite(figure) and figure > 0 for figure in figures)
+        and 0 <= speeds.waited <= 1
         and math.isfinite(speeds.call_seconds)
         and speeds.call_seconds > 0
     )

@@ -11,8 +11,9 @@ every size is traced.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from anybatch.estimate.kernels import ShapeBytes
 from anybatch.estimate.trace import Block, Operation, Timeline
 
 _ROUNDING_BYTES = 16
@@ -32,7 +33,7 @@ class Traced:
 
     Attributes:
         timeline: all of it.
-        kept_bytes: what kernels keep.
+        kept_bytes, shape_bytes: what kernels keep, whatever the size of the batch, and for every size.
         commit_bytes: what the first update and a later one add at their peaks.
         begin, end: the moments at which the step begins, and at which its update is done.
         num_micro_batches: of the step as traced.
@@ -49,6 +50,7 @@ class Traced:
     modules: dict[str, Part]
     shapes: dict[str, tuple[int, ...]]
     calls: dict[str, int]
+    shape_bytes: ShapeBytes = field(default_factory=ShapeBytes)
 
 
 class Family:

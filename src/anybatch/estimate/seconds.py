@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from anybatch.estimate.calibration import Speeds, product_rate, rate_at
-from anybatch.estimate.seconds_work import Operation, Work, work_of
+from anybatch.estimate.seconds_work import Counting, Operation, Work, work_of
 from anybatch.estimate.subject import Subject
 from anybatch.machine import MMAP_THRESHOLD, Device
 from anybatch.plans import Choice, Precision, Recompute
@@ -87,9 +87,13 @@ class Pace:
         unit = min(subject.identity.ghost_batch or 1, subject.identity.global_batch)
         few = min(max(unit, -(-8 // unit) * unit), subject.identity.global_batch)
         many = min(4 * few, subject.identity.global_batch)
-        self._first = self._trace(subject, device, precision, few)
-        self._second = self._first if many == few else self._trace(subject, device, precision, many)
-        if [o.name for o in self._first.operations] != [o.name for o in self._second.operations]:
+        choice = Choice(micro_batch=few, evaluation_batch=1, precision=precision)
+        counting = Counting(subject, choice, device)
+        self._first = counting.at(few)
+        self._second = self._first if many == few else counting.at(many)
+        if not _are_alike(self._first, self._second):
+            self._second = work_of(subject, choice.model_copy(update={"micro_batch": many}), device)
+        if not _are_alike(self._first, self._second):
             self._first = self._second  # the operations depend on the batch: proportional, then
         self._ghost = subject.identity.ghost_batch
         self._blocks = subject.blocks
@@ -156,12 +160,6 @@ class Pace:
             )
             for a, b in zip(self._first.blocks, self._second.blocks, strict=True)
         ]
-
-    def _trace(
-        self, subject: Subject, device: Device, precision: Precision, micro_batch: int
-    ) -> Work:
-        choice = Choice(micro_batch=micro_batch, evaluation_batch=1, precision=precision)
-        return work_of(subject, choice, device)
 
     def _at(self, micro_batch: int) -> list[Operation]:
         """The operations of one micro-batch of that size."""
@@ -266,6 +264,10 @@ def meeting_seconds(num_norms: int, num_passes: int, recompute: Recompute) -> fl
     computed again."""
     per_norm = 3 if recompute.blocks else 2
     return per_norm * num_norms * num_passes * _MEETING_SECONDS
+
+
+def _are_alike(one: Work, other: Work) -> bool:
+    return [o.name for o in one.operations] == [o.name for o in other.operations]
 
 
 def _over_ghosts(operation: Operation, num_ghosts: float) -> list[Operation]:

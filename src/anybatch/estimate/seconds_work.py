@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from anybatch.compute import Replica
+from anybatch.estimate.recall import Recall
 from anybatch.estimate.subject import Subject
 from anybatch.machine import Device
 from anybatch.plans import Choice, Recompute
@@ -130,47 +131,75 @@ def work_of(subject: Subject, choice: Choice, device: Device) -> Work:
 
     Raises whatever the model or loss raises on fake tensors.
     """
-    usable = device.kind == "cuda" and device.present and torch.cuda.is_available()
-    target = torch.device(device.torch_name if usable else "cpu")
-    plain = choice.model_copy(update={"recompute": Recompute()})
-    with FakeTensorMode(allow_non_fake_inputs=True), _Watch() as watch:
-        with target:
-            model = subject.build_model()
-        replica = Replica(
-            model,
-            lambda: subject.make_optimizer(model),
-            subject.loss,
-            plain,
-            target,
-            subject.identity.global_batch,
-            loss_scaling=False,
+    return Counting(subject, choice, device).at(choice.micro_batch)
+
+
+class Counting:
+    """The work of `subject` on `device` under the precision of `choice`, at several micro-batches: the
+    model is built once, and the update is traced once.
+
+    Raises whatever the model or its optimizer raises on fake tensors.
+    """
+
+    def __init__(self, subject: Subject, choice: Choice, device: Device) -> None:
+        usable = device.kind == "cuda" and device.present and torch.cuda.is_available()
+        self._target = torch.device(device.torch_name if usable else "cpu")
+        self._subject = subject
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._watch = _Watch(self._fake, subject.recall)
+        self._update: list[Operation] = []
+        plain = choice.model_copy(update={"recompute": Recompute()})
+        with self._fake, self._watch:
+            with self._target:
+                self._model = model = subject.build_model()
+            self._replica = Replica(
+                model,
+                lambda: subject.make_optimizer(model),
+                subject.loss,
+                plain,
+                self._target,
+                subject.identity.global_batch,
+                loss_scaling=False,
+            )
+            model.train()
+            self._make_gradients()
+            self._replica.finish(2.0, subject.clip_norm)
+            self._replica.apply()  # makes the optimizer's state
+
+    def at(self, micro_batch: int) -> Work:
+        """The work of one micro-batch of that size. Where a module remembers what its first pass made,
+        that of a later one may be less: `Counting` anew tells. Raises whatever the model or loss
+        raises."""
+        subject, watch, replica = self._subject, self._watch, self._replica
+        watch.begin_anew()
+        with self._fake, watch:
+            self._make_gradients()
+            batch = subject.batch(micro_batch, self._target)
+            blocks = _Blocks(self._model, subject.blocks, watch)
+            watch.begin("forward")
+            with blocks:
+                replica.accumulate(batch, micro_batch, _one_ghost(subject, micro_batch))
+            del batch
+            passes = watch.operations
+            if not self._update:
+                watch.operations = self._update
+                watch.begin("update")
+                replica.finish(2.0, subject.clip_norm)
+                replica.apply()
+            watch.phase = ""
+            replica.drop()
+        chains = [self._model.get_submodule(_path(name)) for name in subject.chains]
+        return Work(
+            micro_batch,
+            (*passes, *self._update),
+            blocks.found(),
+            sum(p.numel() * p.element_size() for p in replica.parameters),
+            tree_levels=math.ceil(math.log2(max(2, *map(_length, chains), 1))),
         )
-        model.train()
-        for param in replica.parameters:
+
+    def _make_gradients(self) -> None:
+        for param in self._replica.parameters:
             param.grad = torch.empty_like(param)
-        replica.finish(2.0, subject.clip_norm)
-        replica.apply()  # makes the optimizer's state
-        for param in replica.parameters:
-            param.grad = torch.empty_like(param)
-        batch = subject.batch(choice.micro_batch, target)
-        blocks = _Blocks(model, subject.blocks, watch)
-        watch.begin("forward")
-        with blocks:
-            replica.accumulate(batch, choice.micro_batch, _one_ghost(subject, choice.micro_batch))
-        del batch
-        watch.begin("update")
-        replica.finish(2.0, subject.clip_norm)
-        replica.apply()
-        watch.phase = ""
-        parameter_bytes = sum(p.numel() * p.element_size() for p in replica.parameters)
-        longest = max((_length(model.get_submodule(_path(n))) for n in subject.chains), default=1)
-    return Work(
-        choice.micro_batch,
-        tuple(watch.operations),
-        blocks.found(),
-        parameter_bytes,
-        tree_levels=math.ceil(math.log2(max(2, longest))),
-    )
 
 
 def family_of(name: str) -> Family:
@@ -205,8 +234,18 @@ def _one_ghost(subject: Subject, num_samples: int) -> list[int]:
 class _Watch(TorchDispatchMode):
     """Records operations on fake tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, fake: FakeTensorMode, recall: Recall) -> None:
         super().__init__()
+        self._fake = fake
+        self._recall = recall
+        self.begin_anew()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and being skipped takes time at every operation
+
+    def begin_anew(self) -> None:
+        """Forget what was recorded."""
         self.phase: str = ""
         self.block: int = -1
         self.operations: list[Operation] = []
@@ -220,10 +259,10 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operation on fake tensors and record it."""
-        kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
             return _one(args[0])
-        result = func(*args, **kwargs)
+        kwargs = kwargs or {}
+        result = self._recall.run(self._fake, func, args, kwargs)
         if self.phase and not func.is_view:
             self._record(func, args, kwargs, result)
         return result

@@ -30,8 +30,10 @@ from anybatch.data.cut import positions
 from anybatch.data.failure import BadSamples
 from anybatch.data.fetch import Piece, open_fetch
 from anybatch.errors import DataError
+from anybatch.estimate.course import Course, course_of
 from anybatch.estimate.fake_modules import converting_fake_modules
 from anybatch.estimate.family import Family
+from anybatch.estimate.recall import Recall, Recalling
 from anybatch.estimate.sharding import Division
 from anybatch.plans import TaskIdentity
 from anybatch.task import LossFunction, Task, parameters_in
@@ -54,8 +56,11 @@ class Subject:
         clip_norm: see `Task`.
         blocks, chains: names of what can be recomputed block by block, and as a tree.
         flat: gradients are kept in buckets, for several ranks.
+        course: what a run does beside full micro-batches.
         division: how the model is divided over ranks, or None.
         families: traces made so far, so that none is made twice.
+        stages: what they were made on; see `stage`.
+        recall: results of operations, for all of them.
     """
 
     identity: TaskIdentity
@@ -67,9 +72,12 @@ class Subject:
     clip_norm: float | None
     blocks: tuple[str, ...]
     chains: tuple[str, ...]
+    course: Course = field(default_factory=Course)
     flat: bool = False
     division: Division | None = None
     families: dict[Hashable, Family] = field(default_factory=dict, compare=False, repr=False)
+    stages: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+    recall: Recall = field(default_factory=Recall, compare=False, repr=False)
 
     def batch(self, num_samples: int, device: torch.device) -> Any:
         """A batch of so many samples on fake tensors; called inside a trace."""
@@ -87,6 +95,7 @@ def subject_of(task: Task) -> Subject:
     nothing to train, and whatever the model function raises on fake tensors.
     """
     source = task.model
+    recall = Recall()
     if isinstance(source, nn.Module):
         model = source
         build = partial(fake_copy, source)
@@ -96,7 +105,8 @@ def subject_of(task: Task) -> Subject:
             with converting_fake_modules():
                 return task.checked_model(source())
 
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, Recalling(fake, recall):
             model = build()
     return Subject(
         identity=identify(task, model),
@@ -108,6 +118,8 @@ def subject_of(task: Task) -> Subject:
         clip_norm=task.clip_norm,
         blocks=tuple(find_blocks(model)),
         chains=tuple(find_chains(model)),
+        recall=recall,
+        course=course_of(task),
     )
 
 

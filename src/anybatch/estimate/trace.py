@@ -16,7 +16,7 @@ code that only counts or logs goes on; code that branches on data takes one bran
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,10 +32,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from anybatch.estimate.kernels import Kernels
+from anybatch.estimate.recall import Recall
 
 _aten: Any = torch.ops.aten
 _autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 _node: Callable[[], Any] = torch._C._current_autograd_node
+_NAMES: dict[Any, str] = {}
+"""Of operations: torch puts a name together each time."""
 
 
 @dataclass(slots=True)
@@ -92,10 +95,13 @@ class Tracer(TorchDispatchMode):
         phase: name of what is being traced, as the caller says.
         shapes: of the first tensor that each module returned last.
         calls: forward passes of each module, those of recompute not counted.
+        disturbed: whether something was freed that was said to stay; see `settle`.
     """
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, fake: FakeTensorMode, recall: Recall) -> None:
         super().__init__()
+        self._fake = fake
+        self._recall = recall
         self.timeline: Timeline = Timeline()
         self.phase: str = "setup"
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -105,6 +111,26 @@ class Tracer(TorchDispatchMode):
         self._names: dict[nn.Module, str] = {}
         self._running: list[str] = []
         self._made_by: dict[int, str] = {}  # number of a node in the graph -> module
+        self._settled: frozenset[int] = frozenset()
+        self.disturbed: bool = False
+
+    def begin_anew(self, timeline: Timeline, kernels: Kernels, settled: Iterable[Block]) -> None:
+        """Record into `timeline` from now on, as if nothing but what it follows on had been traced.
+        `settled`: blocks that are alive, and not part of it."""
+        self.timeline = timeline
+        self._kernels = kernels
+        self.shapes, self.calls = {}, {}
+        self._made_by.clear()
+        self.settle(settled)
+
+    def settle(self, blocks: Iterable[Block]) -> None:
+        """Whether any of `blocks` is freed from now on will be told by `disturbed`."""
+        self._settled = frozenset(map(id, blocks))
+        self.disturbed = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and being skipped takes time at every operation
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -112,9 +138,9 @@ class Tracer(TorchDispatchMode):
         """Run the operation on fake tensors and record it."""
         if func is _aten._local_scalar_dense.default:
             return _one(args[0])
+        result = self._recall.run(self._fake, func, args, kwargs)
         if func.namespace == "prim":  # asks a tensor for its device, computes nothing
-            return func(*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
+            return result
         module = self._count(func, args, result)
         for leaf in _tensors_of(result):
             self.see(leaf, module=module)
@@ -136,6 +162,15 @@ class Tracer(TorchDispatchMode):
         if kind:
             block.kind = kind
             block.module = module or block.module
+
+    @property
+    def kernels(self) -> Kernels:
+        """What is asked for the memory of kernels."""
+        return self._kernels
+
+    def block_of(self, tensor: Tensor) -> Block:
+        """The storage of `tensor`, which was seen."""
+        return self._known[tensor.untyped_storage()]
 
     def watch(self, model: nn.Module) -> None:
         """Know the modules of `model` by name from now on."""
@@ -165,13 +200,16 @@ class Tracer(TorchDispatchMode):
 
     def _free(self, block: Block) -> None:
         block.died = self.timeline.num_moments
+        if id(block) in self._settled:
+            self.disturbed = True
 
     def _count(self, func: Any, args: tuple[Any, ...], result: Any) -> str:
         timeline = self.timeline
         timeline.num_moments += 1
         node = _node()
         module = self._whose(node)
-        timeline.operations.append(Operation(str(func), self.phase, node is not None, module))
+        name = _NAMES.get(func) or _NAMES.setdefault(func, str(func))
+        timeline.operations.append(Operation(name, self.phase, node is not None, module))
         if func.is_view:
             return module
         if extra := self._kernels.scratch(func, args, result):
@@ -193,12 +231,19 @@ class Tracer(TorchDispatchMode):
 def tracing(kernels: Kernels) -> Iterator[tuple[Tracer, FakeTensorMode]]:
     """Trace what runs inside, on fake tensors."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    tracer = Tracer(kernels)
+    tracer = Tracer(kernels, fake, Recall())
+    with recording(tracer, fake):
+        yield tracer, fake
+
+
+@contextmanager
+def recording(tracer: Tracer, fake: FakeTensorMode) -> Iterator[None]:
+    """Let `tracer` see what runs inside, on the tensors of `fake`."""
     entering = register_module_forward_pre_hook(tracer.enter)
     leaving = register_module_forward_hook(tracer.leave, always_call=True)
     try:
         with fake, tracer:
-            yield tracer, fake
+            yield
     finally:
         entering.remove()
         leaving.remove()

@@ -89,6 +89,7 @@ def of_one_rank(subject: Subject, layout: Layout, device: Device) -> Subject:
         flat=layout.parallel == "replicate",
         division=_division(subject, layout, device) if layout.parallel == "shard" else None,
         families={},  # traces of the whole say nothing of a part
+        stages={},
     )
 
 

@@ -167,6 +167,75 @@ def test_the_cache_is_where_the_system_keeps_caches(monkeypatch, tmp_path: Path)
     assert "CPU" in where(CPU).device
 
 
+# ------------------------------------------------------------------------ a machine that is busy
+
+
+def busy(monkeypatch: pytest.MonkeyPatch, *waited: float) -> list[float]:
+    """Measurements that have waited so much, one after the other; what is left of them is returned."""
+    left = list(waited)
+
+    def measure(device: Any, threads: int) -> Any:
+        return even(call_seconds=1e-6, waited=left.pop(0))
+
+    monkeypatch.setattr(calibration_store, "measure_apart", measure)
+    return left
+
+
+@pytest.mark.parametrize(("computed", "waited"), [(10.0, 0.0), (10.1, 0.0), (4.0, 0.6), (0.0, 1.0)])
+def test_a_thread_that_waits_for_a_core_shows(computed: float, waited: float):
+    seconds, work = iter([100.0, 110.0]), iter([5.0, 5.0 + computed])
+    watch = calibration.Stopwatch(lambda: next(seconds), lambda: next(work))
+    assert watch.waited() == pytest.approx(waited)
+
+
+def test_a_disturbed_measurement_is_made_again_and_the_quieter_one_used(folder: Path, monkeypatch):
+    left = busy(monkeypatch, 0.7, 0.4, 0.0)
+    assert speeds_of(CPU).waited == 0.4
+    assert left == [0.0]
+
+
+def test_a_quiet_measurement_is_made_once(folder: Path, monkeypatch):
+    left = busy(monkeypatch, 0.02, 0.0)
+    assert not speeds_of(CPU).disturbed
+    assert left == [0.0]
+
+
+@pytest.mark.parametrize(("waited", "kept"), [(0.5, False), (0.02, True)])
+def test_only_what_was_quiet_is_believed_for_long(
+    waited: float, kept: bool, folder: Path, monkeypatch
+):
+    left = busy(monkeypatch, waited, waited, waited, waited)
+    first = speeds_of(CPU)
+    count = len(left)
+    assert again(monkeypatch) == first
+    assert len(left) == count  # a moment later it still is
+    now = calibration_store.time.time()
+    monkeypatch.setattr(calibration_store.time, "time", lambda: now + 3600)
+    again(monkeypatch)
+    assert (len(left) == count) == kept
+
+
+def test_runs_predicted_from_a_disturbed_measurement_teach_no_time(folder: Path, monkeypatch):
+    busy(monkeypatch, 0.5, 0.5)
+    speeds_of(CPU)
+    remember(plan(), 1200, 0.3)
+    found = correction(CPU, TASK)
+    assert found.seconds == 1.0
+    assert found.bytes == pytest.approx(1.2)
+
+
+def test_one_run_out_of_all_proportion_has_the_machine_measured_again(
+    measured: list[str], monkeypatch
+):
+    speeds_of(CPU)
+    remember(plan(), 1000, 50.0)
+    again(monkeypatch)
+    assert len(measured) == 2
+    remember(plan(), 1000, 50.0)  # it was not the measurement, then
+    again(monkeypatch)
+    assert len(measured) == 2
+
+
 # ----------------------------------------------------------------------------------- the history
 
 

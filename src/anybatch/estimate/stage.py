@@ -1,0 +1,461 @@
+"""Stage: a model and its optimizer on fake tensors, with one update behind them, where steps begin.
+
+To build a model and to trace updates takes longer than to trace a pass, and is the same for every
+micro-batch and every way to recompute. So it is done once, and a trace is put together of three parts:
+
+    head     the model is built, a first update makes the optimizer's state     once
+    passes   micro-batches of one size under one way to recompute               each time
+    tail     the update of the step                                             once
+
+What is put together is what would be traced from the beginning, operation by operation and block by
+block, as long as passes leave nothing behind but gradients, and the same ones: of the same parameters,
+in the same layouts. That is looked at after all of them. Where it does not hold (a module keeps a table
+that its first pass made, say), steps are traced from the beginning, each on a stage of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+
+from anybatch.compute import Replica
+from anybatch.data import ghosts
+from anybatch.estimate.cuda import is_overlaid, laid_over, update_together
+from anybatch.estimate.family import Part, Traced
+from anybatch.estimate.kernels import Kernels, ShapeBytes, kernels_on
+from anybatch.estimate.subject import Subject
+from anybatch.estimate.trace import Block, Timeline, Tracer, recording
+from anybatch.machine import Device
+from anybatch.plans import Choice, Recompute
+from anybatch.task import parameters_in
+
+_MOST_GHOSTS = 4
+
+Owners = dict[torch.Tensor, str]
+"""Names of the modules that parameters belong to, the first where several share one."""
+
+
+def trace_step(subject: Subject, choice: Choice, device: Device) -> Traced:
+    """Trace an update that makes the optimizer's state, and then a step of at most two micro-batches.
+
+    Raises whatever the model or loss raises on fake tensors.
+    """
+    return _on_stage(Stage.step, subject, choice, device)
+
+
+def trace_evaluation(subject: Subject, choice: Choice, device: Device) -> Traced:
+    """Trace an update that makes the optimizer's state, and then two batches of evaluation. Raises as
+    `trace_step` does."""
+    return _on_stage(Stage.evaluation, subject, choice, device)
+
+
+def num_traced(subject: Subject, choice: Choice) -> int:
+    """Micro-batches that show all there is to see: the second one adds to gradients."""
+    return 1 if choice.micro_batch >= subject.identity.global_batch else 2
+
+
+def _on_stage(
+    trace: Callable[[Stage, Choice], Traced | None],
+    subject: Subject,
+    choice: Choice,
+    device: Device,
+) -> Traced:
+    key = device, choice.precision
+    known = subject.stages.get(key)
+    if known is not None and known.reusable and (traced := trace(known, choice)) is not None:
+        return traced
+    stage = Stage(subject, choice, device)
+    traced = trace(stage, choice)
+    assert traced is not None  # what is traced first on a stage is traced from the beginning
+    if known is None:  # one that cannot be used again stays, so that no other takes its place
+        subject.stages[key] = stage
+    return traced
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What passes have left behind, where that is nothing but gradients.
+
+    Attributes:
+        signature: which parameters have one, and their layouts and storages.
+        blocks: storages that the passes made, in the order of these parameters.
+    """
+
+    signature: tuple[Any, ...]
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    """The update of a step. Its moments are counted from the end of the passes.
+
+    Attributes:
+        signature: of the gradients that it was traced with.
+        gradients_died: when each of their storages was freed.
+        head: blocks of the head, with what passes say of them.
+        head_died: when it freed some of these, by their place.
+        timeline: what else there is.
+        commit_bytes: what it adds at its peak.
+    """
+
+    signature: tuple[Any, ...]
+    gradients_died: tuple[int, ...]
+    head: tuple[Block, ...]
+    head_died: dict[int, int]
+    timeline: Timeline
+    commit_bytes: int
+
+
+class Stage:
+    """See the module. A stage serves any way to recompute and any sizes of batches.
+
+    Attributes:
+        reusable: whether what was traced so far has left it as it was.
+
+    Raises whatever the model or its optimizer raises on fake tensors.
+    """
+
+    def __init__(self, subject: Subject, choice: Choice, device: Device) -> None:
+        self.reusable: bool = True
+        self._subject = subject
+        self._device = device
+        self._kernels = kernels_on(device.kind)
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._tracer = tracer = Tracer(self._kernels, self._fake, subject.recall)
+        plain = choice.model_copy(update={"recompute": Recompute()})
+        with self._open():
+            self._replica, self._owners, self._copies = _set_up(subject, plain, device, tracer)
+            self._replica.model.train()
+            before = _kept(self._kernels)
+            self._make_gradients()
+            begun = tracer.timeline.num_moments
+            self._update()
+        head = tracer.timeline
+        # What kernels keep may depend on what ran before them, and then an update is not always one.
+        self._is_steady = _kept(self._kernels) == before
+        self._first_commit = _growth(head, begun)
+        self._parts = _parts(self._replica.model, self._owners)
+        self._live = head.blocks
+        self._head = Timeline(
+            [_moved(block, 0) for block in head.blocks],
+            head.scratch,
+            head.operations,
+            head.num_moments,
+        )
+        self._settled = [block for block in head.blocks if block.died is None]
+        self._tail: _Tail | None = None
+        self._is_fresh = True
+
+    def step(self, choice: Choice) -> Traced | None:
+        """A step of at most two micro-batches and its update; None if what was traced before says
+        nothing of it."""
+        count = num_traced(self._subject, choice)
+        passes = self._begin()
+        with self._open():
+            self._replica.switch(choice.recompute)
+            self._run(choice, count)
+            self._replica.switch(Recompute())
+            left = self._left_by(passes)
+            if self._tail is None:
+                return self._with_update(passes, left, count)
+            self._replica.drop()
+        tail = self._tail
+        if left is None or any(block.died is None for block in passes.blocks):
+            return None
+        self.reusable = True
+        if left.signature != tail.signature:
+            return None
+        return self._traced(self._joined(passes, left, tail), tail.commit_bytes, count)
+
+    def evaluation(self, choice: Choice) -> Traced | None:
+        """Two batches of evaluation; None as for `step`."""
+        size, target = choice.evaluation_batch, fake_device(self._device)
+        model = self._replica.model
+        is_fresh = self._is_fresh
+        passes = self._begin()
+        with self._open():
+            model.eval()
+            for _ in range(2):
+                self._tracer.phase = "input"
+                batch = self._subject.batch(size, target)
+                self._tracer.phase = "compute"
+                self._replica.evaluate(self._subject.loss, batch, size)
+                del batch
+            model.train()
+        left = self._left_by(passes)
+        self.reusable = left is not None and not any(left.signature)
+        if not self.reusable and not is_fresh:
+            return None
+        head = [_moved(block, 0) for block in self._live] if is_fresh else self._head.blocks
+        return self._traced(self._after_head(head, passes), 0, count=2)
+
+    # ------------------------------------------------------------------------------ what is traced
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        with recording(self._tracer, self._fake), laid_over(self._device):
+            yield
+
+    def _begin(self) -> Timeline:
+        """A timeline that goes on where the head ends. Until all went well the stage is spoilt."""
+        self.reusable = self._is_fresh = False
+        timeline = Timeline(num_moments=self._head.num_moments)
+        self._tracer.begin_anew(timeline, copy.deepcopy(self._kernels), self._settled)
+        return timeline
+
+    def _run(self, choice: Choice, count: int) -> None:
+        target = fake_device(self._device)
+        for _ in range(count):
+            self._tracer.phase = "input"
+            batch = self._subject.batch(choice.micro_batch, target)
+            self._tracer.phase = "compute"
+            cut = _cut(self._subject, choice.micro_batch)
+            self._replica.accumulate(batch, choice.micro_batch, cut)
+            del batch
+            for param in self._replica.parameters:
+                if param.grad is not None:
+                    self._tracer.see(param.grad, "gradients", self._owners.get(param, ""))
+
+    def _update(self) -> None:
+        self._tracer.phase = "update"
+        self._replica.finish(2.0, self._subject.clip_norm)
+        self._replica.apply()
+        for param, state in self._replica.optimizer.state.items():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    self._tracer.see(value, "optimizer state", self._owners.get(param, ""))
+
+    def _make_gradients(self) -> None:
+        if self._subject.flat:
+            return  # they are there from the start
+        for param in self._replica.parameters:
+            param.grad = torch.empty_like(param)
+            self._tracer.see(param.grad, "gradients", self._owners.get(param, ""))
+
+    # ------------------------------------------------------------------------------ putting together
+
+    def _with_update(self, passes: Timeline, left: _Left | None, count: int) -> Traced:
+        """The first step of the stage: its update is traced, and becomes the tail of others if nothing
+        speaks against it."""
+        end, num_blocks = passes.num_moments, len(passes.blocks)
+        kept = _kept(self._tracer.kernels)
+        self._tracer.settle(())
+        self._update()
+        commit = _growth(passes, end)
+        whole = self._after_head([_moved(block, 0) for block in self._live], passes)
+        traced = self._traced(whole, commit, count)
+        own, later = passes.blocks[:num_blocks], passes.blocks[num_blocks:]
+        if left is None or any(b.died is None for b in own):
+            return traced
+        if not self._is_steady or _kept(self._tracer.kernels) != kept:
+            return traced
+        self._tail = _Tail(
+            signature=left.signature,
+            gradients_died=tuple(_since(end, block.died) for block in left.blocks),
+            head=tuple(
+                replace(then, kind=live.kind, module=live.module)
+                for then, live in zip(self._head.blocks, self._live, strict=True)
+            ),
+            head_died={
+                place: _since(end, live.died)
+                for place, (then, live) in enumerate(
+                    zip(self._head.blocks, self._live, strict=True)
+                )
+                if then.died is None and live.died is not None
+            },
+            timeline=Timeline(
+                [_moved(block, -end) for block in later],
+                {at - end: size for at, size in passes.scratch.items() if at > end},
+                passes.operations[end - self._head.num_moments :],
+                passes.num_moments - end,
+            ),
+            commit_bytes=commit,
+        )
+        self._settled = [block for block in (*self._live, *later) if block.died is None]
+        self.reusable = True
+        return traced
+
+    def _joined(self, passes: Timeline, left: _Left, tail: _Tail) -> Timeline:
+        """Head, passes and tail in a row."""
+        end, after = passes.num_moments, tail.timeline
+        for block, died in zip(left.blocks, tail.gradients_died, strict=True):
+            block.died = end + died
+        head = list(tail.head)
+        for place, died in tail.head_died.items():
+            head[place] = _moved(head[place], 0)
+            head[place].died = end + died
+        whole = self._after_head(head, passes)
+        whole.blocks += [_moved(block, end) for block in after.blocks]
+        whole.scratch |= {at + end: size for at, size in after.scratch.items()}
+        whole.operations += after.operations
+        whole.num_moments += after.num_moments
+        return whole
+
+    def _after_head(self, head: Iterable[Block], passes: Timeline) -> Timeline:
+        return Timeline(
+            [*head, *passes.blocks],
+            {**self._head.scratch, **passes.scratch},
+            [*self._head.operations, *passes.operations],
+            passes.num_moments,
+        )
+
+    def _traced(self, timeline: Timeline, commit: int, count: int) -> Traced:
+        return Traced(
+            timeline=timeline,
+            kept_bytes=self._tracer.kernels.kept_bytes,
+            commit_bytes=(self._first_commit, commit),
+            begin=self._head.num_moments + 1,
+            end=timeline.num_moments,
+            num_micro_batches=count,
+            modules=self._parts,
+            shapes=self._tracer.shapes,
+            calls=self._tracer.calls,
+            shape_bytes=self._tracer.kernels.shape_bytes,
+        )
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        """Of all parameters, also of those that are trained by nobody."""
+        every = dict.fromkeys([*self._replica.parameters, *self._replica.model.parameters()])
+        return [param.grad for param in every]
+
+    def _left_by(self, passes: Timeline) -> _Left | None:
+        """What is left of `passes`, or None if something else is, or something else is gone."""
+        alive = {id(block): block for block in passes.blocks if block.died is None}
+        found: dict[int, Block] = {}
+        places: dict[int, int] = {}
+        signature: list[Any] = []
+        for gradient in self._gradients():
+            if gradient is None:
+                signature.append(None)
+                continue
+            block = self._tracer.block_of(gradient)
+            key = id(block)
+            if key in alive:  # by its place among them; any other is of the head, and stays
+                found.setdefault(key, block)
+                places.setdefault(key, len(places))
+            layout = gradient.shape, gradient.stride(), gradient.storage_offset(), gradient.dtype
+            signature.append((layout, block.num_bytes, key in alive, places.get(key, key)))
+        if self._tracer.disturbed or found.keys() != alive.keys():
+            return None
+        return _Left(tuple(signature), tuple(found.values()))
+
+
+def _set_up(
+    subject: Subject, choice: Choice, device: Device, tracer: Tracer
+) -> tuple[Replica, Owners, list[torch.Tensor]]:
+    target = fake_device(device)
+    with target:
+        model: nn.Module = subject.build_model()
+    tracer.watch(model)
+    owners: Owners = {}
+    buffers: dict[torch.Tensor, str] = {}
+    for name, module in model.named_modules():
+        for param in module.parameters(recurse=False):
+            owners.setdefault(param, name or ".")
+        for buffer in module.buffers(recurse=False):
+            buffers.setdefault(buffer, name or ".")
+    for param, owner in owners.items():
+        tracer.see(param, "parameters", owner)
+    for buffer, owner in buffers.items():
+        tracer.see(buffer, "buffers", owner)
+    trained: list[nn.Parameter] = []
+
+    def make_optimizer() -> Optimizer:
+        optimizer = subject.make_optimizer(model)
+        if device.kind == "cuda":
+            update_together(optimizer)
+        trained.extend(parameters_in(optimizer.param_groups))
+        return optimizer
+
+    replica = Replica(
+        model,
+        make_optimizer,
+        subject.loss,
+        choice,
+        target,
+        subject.identity.global_batch,
+        # Whether a gradient overflowed has no answer here, and the scaler's own bytes are few.
+        loss_scaling=False,
+    )
+    if subject.flat:
+        buckets = replica.flatten()
+        for flat in buckets.flats:
+            tracer.see(flat, "gradients")
+        buckets.attach()
+    # Where the optimizer works on float32 copies, they stand in the places of what they are copies of.
+    for copied, param in zip(trained, replica.parameters, strict=True):
+        owners.setdefault(param, owners.get(copied, ""))
+    for param, owner in owners.items():
+        tracer.see(param, "parameters", owner)
+    copies: list[torch.Tensor] = []  # kept for putting back
+    for buffer, owner in buffers.items():
+        copies.append(buffer.detach().clone())
+        tracer.see(copies[-1], "buffers", owner)
+    return replica, owners, copies
+
+
+def _parts(model: nn.Module, owners: Owners) -> dict[str, Part]:
+    numbers: Counter[str] = Counter()
+    for param, owner in owners.items():
+        numbers[owner] += param.numel()
+    return {
+        name or ".": Part(type(module).__name__, numbers[name or "."])
+        for name, module in model.named_modules()
+    }
+
+
+def _cut(subject: Subject, num_samples: int) -> list[int]:
+    """Ghost batches for a trace. More than a few take as much memory, and longer to trace."""
+    size = subject.identity.ghost_batch
+    if not size:
+        return []
+    cut = ghosts(num_samples, size)
+    if len(cut) <= _MOST_GHOSTS:
+        return cut
+    return ghosts(num_samples, -(-num_samples // _MOST_GHOSTS))
+
+
+def _growth(timeline: Timeline, start: int) -> int:
+    """The most bytes alive at once from `start` on, beyond those alive at `start`."""
+    changes: Counter[int] = Counter()
+    for block in timeline.blocks:
+        if block.born > start:
+            changes[block.born] += block.num_bytes
+            if block.died is not None:
+                changes[block.died + 1] -= block.num_bytes
+    most = now = 0
+    for moment in sorted(changes):
+        now += changes[moment]
+        most = max(most, now)
+    return most
+
+
+def fake_device(device: Device) -> torch.device:
+    """The device of the fake tensors: the real one where it is present. Fake CUDA tensors do not carry
+    through a backward pass on a machine without CUDA, so there the trace is one of CPU tensors, with
+    CUDA's rules laid over it."""
+    return torch.device("cpu" if is_overlaid(device) else device.torch_name)
+
+
+def _kept(kernels: Kernels) -> tuple[int, ShapeBytes]:
+    return kernels.kept_bytes, kernels.shape_bytes
+
+
+def _moved(block: Block, by: int) -> Block:
+    """A copy of `block`, so many moments later."""
+    died = None if block.died is None else block.died + by
+    return Block(block.num_bytes, block.born + by, block.phase, died, block.kind, block.module)
+
+
+def _since(end: int, died: int | None) -> int:
+    assert died is not None
+    return died - end

@@ -1,0 +1,207 @@
+"""Stages and recall: what is put together, or remembered, is what a trace from the beginning finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.planner.tasks import deep, deep_task
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
+
+import anybatch as ab
+from anybatch.estimate import Subject, subject_of
+from anybatch.estimate.family import Traced
+from anybatch.estimate.recall import Recall, Recalling
+from anybatch.estimate.seconds_work import Counting, work_of
+from anybatch.estimate.stage import Stage, trace_evaluation, trace_step
+from anybatch.machine import Device, Machine
+from anybatch.plans import Choice, Recompute
+
+CPU = Machine.here("64MiB", "cpu").device
+ABSENT = Machine.describe("24GiB").device
+BLOCKS = ("1", "2")
+WAYS = (
+    Recompute(),
+    Recompute(blocks=BLOCKS, keep="matmuls"),
+    Recompute(blocks=BLOCKS[:1]),
+    Recompute(blocks=(".",), nested=True),
+)
+
+
+class Forgetful(Recall):
+    """Has torch work out every result."""
+
+    def run(self, fake: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """See `Recall`."""
+        return func(*args, **(kwargs or {}))
+
+
+class Table(nn.Module):
+    """Keeps what its first pass has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(64, 1)
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.ones(64).cumsum(0)
+        return self.line(x * self.table)
+
+
+def subject(model: Callable[[], nn.Module], **changes: Any) -> Subject:
+    valid = TensorDataset(torch.zeros(64, 64), torch.zeros(64, 1))
+    task: ab.Task = deep_task(model=model, valid=valid, global_batch=64, ghost_batch=8)
+    return replace(subject_of(task), **changes)
+
+
+def anew(before: Subject) -> Subject:
+    """With nothing known of it."""
+    return replace(before, families={}, stages={}, recall=Forgetful())
+
+
+def seen(traced: Traced) -> list[Any]:
+    """All of a trace, in a form that can be compared: to live on at its end is to die at it."""
+    end = traced.timeline.num_moments
+    blocks = [
+        (
+            b.num_bytes,
+            b.born,
+            end if b.died is None else min(end, b.died),
+            b.phase,
+            b.kind,
+            b.module,
+        )
+        for b in traced.timeline.blocks
+    ]
+    rest = replace(traced, timeline=replace(traced.timeline, blocks=[]))
+    return [blocks, rest]
+
+
+def choice(size: int, way: Recompute, precision: Any = "fp32") -> Choice:
+    return Choice(micro_batch=size, evaluation_batch=3, precision=precision, recompute=way)
+
+
+@pytest.mark.parametrize(
+    ("norm", "device", "flat", "precision"),
+    [
+        (False, CPU, False, "fp32"),
+        (False, CPU, True, "fp32"),
+        (True, ABSENT, False, "bf16-weights"),
+    ],
+    ids=["cpu", "in-buckets", "gpu-elsewhere"],
+)
+def test_what_is_put_together_is_what_is_traced(
+    norm: bool, device: Device, flat: bool, precision: Any
+):
+    one = subject(lambda: deep(norm), flat=flat)
+    for way in WAYS:
+        for size in (8,) if way.blocks else (8, 64):
+            asked = choice(size, way, precision)
+            expected = trace_step(anew(one), asked, device)
+            assert seen(trace_step(one, asked, device)) == seen(expected)
+    asked = choice(8, Recompute(), precision)
+    expected = trace_evaluation(anew(one), asked, device)
+    assert seen(trace_evaluation(one, asked, device)) == seen(expected)
+    assert [stage.reusable for stage in one.stages.values()] == [True]
+
+
+def test_the_model_is_built_and_updated_once(monkeypatch: pytest.MonkeyPatch):
+    updates: list[int] = []
+    real = Stage._update
+    monkeypatch.setattr(Stage, "_update", lambda stage: updates.append(1) or real(stage))
+    one = subject(deep)
+    for way in WAYS:
+        trace_step(one, choice(8, way), CPU)
+    trace_evaluation(one, choice(8, Recompute()), CPU)
+    assert len(updates) == 2  # the one that makes the state, and that of a step
+
+
+def test_a_module_that_keeps_a_table_is_traced_from_the_beginning():
+    one = subject(Table)
+    for size in (4, 8, 16):
+        asked = choice(size, Recompute())
+        assert seen(trace_step(one, asked, CPU)) == seen(trace_step(anew(one), asked, CPU))
+    assert not any(stage.reusable for stage in one.stages.values())
+
+
+def test_a_step_that_fails_spoils_the_stage_and_no_other_step():
+    fails: list[bool] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if fails:
+            raise ValueError("no")
+        return model(batch[0]).square().mean()
+
+    one = replace(subject(deep), loss=loss)
+    before = seen(trace_step(one, choice(8, Recompute()), CPU))
+    fails.append(True)
+    with pytest.raises(ValueError, match="no"):
+        trace_step(one, choice(16, Recompute()), CPU)
+    fails.clear()
+    assert seen(trace_step(one, choice(8, Recompute()), CPU)) == before
+
+
+def test_work_is_the_same_at_the_second_micro_batch():
+    one = subject(deep)
+    counting = Counting(one, choice(8, Recompute()), CPU)
+    for size in (8, 16):
+        assert counting.at(size) == work_of(anew(one), choice(size, Recompute()), CPU)
+
+
+# ------------------------------------------------------------------------------------------ recall
+
+OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
+    "new": lambda x: x + 1,
+    "another dtype": lambda x: x > 0,
+    "integer or not": lambda x: (
+        torch.full((2,), 1),
+        torch.full((2,), 1.0),
+        torch.full((2,), True),
+    ),
+    "in place": lambda x: x.add_(1),
+    "view": lambda x: x.t()[1:],
+    "unsafe view": lambda x: torch.ops.aten._unsafe_view(x, [x.numel()]),
+    "several": lambda x: torch.max(x, dim=0),
+    "views": lambda x: x.split(2),
+    "of a list": lambda x: torch.cat([x, x.clone()]),
+    "in place of a list": lambda x: torch._foreach_mul_([x, x.clone()], 2.0),
+    "with itself": lambda x: x.mul_(x),
+    "out": lambda x: torch.add(x, x, out=torch.empty_like(x)),
+    "out is in": lambda x: torch.add(x, x, out=x),
+    "resized": lambda x: x.clone().resize_(2, 2),
+    "complex": lambda x: torch.view_as_real(torch.complex(x, x).conj().resolve_conj()),
+    "nothing in it": lambda x: x[:0].clone(),
+}
+
+
+def facts(result: Any, x: Tensor) -> Any:
+    """Of a result: what it is, and whose storage it has."""
+    if not isinstance(result, Tensor):
+        return [facts(one, x) for one in result] if result is not None else None
+    storage = result.untyped_storage()
+    shared = storage._cdata == x.untyped_storage()._cdata
+    layout = (result.shape, result.stride(), result.storage_offset(), result.dtype)
+    return (*layout, result.device, storage.nbytes(), shared, result is x)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_what_is_recalled_is_what_torch_works_out(operation: Callable[[Tensor], Any]):
+    fake, recall = FakeTensorMode(), Recall()
+    plain: TorchDispatchMode = Recalling(fake, Forgetful())
+    found: list[Any] = []
+    with fake:
+        for mode in (plain, Recalling(fake, recall), Recalling(fake, recall)):
+            x = torch.ones(4, 6)
+            with mode:
+                result = operation(x)
+            found.append((facts(result, x), facts(x, x)))
+    assert found[1] == found[0]
+    assert found[2] == found[0]
