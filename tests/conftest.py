@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import sys
@@ -9,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -22,7 +24,7 @@ except ImportError:  # not on Windows
     resource = None
 
 # Threads and processes on their way out get this long to go; only a test that leaks waits for it.
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 30.0
 
 # Environment variables that pytest and other libraries set when they are imported or first used.
 FOREIGN_VARIABLES = frozenset(
@@ -55,12 +57,41 @@ def pytest_configure(config: pytest.Config) -> None:
     # What is measured on this machine goes into a cache of this run's own, and with it.
     _caches.append(tempfile.TemporaryDirectory(prefix="anybatch-cache-"))
     os.environ["XDG_CACHE_HOME"] = _caches[0].name
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        give_speeds()  # who only hands out tests needs none
     if hasattr(config, "workerinput"):
         # Workers share the cores: one thread each, and one in the processes that their tests start.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("MKL_NUM_THREADS", "1")
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker that is done takes tests from the other: by default each is given chunks of many, and
+    the one with the long ones among them is waited for."""
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
+def give_speeds() -> None:
+    """Put nominal speeds of this machine's processor where measured ones are looked for: then started
+    processes, too, plan the same on every machine, and none stops to measure."""
+    from anybatch.estimate import calibration_store as store
+    from anybatch.estimate.calibration import nominal
+    from anybatch.machine import Machine
+
+    device = Machine.here(device="cpu").device
+    speeds = dataclasses.replace(nominal(device), measured=True)
+    here = store.where(device)
+    for threads in {1, here.threads, len(os.sched_getaffinity(0)), os.cpu_count() or 1}:
+        path = store._speeds_path(dataclasses.replace(here, threads=threads))
+        if not path.exists():
+            store.write(path, store.SPEEDS, speeds)
 
 
 def pytest_unconfigure() -> None:
@@ -108,6 +139,17 @@ def environment_is_left_unchanged() -> Iterator[None]:
         else:
             os.environ[name] = old
     _fail_if(changes, "environment variables changed", "set them with monkeypatch.setenv")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_learned_for_later_tests() -> Iterator[None]:
+    """Runs keep how far predictions were off, and plan by it the next time."""
+    yield
+    learned = list(Path(_caches[0].name).glob("anybatch/history-*"))
+    for path in learned:
+        path.unlink()
+    if learned:
+        give_speeds()  # which may have been found stale
 
 
 @pytest.fixture(autouse=True)

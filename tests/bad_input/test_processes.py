@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from tests.bad_input.test_commands import check_told
 
 
@@ -17,6 +18,7 @@ def anybatch(*arguments: str, **options: object) -> subprocess.CompletedProcess[
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=300,  # by then it hangs
         check=False,
         **options,  # type: ignore[call-overload]
     )
@@ -30,6 +32,7 @@ def test_bad_input_ends_with_2(write_task: Callable[..., Path]):
     check_told(done.stderr, ("(8,)", "reduction='sum'"))
 
 
+@pytest.mark.slow
 def test_no_plan_fits_ends_with_3_and_the_memory_it_names_is_enough(
     write_task: Callable[..., Path],
 ):

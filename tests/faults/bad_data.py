@@ -251,11 +251,16 @@ class Deadly(Faulty):
 
 
 class Hanging(Faulty):
-    """Whoever comes to sample 23 in a worker stays there, deaf to all that asks it to end."""
+    """Whoever comes to sample 23 in a worker stays there, deaf to all that asks it to end. If it
+    `tells`, then on standard output."""
+
+    tells = False
 
     def __getitem__(self, index: int) -> Any:
         if index == 23 and get_worker_info() is not None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if self.tells:
+                os.write(1, b"hangs\n")
             time.sleep(3600)
         return super().__getitem__(index)
 
@@ -269,12 +274,16 @@ class Slow(Faulty):
 
 
 def hang() -> None:
-    """Prints the ids of this process and of the workers that it waits for in vain."""
-    task = task_of(Hanging(40), shuffle=False, num_workers=2)
+    """Prints the ids of this process and of the workers that it waits for in vain, and, before or
+    after, that one of them hangs."""
+    data = Hanging(40)
+    data.tells = True
+    task = task_of(data, shuffle=False, num_workers=2)
     _, loader = open_training(task, pin_memory=False)
     loader.begin(0, lambda total: [range(total)])
     for _ in range(2):
-        data = loader.next_step()
-        if data is not None and data.step == 1:
-            print(os.getpid(), *(child.pid for child in psutil.Process().children()), flush=True)
-        list(data.micro_batches)
+        step = loader.next_step()
+        if step is not None and step.step == 1:
+            pids = (os.getpid(), *(child.pid for child in psutil.Process().children()))
+            os.write(1, f"{' '.join(map(str, pids))}\n".encode())
+        list(step.micro_batches)

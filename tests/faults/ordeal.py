@@ -83,7 +83,7 @@ KINDS = ("rank", "ranks", "agent", "stop", "memory", "freeze", "damage")
 KILLS = ("rank", "ranks", "agent")
 TOLERANCE = 1e-6
 _COMMAND_SECONDS = 300.0  # by then it hangs
-_GONE_SECONDS = 20.0
+_GONE_SECONDS = 60.0
 _IN_TRAINING = 0.8  # part of the faults that wait until a step was done
 _WELL = (0, 75, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM)
 """Statuses of commands: done, saved and stopped, killed; stopped in its first moments."""

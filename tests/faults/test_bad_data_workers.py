@@ -21,6 +21,7 @@ from anybatch.errors import DataError, PeerFailed
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 LENGTH = 40
+SECONDS = 120.0
 
 
 def workers_here():
@@ -28,7 +29,16 @@ def workers_here():
     return [p for p in psutil.Process().children() if "resource_tracker" not in str(p.cmdline())]
 
 
-def test_a_worker_that_is_killed_while_the_rank_computes_is_missed():
+def is_running(process):
+    """Whether it has not ended yet; who asks how it did is torch's business."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_worker_that_is_killed_while_the_rank_computes_is_missed(monkeypatch):
+    monkeypatch.setattr(workers, "DEADLINE_SECONDS", 2 * SECONDS)
     before = set(workers_here())
     # torch would raise in the middle of this pass; here the next batch tells.
     killed = []
@@ -39,11 +49,8 @@ def test_a_worker_that_is_killed_while_the_rank_computes_is_missed():
                 victim = min(set(workers_here()) - before, key=lambda p: p.pid)
                 victim.send_signal(signal.SIGKILL)
                 killed.append(victim.pid)
-                while (
-                    victim.status() != psutil.STATUS_ZOMBIE
-                ):  # who has ended is torch's to find out
+                while is_running(victim):
                     time.sleep(0.01)
-                time.sleep(0.1)
 
         session.model.register_forward_hook(hook)
 
@@ -52,19 +59,19 @@ def test_a_worker_that_is_killed_while_the_rank_computes_is_missed():
     assert killed
     assert ran.kind == "DataError"
     assert "a worker process that loads samples has died while it loaded samples" in ran.error
-    assert ran.seconds < 30
+    assert ran.seconds < SECONDS  # not by the deadline
     assert set(workers_here()) == before
 
 
 def test_a_worker_that_hangs_is_ended_and_what_it_was_loading_is_named(monkeypatch):
-    monkeypatch.setattr(workers, "DEADLINE_SECONDS", 1.0)
+    monkeypatch.setattr(workers, "DEADLINE_SECONDS", 2.0)
     before = set(workers_here())
     task = task_of(Hanging(LENGTH), num_workers=2, shuffle=False, bad_data="stop")
     ran = run(task, plan_for(task, 6))
     assert ran.kind == "DataError"
     assert ran.error.startswith(
         "the worker process that loads samples 18, 19, 20, 21, 22, 23 (epoch 0) of Hanging has not"
-        " come to the end of any in 1 s"
+        " come to the end of any in 2 s"
     )
     assert len(ran.losses) == 1
     wanted = train_plainly(task_of(Faulty(12), shuffle=False, epochs=1), 12, {}, shuffle=False)
@@ -74,7 +81,7 @@ def test_a_worker_that_hangs_is_ended_and_what_it_was_loading_is_named(monkeypat
 
 
 def test_a_worker_that_is_slow_but_goes_on_is_waited_for(monkeypatch):
-    monkeypatch.setattr(workers, "DEADLINE_SECONDS", 0.6)  # a batch takes 1.8 s
+    monkeypatch.setattr(workers, "DEADLINE_SECONDS", 1.5)  # a batch takes 1.8 s
     task = task_of(Slow(24), num_workers=1, shuffle=False, bad_data="stop", epochs=1)
     ran = run(task, plan_for(task, 12))
     assert not ran.error
@@ -94,12 +101,13 @@ def test_no_worker_outlives_a_process_that_was_killed():
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        pids = [int(pid) for pid in process.stdout.readline().split()]
+        told = [process.stdout.readline() for _ in range(2)]
+        told.remove("hangs\n")
+        pids = [int(pid) for pid in told[0].split()]
         loading = [psutil.Process(pid) for pid in pids[1:]]
         assert len(loading) == 2
-        time.sleep(1.0)  # one of them hangs now
         os.kill(pids[0], signal.SIGKILL)
-    _, left = psutil.wait_procs(loading, timeout=20)
+    _, left = psutil.wait_procs(loading, timeout=SECONDS)
     for each in left:
         each.kill()
     assert not left

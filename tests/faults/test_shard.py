@@ -18,11 +18,17 @@ from anybatch.machine import can_enforce
 pytestmark = pytest.mark.faults
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "between passes"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"reduce": "last pass"}, {"ranks_per_machine": 2}],
-    ids=["each pass", "last pass", "machines"],
+    ("where", "options"),
+    [
+        ("forward", {}),
+        ("backward", {}),
+        ("between passes", {}),
+        ("backward", {"reduce": "last pass"}),
+        ("between passes", {"reduce": "last pass"}),
+        ("backward", {"ranks_per_machine": 2}),
+    ],
+    ids=["forward", "backward", "between", "last-backward", "last-between", "machines-backward"],
 )
 def test_memory_that_runs_out_on_one_rank_leaves_no_trace(crew, where, options):
     world = World(loss="pair", optimizer="adamw", clip_norm=0.1, tied=True, sometimes=True)
@@ -48,12 +54,12 @@ def test_ranks_are_woken_though_forked_processes_hold_their_connections(crew):
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_missed_at_once(crew):
-    (_, told), (gone, _), (_, also_told) = crew.outcomes(3, lost, World(loss="pair"), "killed", 25)
+    (_, told), (gone, _), (_, also_told) = crew.outcomes(3, lost, World(loss="pair"), "killed", 100)
     assert isinstance(gone, EOFError)
     for woken, message, seconds in (told, also_told):
         assert "a rank did not answer while" in woken[0]
         assert "in the vote" in message
-        assert seconds < 20
+        assert seconds < 60  # not told by the deadline
 
 
 @pytest.mark.slow

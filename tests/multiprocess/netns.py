@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-_SECONDS = 30.0
+_SECONDS = 60.0
 _count = itertools.count()
 
 

@@ -101,6 +101,17 @@ def digits(rank: int, size: int, knobs: dict[str, Any], options: dict[str, Any])
     return run(task, plan_for(task, 32, shares=shares, **knobs), evaluate=True)
 
 
+_exact: dict[str, Ran] = {}
+
+
+def exact_digits(crew: Any, options: dict[str, Any]) -> Ran:
+    """What exchanges everything learns on two ranks; once for all tests that compare with it."""
+    key = repr(sorted(options.items()))
+    if key not in _exact:
+        _exact[key] = crew(2, digits, {"parallel": "replicate"}, options)[0]
+    return _exact[key]
+
+
 def deviation(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """Largest relative distance between two sets of parameters of the same names."""
     assert one.keys() == other.keys()

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.ports import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
@@ -119,7 +121,7 @@ def running(folder: Path) -> Iterator[Slurm]:
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-    controller, node = _free_ports(2)
+    controller, node = free_port(), free_port()
     configuration = folder / "slurm.conf"
     configuration.write_text(
         _CONFIGURATION.format(host=host, folder=folder, controller=controller, node=node)
@@ -212,13 +214,3 @@ def _await(daemons: Sequence[subprocess.Popen[bytes]], ready) -> None:
         if time.monotonic() > end:
             raise RuntimeError(f"Slurm was not ready within {START_SECONDS:g} s")
         time.sleep(0.1)
-
-
-def _free_ports(number: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(number)]
-    for one in sockets:
-        one.bind(("", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

@@ -1,9 +1,9 @@
-"""Shares follow the speed of the ranks, measured: one is slow for each of its samples, for real."""
+"""Shares follow the speed of the ranks, by the clock that times their parts: for one it goes faster."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,18 +19,23 @@ WORLD = World(loss="weighted", optimizer="adamw", global_batch=24, num_samples=9
 
 
 def slowed(rank, size, seconds, balance):
-    """What this rank is left with when each of its samples takes so long."""
+    """What this rank is left with when each of its samples takes so long by the clock."""
     task = task_of(WORLD)
     task = dataclasses.replace(task, valid=task.train, evaluate_every=100)
     plan = plan_for(task, 4, parallel="replicate", shares=(1.0,) * size, balance=balance)
-    events, taken = [], [0]
+    events, taken, now = [], [0], [0.0]
 
-    def sleep(module, args, output):
+    def goes_on(module, args, output):
         taken[0] += len(output) if module.training else 0
-        time.sleep(seconds[rank] * len(output))
+        now[0] += seconds[rank] * len(output)
 
-    with ab.Session(task, plan, [events.append]) as session:
-        session.model.body.register_forward_hook(sleep)
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ab.Session(task, plan, [events.append]) as session,
+    ):
+        patch.setattr("anybatch.engine.watch.time", clock)
+        session.model.body.register_forward_hook(goes_on)
         samples = []
         for _ in session.steps():
             samples.append(taken[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.equivalence.worlds import World
-from tests.multiprocess.relaxed import alike, as_ranks, deviation, digits, plainly
+from tests.multiprocess.relaxed import alike, as_ranks, deviation, digits, exact_digits, plainly
 
 from anybatch.plans import Exchange
 
@@ -100,7 +100,7 @@ def gradient_bytes():
 )
 def test_digits_are_learned_with_fewer_bytes(crew, knobs, part):
     options = {"epochs": 6, "width": 8, "global_batch": 64}
-    exact, _ = crew(2, digits, {"parallel": "replicate"}, options)
+    exact = exact_digits(crew, options)
     ranks = crew(2, digits, knobs, options)
     assert exact.evaluation.metrics["accuracy"] > 0.94
     accuracy = ranks[0].evaluation.metrics["accuracy"]

@@ -22,6 +22,7 @@ from anybatch.errors import InputError, LaunchError
 from anybatch.launch import call, find, join, run_command
 
 PROBE = str(Path(__file__).with_name("probe.py"))
+SECONDS = 240.0  # by then it hangs
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ranks need POSIX")
 
@@ -190,7 +191,7 @@ except Mine as error:
 
 def test_functions_and_classes_of_a_script_travel():
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=SECONDS, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[12, 13]\ncaught 0\n"
@@ -235,9 +236,12 @@ def test_the_status_of_the_rank_that_failed_first(
     status: int,
     words: tuple[str, ...],
     unwanted: tuple[str, ...],
+    tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ):
-    ended = run_command([what], 2, grace_seconds=10, module="tests.multiprocess.failing")
+    ended = run_command(
+        [what, str(tmp_path)], 2, grace_seconds=10, module="tests.multiprocess.failing"
+    )
     captured = capfd.readouterr()
     assert ended == status, captured.err
     for word in words:
@@ -246,6 +250,7 @@ def test_the_status_of_the_rank_that_failed_first(
         assert word not in captured.err
 
 
+@pytest.mark.slow
 def test_all_ranks_are_started_again_after_one_failed(capfd: pytest.CaptureFixture[str]):
     options: dict[str, Any] = {"module": "tests.multiprocess.failing", "grace_seconds": 10}
     assert run_command(["at first"], 2, restarts=1, **options) == 0
@@ -260,6 +265,7 @@ def test_torch_is_not_loaded_to_find_out_who_started_a_process():
     assert done.stdout == "False\n"
 
 
+@pytest.mark.slow
 def test_rank_0_keeps_the_terminal_and_a_success_leaves_no_logs(tmp_path: Path):
     ours, theirs = pty.openpty()
     code = (
@@ -271,6 +277,7 @@ def test_rank_0_keeps_the_terminal_and_a_success_leaves_no_logs(tmp_path: Path):
         stdout=theirs,
         stderr=subprocess.PIPE,
         env={**os.environ, "FORCE_COLOR": "", "TERM": "xterm"},
+        timeout=SECONDS,
         check=False,
     )
     os.close(theirs)
@@ -291,12 +298,13 @@ def run_probe(command: list[str], folder: Path, **environment: str) -> list[dict
         text=True,
         env={**os.environ, **environment},
         check=False,
-        timeout=120,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_started(tmp_path: Path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     seen = run_probe(command, tmp_path)

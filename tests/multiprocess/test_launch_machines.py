@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tests.faults.launch.ranks import seen
 from tests.multiprocess import netns
+from tests.ports import free_port
 
 CODE = """
 import json, sys
@@ -56,9 +57,7 @@ def results_of(ended: Sequence[tuple[int, str, str]]) -> list[list[dict[str, Any
 
 @pytest.mark.slow
 def test_two_agents_with_one_rendezvous():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    place = f"127.0.0.1:{free_port()}"
     first, second = results_of(run([command(2, place), command(1, place)]))
     ranks = sorted([*first, *second], key=lambda rank: rank["rank"])
     assert [rank["rank"] for rank in ranks] == [0, 1, 2]
@@ -111,9 +110,7 @@ call(fail_on, int(sys.argv[2]), ranks=1, nodes=2, rendezvous=sys.argv[1], timeou
 
 @pytest.mark.slow
 def test_no_machine_waits_for_one_whose_rank_failed():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    place = f"127.0.0.1:{free_port()}"
     ended = run([[sys.executable, "-c", FAILING, place, status] for status in ("0", "1")])
     assert [status for status, _, _ in ended] == [1, 1]
     assert "ArithmeticError: on this machine" in ended[1][2]
@@ -131,9 +128,7 @@ sys.exit(run_command([sys.argv[1], "3"], 1, **options))
 
 @pytest.mark.slow
 def test_every_machine_ends_with_the_status_of_the_first_cause(tmp_path: Path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    place = f"127.0.0.1:{free_port()}"
     ended = run([[sys.executable, "-c", LEAVING, str(tmp_path), place]] * 2)
     assert [status for status, _, _ in ended] == [3, 3]
     (pid,) = [rank["pid"] for (_, number), rank in seen(tmp_path).items() if number == 1]
@@ -143,9 +138,7 @@ def test_every_machine_ends_with_the_status_of_the_first_cause(tmp_path: Path):
 
 
 def test_a_machine_that_does_not_come_is_given_up():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    place = f"127.0.0.1:{free_port()}"
     ((status, _, told),) = run([command(1, place, seconds=1)])
     assert status == 1
     message = told.splitlines()[-1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.equivalence.reference import mean_loss, plan_for, samples_of
 from tests.equivalence.worlds import World, task_of
-from tests.multiprocess.relaxed import Ran, alike, as_ranks, deviation, digits
+from tests.multiprocess.relaxed import Ran, alike, as_ranks, deviation, digits, exact_digits
 from torch.utils.data import default_collate
 
 import anybatch as ab
@@ -161,7 +161,7 @@ def test_a_rank_that_fails_for_good_is_missed_at_the_end_of_the_round(crew):
 )
 def test_digits_are_learned_with_fewer_bytes(crew, exchange):
     options = {"epochs": 6, "width": 8, "global_batch": 64}
-    exact, _ = crew(2, digits, {"parallel": "replicate"}, options)
+    exact = exact_digits(crew, options)
     ranks = crew(2, digits, {"parallel": "replicate", "exchange": exchange}, options)
     assert exact.evaluation.metrics["accuracy"] > 0.94
     accuracy = ranks[0].evaluation.metrics["accuracy"]

@@ -9,7 +9,7 @@ import torch
 from tests.equivalence.reference import mean_loss, plan_for, samples_of
 from tests.equivalence.worlds import World, task_of
 from tests.multiprocess.failing import RunsOut
-from tests.multiprocess.relaxed import Ran, alike, as_ranks, deviation, digits
+from tests.multiprocess.relaxed import Ran, alike, as_ranks, deviation, digits, exact_digits
 from torch.utils.data import default_collate
 
 import anybatch as ab
@@ -146,7 +146,7 @@ def test_it_may_be_compressed(crew):
 @pytest.mark.slow
 def test_digits_are_learned(crew):
     options = {"epochs": 6, "width": 8, "global_batch": 64}
-    exact, _ = crew(2, digits, {"parallel": "replicate"}, options)
+    exact = exact_digits(crew, options)
     ranks = crew(2, digits, STALE, options)
     assert exact.evaluation.metrics["accuracy"] > 0.94
     accuracy = ranks[0].evaluation.metrics["accuracy"]

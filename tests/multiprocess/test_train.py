@@ -69,7 +69,7 @@ def run(*command, cwd):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
         check=False,
     )
 

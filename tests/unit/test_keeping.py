@@ -64,7 +64,9 @@ def test_every_so_many_steps_and_at_the_end(tmp_path):
 
 def test_a_step_that_was_left_out_whole_is_made_up_for(tmp_path):
     data = bad_data.Faulty(40, dict.fromkeys(range(24, 36), bad_data.RAISES))
-    task = bad_data.task_of(data, shuffle=False)  # 4 steps in each of 2 epochs; the third is left out
+    task = bad_data.task_of(
+        data, shuffle=False
+    )  # 4 steps in each of 2 epochs; the third is left out
     saved = []
     with (
         ab.Session(task, plan_for(task, 12), [note(saved)], checkpoints=tmp_path) as running,

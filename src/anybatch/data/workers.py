@@ -254,18 +254,20 @@ class _Lookout:
         self.victims: list[int] = []
         self._board = board
         self._deadline = deadline_seconds
-        self._waiting_since: float | None = None
+        self._wait: int | None = None  # the number of the one under way
+        self._num_waits = 0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
-        self._waiting_since = time.monotonic()
+        self._num_waits += 1
+        self._wait = self._num_waits
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="anybatch-workers", daemon=True)
             self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        self._waiting_since = None
+        self._wait = None
 
     def close(self) -> None:
         """Look no more."""
@@ -274,15 +276,14 @@ class _Lookout:
             self._thread.join()
 
     def _look(self) -> None:
-        moves, moved = self._board.moves, time.monotonic()
+        before: tuple[int | None, Sequence[int]] = None, ()
+        still = 0  # looks that found all as it was; while the machine sleeps nobody looks
         while not self._over.wait(self._deadline / _LOOKS):
-            now, waiting = time.monotonic(), self._waiting_since
-            if waiting is None or (latest := self._board.moves) != moves:
-                moves, moved = self._board.moves, now
-            elif now - max(moved, waiting) > self._deadline:
-                busy = [
-                    n for n, request in enumerate(latest[: len(moves) // 2]) if request != _NONE
-                ]
+            now = self._wait, self._board.moves
+            still = still + 1 if now == before and self._wait is not None else 0
+            before = now
+            busy = [n for n, request in enumerate(self._board.requests) if request != _NONE]
+            if still > _LOOKS and busy:
                 self.victims = busy
                 for worker in busy:
                     _kill(self._board.pids[worker])

@@ -12,7 +12,8 @@ decide together, through the store of the rendezvous, in the name space of the a
     verdict what follows (`ends.Verdict`), by the first that has heard all; the same for all
 
 A thread listens, over a connection of its own, so that a store which has gone away without a word
-(its machine has lost its power) stops nobody for longer than `SILENT_SECONDS`.
+(its machine has lost its power) stops nobody for longer than `SILENT_SECONDS`. Time in which this
+process did not run (its machine slept, or was paused) is nobody's silence.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ SILENT_SECONDS = 10.0
 """After which a machine, or the store, that does not give a sign is taken to be gone."""
 
 _TICK_SECONDS = 0.5
+_LONGEST_LOOK_SECONDS = 1.0
 _ASK_SECONDS = 0.05
 _OPEN_SECONDS = 30.0
 _FAREWELL_SECONDS = 5.0
@@ -83,6 +85,21 @@ class Attempt:
         return time.monotonic_ns() - self.start
 
 
+class _Awake:
+    """A clock of the time in which this process runs, for one thread that looks at it again and again:
+    what passes between two looks counts as `_LONGEST_LOOK_SECONDS` at most."""
+
+    def __init__(self) -> None:
+        self.seconds: float = 0.0
+        self._looked = time.monotonic()
+
+    def look(self) -> float:
+        """Seconds by now."""
+        before, self._looked = self._looked, time.monotonic()
+        self.seconds += min(self._looked - before, _LONGEST_LOOK_SECONDS)
+        return self.seconds
+
+
 class Council:
     """The agents' talk.
 
@@ -116,7 +133,10 @@ class Council:
         self._heard = Heard()
         self._beat = 0
         self._pulses: dict[int, tuple[bytes, float]] = {}
-        self._answered = time.monotonic()
+        self._listening = _Awake()  # of the thread
+        self._checking = _Awake()  # of who calls
+        self._num_answers = 0
+        self._answered = 0, 0.0  # the number of answers, and when there were no fewer
         self._merging = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="anybatch-council", daemon=True)
@@ -159,7 +179,7 @@ class Council:
         attempt = Attempt(number, failures, index, tuple(map(bytes.decode, names)), start, store)
         with self._merging:
             self._heard = Heard(told=[None] * size)
-            now = time.monotonic()
+            now = self._listening.seconds
             self._pulses = dict.fromkeys(range(size), (b"", now))
             self._attempt = attempt
         return attempt
@@ -172,14 +192,17 @@ class Council:
 
     def check(self) -> None:
         """Raises `Lost` if the store does not answer."""
-        if self.lost is None and time.monotonic() - self._answered > SILENT_SECONDS:
+        now = self._checking.look()
+        if self._answered[0] != self._num_answers:
+            self._answered = self._num_answers, now
+        if self.lost is None and now - self._answered[1] > SILENT_SECONDS:
             self.lost = f"it has not answered for {SILENT_SECONDS:g} s"
         if self.lost is not None:
             raise Lost(self.lost)
 
     def silent(self) -> list[int]:
         """Machines that have given no sign for long and told nothing, by index."""
-        limit = time.monotonic() - SILENT_SECONDS
+        limit = self._listening.seconds - SILENT_SECONDS
         told = self._heard.told
         return [i for i, (_, seen) in self._pulses.items() if seen < limit and told[i] is None]
 
@@ -276,12 +299,13 @@ class Council:
             except RuntimeError as error:
                 self.lost = self.lost or str(error)
                 return
-            self._answered = time.monotonic()
+            self._num_answers += 1
 
     def _hear(self) -> None:
         attempt = self._attempt
         if attempt is None:
             self._ear.check(["attempts"])
+            self._listening.look()
             return
         store = PrefixStore(f"attempt-{attempt.number}", self._ear)
         size = len(attempt.names)
@@ -290,7 +314,7 @@ class Council:
         keys = [f"{kind}/{i}" for kind in ("pulse", "told") for i in range(size)]
         over, turn, *values = store.multi_get(["over", "turn", *keys])
         waiting = self._num_waiting() if self._num_waiting is not None else 0
-        now = time.monotonic()
+        now = self._listening.look()
         with self._merging:
             if attempt is not self._attempt:
                 return

@@ -28,6 +28,7 @@ LOOPBACK = "127.0.0.1"
 
 _RETRY_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
+_WAKING_SECONDS = 0.5
 
 
 class Deadline:
@@ -57,6 +58,7 @@ class Deadline:
         thread = threading.Thread(target=run, name="anybatch-deadline", daemon=True)
         thread.start()
         thread.join(self.left)
+        thread.join(_WAKING_SECONDS)  # this machine may have slept until now
         if failure:
             raise failure[0]
         return outcome[0] if outcome else None

@@ -18,7 +18,7 @@ from anybatch.launch import call
 
 pytestmark = pytest.mark.faults
 
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 @pytest.fixture(autouse=True)

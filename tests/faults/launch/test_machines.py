@@ -15,6 +15,7 @@ import pytest
 from tests.faults.launch.ranks import seen
 from tests.faults.launch.test_ends import check_gone, wait_until
 from tests.multiprocess import netns
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
@@ -42,9 +43,7 @@ Agent = subprocess.Popen[str]
 @pytest.fixture
 def place() -> str:
     """An address where nobody listens yet."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @pytest.fixture

@@ -48,14 +48,14 @@ def add_up(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, 1])
 def test_all_start_again_when_one_is_killed(
     victim: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    assert add_up(tmp_path, {0: {victim: "killed"}}, 3, restarts=2) == [(1, 3)] * 3
+    assert add_up(tmp_path, {0: {victim: "killed"}}, 2, restarts=2) == [(1, 2)] * 2
     (told,) = [line for line in capfd.readouterr().err.splitlines() if "anybatch: " in line]
     pid = seen(tmp_path)[0, victim]["pid"]
-    assert told.startswith(f"anybatch: rank {victim} of 3 (process {pid}) failed first: {KILLED}")
+    assert told.startswith(f"anybatch: rank {victim} of 2 (process {pid}) failed first: {KILLED}")
     assert told.endswith("All ranks are started again (restart 1 of 2).")
 
 

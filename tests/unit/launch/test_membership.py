@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests import ports
 from torch import distributed
 
 from anybatch.errors import InputError, LaunchError
@@ -169,12 +170,12 @@ def test_a_group_of_the_script_is_left_alone(tmp_path: Path):
 
 @pytest.mark.parametrize("scheme", ["tcp", "file", "env"])
 def test_each_kind_of_rendezvous_joins(
-    scheme: str, tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
+    scheme: str, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port))
+    monkeypatch.setenv("MASTER_PORT", str(port))
     where = {
-        "tcp": f"tcp://127.0.0.1:{free_port}",
+        "tcp": f"tcp://127.0.0.1:{port}",
         "file": f"file://{tmp_path}/meeting",
         "env": "env://",
     }
@@ -186,10 +187,8 @@ def test_each_kind_of_rendezvous_joins(
 
 
 @pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def port() -> int:
+    return ports.free_port()
 
 
 @pytest.fixture
@@ -246,9 +245,9 @@ def test_a_port_in_use_is_named(taken_port: int):
     assert "port is in use" in message
 
 
-def test_an_address_where_nobody_listens_is_given_up(free_port: int):
-    message = refused(1, f"tcp://127.0.0.1:{free_port}")
-    assert f"nothing answered at 127.0.0.1:{free_port} within 1 s" in message
+def test_an_address_where_nobody_listens_is_given_up(port: int):
+    message = refused(1, f"tcp://127.0.0.1:{port}")
+    assert f"nothing answered at 127.0.0.1:{port} within 1 s" in message
     assert "firewall" in message
 
 

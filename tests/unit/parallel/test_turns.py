@@ -47,7 +47,7 @@ def play(scripts, interrupt=None):
         thread.start()
     turns.wait_for_all()
     for thread in threads:
-        thread.join(10)
+        thread.join(120)
         assert not thread.is_alive()
     return events, ends
 
