@@ -158,9 +158,8 @@ def _outcome(
         ("samples", format_count(ended.samples_seen)),
         ("time", format_seconds(ended.seconds)),
     ]
-    global_batch = started.plan.get("task", {}).get("global_batch")
-    if ended.step_seconds and global_batch:
-        speed = global_batch / ended.step_seconds
+    if ended.step_seconds and ended.steps:
+        speed = ended.samples_seen / ended.steps / ended.step_seconds
         lines.append(("samples/s", f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"))
     if evaluation is None:
         lines.append(("held-out", "not evaluated"))
