@@ -66,6 +66,7 @@ def _refused(task: Any, precision: str, budget: int, least: int) -> dict[str, An
     figure is true: what is planned for it runs, and needs more than was refused."""
     import anybatch as ab
     from anybatch.errors import NoPlanFits
+    from anybatch.estimate.footprint import ARENA_BYTES, CPU_CONSTANT_BYTES
     from anybatch.planner.search import reserve_of
 
     try:
@@ -75,7 +76,9 @@ def _refused(task: Any, precision: str, budget: int, least: int) -> dict[str, An
     else:
         told = False
     done = _trained(task, precision, least)
-    true = told and not done["failures"] and done["measured"] > budget - reserve_of(budget)
+    by_chance = CPU_CONSTANT_BYTES + ARENA_BYTES  # what a run may take, and this one perhaps did not
+    needed = done["measured"] + by_chance
+    true = told and not done["failures"] and needed > budget - reserve_of(budget)
     return {**done, "budget": least, "refused": budget, "refusal_is_true": true}
 
 

@@ -127,7 +127,7 @@ def micro_batch_far_too_large():
 
 
 def planned_but_pinned():
-    return compared(mlp(4096), mlp(4096), memory="32MiB", micro_batch=4096)
+    return compared(mlp(4096), mlp(4096), memory="28MiB", micro_batch=4096)
 
 
 def digits_pinned():

@@ -26,17 +26,11 @@ class Course:
         evaluates_between: it evaluates before its last step, so that later ones have the kernels of
             evaluation beside them.
         order_bytes: indices of the epochs that are kept.
-        num_steps: of the run; None: as many as its stream gives.
     """
 
     smaller_steps: tuple[int, ...] = ()
     evaluates_between: bool = False
     order_bytes: int = 0
-    num_steps: int | None = None
-
-    def is_longer_than(self, num_steps: int) -> bool:
-        """Whether it has more steps, as far as is known."""
-        return self.num_steps is None or self.num_steps > num_steps
 
     def num_sizes(self, micro_batch: int, whole_step: int) -> int:
         """Different sizes of micro-batches, where a whole step is one of `whole_step` samples."""
@@ -71,7 +65,6 @@ def course_of(task: Task) -> Course:
     return Course(
         smaller_steps=tuple(sorted(size for size in sizes if 0 < size < task.global_batch)),
         evaluates_between=task.valid is not None and first < total,
-        num_steps=total,
         order_bytes=epochs * _INDEX_BYTES * (steps.num_samples or 0),
     )
 

@@ -30,10 +30,9 @@ CPU_CONSTANT_BYTES = 768 << 10
 """Python objects of a step and of its graph (500 to 600 KiB in steps of 4 to 16 passes), and the
 kernel's count of pages, which is late by up to 32 of them per core."""
 
-LONG_RUN_STEPS = 4
-LONG_RUN_BYTES = 1 << 20
-"""Python takes memory for objects by arenas of 1 MiB (its `Objects/obmalloc.c`). Runs of three steps
-found room in those that were there; runs of 90 took one more, the earliest before the 20th."""
+ARENA_BYTES = 1 << 20
+"""Python takes memory for objects by arenas of 1 MiB (its `Objects/obmalloc.c`). A run takes one more,
+some in their first steps, the others within twenty."""
 
 CUDA_CONSTANT_BYTES = 640 << 20
 """Context, kernels and cuBLAS workspace: 450 to 650 MiB is what drivers of 2024 and later show."""
@@ -122,14 +121,11 @@ def _beside(subject: Subject, libraries: int, timeline: Timeline, device: Device
     constant = constant_bytes(device)
     if device.kind != "cpu":
         return {"libraries": libraries, "device context": constant}
-    holes = 0
-    if subject.course.is_longer_than(LONG_RUN_STEPS):
-        constant += LONG_RUN_BYTES
-        # What comes and goes in the heap does not find its old places again, since objects and
-        # kernels that stay have come to lie between them.
-        holes = passing_bytes(timeline, MMAP_THRESHOLD)
+    # What comes and goes in the heap does not find its old places again, since objects and kernels
+    # that stay have come to lie between them.
+    holes = passing_bytes(timeline, MMAP_THRESHOLD)
     return {
-        "libraries": libraries + constant,
+        "libraries": libraries + constant + ARENA_BYTES,
         "allocator's rounding and holes": holes,
         "input batch": subject.course.order_bytes,
     }
