@@ -26,9 +26,10 @@ from anybatch.estimate.trace import Block, Timeline, alive
 from anybatch.machine import MMAP_THRESHOLD, Device
 from anybatch.plans import Choice
 
-CPU_CONSTANT_BYTES = 768 << 10
-"""Python objects of a step and of its graph (500 to 600 KiB in steps of 4 to 16 passes), and the
-kernel's count of pages, which is late by up to 32 of them per core."""
+CPU_CONSTANT_BYTES = 1536 << 10
+"""Python objects of a step and of its graph (500 to 600 KiB in steps of 4 to 16 passes), the kernel's
+count of pages, which is late by up to 32 of them per core, and what libraries take at first uses that
+the warm-up has not made: without these 768 KiB one run in fifteen was measured above its prediction."""
 
 ARENA_BYTES = 1 << 20
 """Python takes memory for objects by arenas of 1 MiB (its `Objects/obmalloc.c`). A run takes one more,
