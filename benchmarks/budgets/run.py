@@ -76,9 +76,8 @@ def _refused(task: Any, precision: str, budget: int, least: int) -> dict[str, An
     else:
         told = False
     done = _trained(task, precision, least)
-    by_chance = (
-        CPU_CONSTANT_BYTES + ARENA_BYTES
-    )  # what a run may take, and this one perhaps did not
+    # What a run may take, and this one perhaps did not.
+    by_chance = CPU_CONSTANT_BYTES + ARENA_BYTES
     needed = done["measured"] + by_chance
     true = told and not done["failures"] and needed > budget - reserve_of(budget)
     return {**done, "budget": least, "refused": budget, "refusal_is_true": true}

@@ -282,8 +282,10 @@ class _Lookout:
             now = self._wait, self._board.moves
             still = still + 1 if now == before and self._wait is not None else 0
             before = now
+            if still <= _LOOKS:
+                continue
             busy = [n for n, request in enumerate(self._board.requests) if request != _NONE]
-            if still > _LOOKS and busy:
+            if busy:
                 self.victims = busy
                 for worker in busy:
                     _kill(self._board.pids[worker])

@@ -126,7 +126,7 @@ def _beside(subject: Subject, libraries: int, timeline: Timeline, device: Device
     # that stay have come to lie between them.
     holes = passing_bytes(timeline, MMAP_THRESHOLD)
     return {
-        "libraries": libraries + constant + ARENA_BYTES,
+        "libraries": libraries + constant,
         "allocator's rounding and holes": holes,
         "input batch": subject.course.order_bytes,
     }
@@ -167,7 +167,7 @@ def kind_of(block: Block, timeline: Timeline) -> str:
 
 def constant_bytes(device: Device) -> int:
     """What the process takes beside tensors and kernels."""
-    return CPU_CONSTANT_BYTES if device.kind == "cpu" else CUDA_CONSTANT_BYTES
+    return CPU_CONSTANT_BYTES + ARENA_BYTES if device.kind == "cpu" else CUDA_CONSTANT_BYTES
 
 
 def _peak(timeline: Timeline, beside: Mapping[str, int], device: Device) -> Peak:

@@ -55,9 +55,8 @@ def _is_mended_by_restart(error: BaseException) -> bool:
     of others only a lack of memory is one that may have passed."""
     if isinstance(error, AnybatchError):
         return error.mended_by_restart
-    oom: Any = sys.modules.get(
-        "anybatch.oom"
-    )  # imports torch: it is there if anything was computed
+    # It imports torch, so it is there only if anything was computed.
+    oom: Any = sys.modules.get("anybatch.oom")
     return oom is not None and oom.as_memory_failure(error) is not None
 
 
