@@ -17,7 +17,12 @@ class SavedBuffers:
     def __init__(self, model: nn.Module) -> None:
         self._places = [(module, name) for module in model.modules() for name in module._buffers]
         self._index = {place: i for i, place in enumerate(self._places)}
+        self._copies: list[tuple[Tensor, Tensor] | None] = []  # their memory is used again
         self._saved: list[tuple[Tensor, Tensor] | None] = []  # empty: nothing to put back
+
+    def forget(self) -> None:
+        """What was saved is of a step that is over: there is nothing to put back."""
+        self._saved = []
 
     def save(self) -> None:
         """Remember what the buffers hold now."""
@@ -31,8 +36,8 @@ class SavedBuffers:
 
     @torch.no_grad()
     def _save(self) -> None:
-        known = self._saved or [None] * len(self._places)
-        self._saved = []  # what was saved before is not to be put back if memory runs out here
+        known = self._copies or [None] * len(self._places)
+        self.forget()  # what was saved before is not to be put back if memory runs out here
         now: list[tuple[Tensor, Tensor] | None] = []
         sources: list[Tensor] = []
         copies: list[Tensor] = []
@@ -48,7 +53,7 @@ class SavedBuffers:
                 now.append((buffer, buffer.detach().clone()))
         if sources:
             torch._foreach_copy_(copies, sources)
-        self._saved = now
+        self._saved = self._copies = now
 
     @torch.no_grad()
     def put_back(self) -> None:

@@ -241,6 +241,7 @@ class Transactions:
         told = Told()
         mine: torch.Tensor | None = None
         wrong: Exception | None = None
+        self._buffers.forget()  # until this attempt has saved them, they are as they should be
         try:
             self.crossing.reserve()
             self._group.begin()
@@ -489,6 +490,7 @@ class Transactions:
     def _change(self, plan: Plan, step: int, reason: str) -> None:
         before, self.plan = self.plan, plan
         self._replica.switch(plan.choice.recompute)
+        self._replica.updater.keep_states(plan.choice.optimizer_states)
         self._sink(
             Replanned(
                 time=time.time(),
