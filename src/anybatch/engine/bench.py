@@ -15,23 +15,29 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 
 from anybatch.engine.limit import Limit
 from anybatch.oom import MemoryFailure
+from anybatch.threads import begin
 
 T = TypeVar("T")
+
+_TRIES = 20
+_PAUSE_SECONDS = 0.5
 
 
 class Bench:
     """Runs work in this thread, or after `renew` in a thread that was never marked."""
 
     def __init__(self) -> None:
-        self._helper: ThreadPoolExecutor | None = None
+        self._helper: _Helper | None = None
         self._home = threading.get_ident()
         with torch.enable_grad():
             self._leaf = torch.zeros((), requires_grad=True)
@@ -44,7 +50,7 @@ class Bench:
 
     def run(self, work: Callable[[], T]) -> T:
         """The result of `work()`, or the error that it raised."""
-        return work() if self._helper is None else self._helper.submit(work).result()
+        return work() if self._helper is None else self._helper.run(work)
 
     def clear(self) -> None:
         """Drop what a failed backward pass left in the queue of this thread."""
@@ -64,12 +70,50 @@ class Bench:
     def renew(self) -> None:
         """Compute in a fresh thread from now on. The one before it takes its queue along."""
         self.close()
-        self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="anybatch-step")
+        self._helper = _Helper()
         # Large enough a sum to start the pool of threads that belongs to this one.
-        self._helper.submit(lambda: torch.ones(1 << 18).sum()).result()
+        self._helper.run(lambda: torch.ones(1 << 18).sum())
 
     def close(self) -> None:
         """End the thread, if there is one, when its work is done."""
         if self._helper is not None:
-            self._helper.shutdown()
+            self._helper.close()
             self._helper = None
+
+
+class _Helper:
+    """A thread that works for the one that made it. Raises `MemoryError` if there is no room for it for
+    a while."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        for _ in range(_TRIES):
+            self._ended = begin(self._serve)
+            if self._ended is not None:
+                return
+            time.sleep(_PAUSE_SECONDS)
+        raise MemoryError("no room for another thread")
+
+    def run(self, work: Callable[[], T]) -> T:
+        """The result of `work()`, or the error that it raised."""
+        future: Future[T] = Future()
+        self._tasks.put((future, work))
+        try:
+            return future.result()
+        finally:
+            del future  # it holds the error, and that this frame
+
+    def close(self) -> None:
+        """End the thread when its work is done."""
+        self._tasks.put(None)
+        if self._ended is not None:
+            self._ended.wait()
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, work = task
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+            del task, future, work  # nothing of a step stays here while the next one is waited for

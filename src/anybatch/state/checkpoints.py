@@ -38,6 +38,7 @@ from anybatch.state.blocks import DTYPES, Buffer, DataFile
 from anybatch.state.content import Content
 from anybatch.state.folder import Folder, told_by_system
 from anybatch.state.manifest import Manifest, Slice, data_name, read_manifest
+from anybatch.threads import begin
 
 _VERIFY_BYTES = 64 << 20  # read by one thread at a time
 _VERIFY_THREADS = 4
@@ -403,7 +404,7 @@ class _Job:
         self.wrong = ""
         self.told = ""
         self.given_up = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._ended: threading.Event | None = None  # of its thread, if it has one
         self._hurry: Callable[[], None] = lambda: None
 
     def start(self, work: Callable[[], None]) -> None:
@@ -417,24 +418,20 @@ class _Job:
             self._hurry = lambda: _set_priority(thread_id, usual)
             work()
 
-        thread = threading.Thread(target=run, name=f"checkpoint-{self.step}", daemon=True)
-        try:
-            thread.start()
-        except (RuntimeError, MemoryError):
+        self._ended = begin(run)
+        if self._ended is None:
             work()
-        else:
-            self._thread = thread
 
     @property
     def in_background(self) -> bool:
         """Whether it has a thread of its own."""
-        return self._thread is not None
+        return self._ended is not None
 
     def thread_ended(self, seconds: float | None = None) -> None:
         """Wait for it, at most `seconds`. Whoever waits gains nothing by its low priority."""
-        if self._thread is not None:
+        if self._ended is not None:
             self._hurried()
-            self._thread.join(seconds)
+            self._ended.wait(seconds)
 
     def bytes_written(self) -> None:
         """Wait until this rank's bytes are written, or will not be."""
@@ -442,7 +439,7 @@ class _Job:
         self.written.wait()
 
     def _hurried(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
+        if self._ended is not None and not self._ended.is_set():
             self._hurry()
 
     def wanted(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import math
 import os
 import sys
@@ -235,10 +236,10 @@ def test_without_room_for_a_copy_it_is_written_at_once(checkpoints, monkeypatch)
 
 
 def test_without_room_for_a_thread_it_is_written_at_once(checkpoints, monkeypatch):
-    def refused(self):
+    def refused(function, args):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", refused)
+    monkeypatch.setattr(_thread, "start_new_thread", refused)
     checkpoints.save(content(), 1)
     (saved,) = checkpoints.finished()
     assert isinstance(saved, Saved)

@@ -1,0 +1,40 @@
+"""Threads that can be begun where memory is short.
+
+`threading.Thread.start` waits until the new thread says that it runs. One that is refused memory before
+it comes to that ends without a word, and is waited for without end.
+"""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from collections.abc import Callable
+
+_SECONDS = 10.0
+"""A thread that has not begun by then is not waited for."""
+
+
+def begin(work: Callable[[], None]) -> threading.Event | None:
+    """Run `work`, which raises nothing, in a new thread, which ends with the process.
+
+    Returns an event that is set when `work` has ended; None if no thread could be begun: then `work`
+    has not run, and will not.
+    """
+    claim, begun, ended = threading.Lock(), threading.Event(), threading.Event()
+
+    def run() -> None:
+        if not claim.acquire(blocking=False):
+            return  # it comes too late
+        try:
+            begun.set()
+            work()
+        finally:
+            ended.set()
+
+    try:
+        _thread.start_new_thread(run, ())
+    except (RuntimeError, MemoryError):
+        return None
+    if not begun.wait(_SECONDS) and claim.acquire(blocking=False):
+        return None
+    return ended

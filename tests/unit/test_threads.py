@@ -1,0 +1,49 @@
+"""Threads that are begun, or are not: nobody waits for one that never comes to run."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+
+import pytest
+
+from anybatch import threads
+from anybatch.threads import begin
+
+
+def test_work_is_done_in_another_thread():
+    seen = []
+    ended = begin(lambda: seen.append(threading.get_ident()))
+    assert ended is not None
+    assert ended.wait(10)
+    assert seen != [threading.get_ident()]
+
+
+def test_the_end_is_told_even_if_the_work_fails(capfd):
+    def fail():
+        raise SystemExit
+
+    ended = begin(fail)
+    assert ended is not None
+    assert ended.wait(10)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_no_thread_is_told(monkeypatch, error):
+    def refuse(function, args):
+        raise error
+
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
+    assert begin(pytest.fail) is None
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_thread_that_dies_or_comes_late_does_nothing(monkeypatch, late):
+    held = []
+    monkeypatch.setattr(threads, "_SECONDS", 0.05)
+    monkeypatch.setattr(_thread, "start_new_thread", lambda run, args: held.append(run))
+    seen = []
+    assert begin(lambda: seen.append(1)) is None
+    if late:
+        held[0]()
+    assert not seen
