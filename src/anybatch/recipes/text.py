@@ -21,6 +21,7 @@ from anybatch.errors import InputError
 from anybatch.recipes.schedules import warmup_cosine
 from anybatch.recipes.text_data import Windows, read
 from anybatch.recipes.text_model import Decoder, Shape
+from anybatch.recipes.text_packing import Packed
 from anybatch.recipes.text_tokens import LEAST, Vocabulary, vocabulary_of
 from anybatch.task import Loss, Task
 from anybatch.units import parse_bytes
@@ -40,6 +41,7 @@ def text(
     limit: str = "2MiB",
     vocabulary: int = LEAST,
     context: int = 256,
+    packing: bool = False,
     width: int = 128,
     depth: int = 4,
     heads: int = 4,
@@ -65,6 +67,8 @@ def text(
         vocabulary: number of tokens; 257 are the bytes, more are byte-level BPE learned from the
             text (needs anybatch[hf]).
         context: tokens of a window.
+        packing: fill windows with whole texts that do not see each other, in place of cutting them
+            from one stream: for many short texts. One that is longer than a window is cut.
         width: of the vectors between the blocks.
         depth: number of blocks.
         heads: of attention in each block.
@@ -78,12 +82,13 @@ def text(
     Raises:
         InputError: naming every option out of range, or what is wrong with the data.
     """
-    shape = Shape(vocabulary, context, width, depth, heads, dropout, tied)
+    shape = Shape(vocabulary, context, width, depth, heads, dropout, tied, apart=packing)
     _check(shape, lr, weight_decay)
     source = read(data, parse_bytes(limit, "limit"))
     words = vocabulary_of(vocabulary, source.train)
-    train = Windows(source.train, words, context, "the text to train on")
-    valid = Windows(source.held_out, words, context, "the text that is held out")
+    cut = Packed if packing else Windows
+    train = cut(source.train, words, context, "the text to train on")
+    valid = cut(source.held_out, words, context, "the text that is held out")
     batch = max(1, min(global_batch, len(train)))  # below 1, the task says what is wrong
     epoch_steps = -(-len(train) // batch)
     return Task(
