@@ -43,8 +43,8 @@ class Shape(NamedTuple):
 
 
 class Attention(nn.Module):
-    """x [B, T, W] -> [B, T, W]: each place looks at itself and those before it, or at those of them that
-    `seen`, bool [B, 1, T, T], allows."""
+    """x [B, T, W] -> [B, T, W]: each place looks at itself and those before it, or where `seen`, bool
+    [B, 1, T, T], allows."""
 
     turns: Tensor
 
@@ -157,8 +157,8 @@ class Decoder(nn.Module):
 
 
 def same_text(tokens: Tensor, end: int) -> Tensor:
-    """Which places each place may look at, bool `[B, 1, T, T]`: those before it since the last `end`, which
-    begins a text. Rotary positions are differences, so a text is the same wherever it begins."""
+    """Which places each place may look at, bool `[B, 1, T, T]`: those before it since the last `end`,
+    which begins a text. Rotary positions are differences, so a text is the same wherever it begins."""
     number = (tokens == end).cumsum(1)
     causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device)
     return (number[:, :, None] == number[:, None, :]).logical_and(causal.tril())[:, None]

@@ -65,7 +65,8 @@ class Packed(Dataset[tuple[Tensor, Tensor]]):
 
 
 def packed(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Which of things of `sizes`, none above `room`, go together into packs of at most `room`: best fit,
+    """Which of things of `sizes`, none above `room`, go together into packs of at most `room`: best
+    fit,
     the largest first (Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional
     packing algorithms": at most 11/9 of the fewest packs, and 4)."""
     packs: list[list[int]] = []
