@@ -106,8 +106,8 @@ def write(path: Path, adapter: TypeAdapter[Any], value: Any) -> bool:
 
 _memo: dict[Where, Speeds] = {}
 
-_TRIES = 2
-"""Measurements in a row, while others disturb them."""
+_PATIENCE_SECONDS = 10.0
+"""A measurement that took longer is not made again: the machine is too busy for a better one."""
 
 _SHORT_LIFE_SECONDS = 600.0
 """For so long a measurement is believed that was disturbed: then the machine may be quiet."""
@@ -116,8 +116,8 @@ _SHORT_LIFE_SECONDS = 600.0
 def speeds_of(device: Device) -> Speeds:
     """The speeds of `device`: as measured, now or earlier, or nominal where it is not here.
 
-    A measurement that other processes disturbed is made once more, and the less disturbed of both is
-    used, but for a short time only."""
+    A measurement that other processes disturbed is made once more, if that is not too long, and the less
+    disturbed of both is used, but for a short time only."""
     if not device.present:
         return nominal(device)
     here = where(device)
@@ -138,13 +138,12 @@ def known_speeds(device: Device) -> Speeds | None:
 
 
 def _measured(device: Device) -> Speeds:
-    best = measure_apart(device, torch.get_num_threads())
-    for _ in range(_TRIES - 1):
-        if not best.disturbed:
-            break
-        again = measure_apart(device, torch.get_num_threads())
-        best = min(best, again, key=lambda speeds: speeds.waited)
-    return best
+    begun = time.monotonic()
+    first = measure_apart(device, torch.get_num_threads())
+    if not first.disturbed or time.monotonic() - begun > _PATIENCE_SECONDS:
+        return first
+    again = measure_apart(device, torch.get_num_threads())
+    return min(first, again, key=lambda speeds: speeds.waited)
 
 
 def forget_speeds(device: Device) -> None:
