@@ -116,8 +116,8 @@ _SHORT_LIFE_SECONDS = 600.0
 def speeds_of(device: Device) -> Speeds:
     """The speeds of `device`: as measured, now or earlier, or nominal where it is not here.
 
-    A measurement that other processes disturbed is made once more, if that is not too long, and the less
-    disturbed of both is used, but for a short time only."""
+    A measurement that other processes disturbed is made once more, if it was not too long, and the
+    less disturbed of both is used, but for a short time only."""
     if not device.present:
         return nominal(device)
     here = where(device)
