@@ -33,7 +33,11 @@ demo: $(STAMP)  ## train digits with a batch that its memory budget does not hol
 	$(BIN)/anybatch train digits --global-batch 512 --memory $(DEMO_MEMORY) --out runs/demo
 
 .PHONY: test
-test: $(STAMP)  ## run the tests that need no GPU
+test: $(STAMP)  ## run the tests that need no GPU and no more than seconds each
+	$(BIN)/pytest -n $(WORKERS) -m "not gpu and not slow" $(ARGS)
+
+.PHONY: test-all
+test-all: $(STAMP)  ## run the slow tests too: commands, machines, faults at random moments
 	$(BIN)/pytest -n $(WORKERS) -m "not gpu" $(ARGS)
 
 .PHONY: check
