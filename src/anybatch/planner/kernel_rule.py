@@ -1,0 +1,126 @@
+"""Kernel rule: which kernels suit a model on a device, and why. See `plans.KernelChoices`.
+
+Nothing here is weighed against anything: what is chosen costs no memory worth counting and no result,
+and it is known when it pays. On CUDA the kernels for convolutions that use tensor cores work on
+channels-last tensors, and torch would lay out every image anew around them. On a CPU oneDNN has a
+layout of its own, which is known to no caller, so nothing is chosen there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from anybatch.compute import kernel_choices
+from anybatch.compute.kernel_choices import CONVOLUTIONS
+from anybatch.estimate import Subject
+from anybatch.plans import KernelChoices, Plan
+
+
+class Convolutions(NamedTuple):
+    """What a model has of them.
+
+    Attributes:
+        number: of layers with two-dimensional kernels.
+        refused: why the model cannot be run in channels-last layout; empty if it can.
+    """
+
+    number: int
+    refused: str
+
+
+def with_kernels(plan: Plan, subject: Subject, compiled: bool, shapes_vary: bool) -> Plan:
+    """`plan` with the kernels that suit it, and with sentences on them.
+
+    Args:
+        plan: all but these.
+        subject: what it is for.
+        compiled: whether blocks are to be compiled.
+        shapes_vary: whether samples may differ in shape.
+    """
+    kernels = KernelChoices(compile=compiled)
+    notices: list[str] = [_COMPILED] if compiled else []
+    if compiled and plan.device == "cpu":
+        notices.append(_COMPILED_ON_CPU)
+    if plan.device != "cpu" and (found := convolutions_of(subject)).number:
+        varying = next(_variation(plan, shapes_vary), "")
+        kernels = kernels.model_copy(
+            update={"channels_last": not found.refused, "autotune": not varying}
+        )
+        notices += [_told_layout(found), _told_tuning(varying)]
+    return plan.model_copy(update={"kernels": kernels, "notices": (*plan.notices, *notices)})
+
+
+def convolutions_of(subject: Subject) -> Convolutions:
+    """Those of its model. Whether it can be run in another layout is tried on fake tensors: a `view`
+    that joins channels and pixels cannot."""
+    cpu = torch.device("cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        try:
+            model: nn.Module = subject.build_model()
+        except Exception:  # then nothing was traced either, and the plan says so
+            return Convolutions(0, "")
+        number = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
+        if not number:
+            return Convolutions(0, "")
+        undo = kernel_choices.install(model, KernelChoices(channels_last=True))
+        try:
+            subject.loss(model, subject.batch(2, cpu))
+        except Exception as error:  # whatever the user's code raises
+            reason = next(iter(str(error).splitlines()), "")
+            return Convolutions(number, f"{type(error).__name__}: {reason}")
+        finally:
+            undo()
+    return Convolutions(number, "")
+
+
+def _variation(plan: Plan, shapes_vary: bool) -> Iterator[str]:
+    """Why micro-batches have many shapes."""
+    size, share = plan.choice.micro_batch, plan.largest_share
+    if shapes_vary:
+        yield "samples may differ in shape"
+    if plan.num_ranks > 1 and plan.balance == "measured":
+        yield "the shares of the ranks follow their speed"
+    if len(set(plan.shares)) > 1:
+        yield "the ranks have unequal shares"
+    if share % size:
+        yield f"a share of {share} is not a multiple of the micro-batch of {size}"
+
+
+def _told_layout(found: Convolutions) -> str:
+    if found.refused:
+        return (
+            "Convolutions stay in torch's default layout, since the model cannot be run with"
+            f" channels-last images ({found.refused}); on this device they would be faster:"
+            " `reshape` in place of `view`, say."
+        )
+    return (
+        "Convolutions run on channels-last images: CUDA's kernels for them that use tensor cores work"
+        " in this layout."
+    )
+
+
+def _told_tuning(varying: str) -> str:
+    if varying:
+        return (
+            f"cuDNN chooses its algorithms without trying them, since {varying}, and each new shape"
+            " would be tried."
+        )
+    return (
+        "cuDNN tries its algorithms in the first steps, since all full micro-batches have one shape."
+        " The trials take what memory is free, which is not predicted."
+    )
+
+
+_COMPILED = (
+    "The blocks of the model are compiled, as asked for: the first pass of each size takes longer."
+    " Bytes and seconds are predicted of the model as it is, uncompiled."
+)
+_COMPILED_ON_CPU = (
+    "The compiler works in this process and takes about 100 MiB of its own, so a budget is only planned"
+    " with, and the measured peak has the compiler in it."
+)

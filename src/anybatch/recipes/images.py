@@ -1,0 +1,194 @@
+"""Images in folders: a residual network, or a model of torchvision, trained to tell their classes.
+
+The task on which loading is work: files are decoded and cut at random while the model trains. It needs
+Pillow, reads a folder of the user's, and downloads nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch.errors import InputError
+from anybatch.recipes.digits import decay_groups
+from anybatch.recipes.images_data import CentreCrop, Images, RandomCrop, find
+from anybatch.recipes.images_model import SIZES, build, checked
+from anybatch.recipes.schedules import warmup_cosine
+from anybatch.task import Loss, Task
+
+MEAN = (0.485, 0.456, 0.406)
+STANDARD_DEVIATION = (0.229, 0.224, 0.225)
+"""Of ImageNet's channels, in 0..1: what torchvision's models are used with."""
+
+REFERENCE_BATCH = 256
+SGD_LR, LARGEST_SGD_LR = 0.1, 3.2
+ADAMW_LR, LARGEST_ADAMW_LR = 4e-3, 1e-2  # as in the recipe `digits`
+_SGD_DECAY, _ADAMW_DECAY = 1e-4, 0.05
+_DEFAULT_PIXELS = 224  # of torchvision's models
+_LEAST_PIXELS = 16  # the last stage still has an image of two by two pixels
+
+
+def images(
+    data: Path,
+    global_batch: int = 128,
+    epochs: int = 30,
+    steps: int | None = None,
+    model: str = "small",
+    pixels: int | None = None,
+    optimizer: Literal["adamw", "sgd"] | None = None,
+    lr: float | None = None,
+    weight_decay: float | None = None,
+    label_smoothing: float = 0.1,
+    dropout: float = 0.0,
+    smallest_crop: float = 0.25,
+    flip: bool = True,
+    held_out: float = 0.1,
+    ghost_batch: int = 32,
+    num_workers: int = 0,
+    bad_data: Literal["stop", "skip"] = "stop",
+    seed: int = 0,
+) -> Task:
+    """Classify the images of a folder that has a folder for each class.
+
+    With `FOLDER/train` and `FOLDER/val`, each with folders for the classes, `val` is held out; else a
+    part of each class. Training sees random parts of the images, evaluation their middle.
+
+    Args:
+        data: folder with a folder for each class, or with such folders in `train` and `val`.
+        global_batch: images per optimizer step.
+        epochs: passes over the training images.
+        steps: optimizer steps, in place of epochs.
+        model: small or large (the layers of ResNet-50), or the name of a model of torchvision.
+        pixels: of each side of the images that the model gets; 64 for small, 224 for others.
+        optimizer: adamw, or sgd with Nesterov momentum of 0.9; the first for small, which learns from
+            few images so, and sgd for others.
+        lr: peak learning rate at a global batch of 256, 0.004 for adamw and 0.1 for sgd; see
+            `scaled_lr` for others.
+        weight_decay: on kernels and matrices only; 0.05 for adamw and 0.0001 for sgd.
+        label_smoothing: part of a label that goes to all classes alike, in training.
+        dropout: probability to drop a feature before the last layer of small and large.
+        smallest_crop: least part of an image's area that training sees.
+        flip: whether half of the images are mirrored in training.
+        held_out: part of each class that is held out where there is no `val`.
+        ghost_batch: images over which BatchNorm computes its statistics.
+        num_workers: processes that load images; 0 loads in the training process. A GPU wants several.
+        bad_data: stop at a file that is no image, or skip it.
+        seed: of the order of images, of what is held out and drawn, of initialisation and of dropout.
+
+    Raises:
+        InputError: naming every option out of range, or what is wrong with the folder.
+    """
+    _check(pixels, lr, weight_decay, label_smoothing, dropout, smallest_crop, held_out)
+    if importlib.util.find_spec("PIL") is None:
+        raise InputError(
+            "the recipe 'images' decodes images with Pillow, which is not installed:"
+            " pip install anybatch[images]."
+        )
+    checked(model)
+    if pixels is None:
+        pixels = SIZES[model].pixels if model in SIZES else _DEFAULT_PIXELS
+    found = find(data.expanduser(), held_out, seed)
+    batch = max(
+        1, min(global_batch, len(found.train.paths))
+    )  # below 1, the task says what is wrong
+    if optimizer == "sgd" or (optimizer is None and model != "small"):
+        rate = scaled_lr(SGD_LR if lr is None else lr, batch, 1.0, LARGEST_SGD_LR)
+        make = partial(torch.optim.SGD, lr=rate, momentum=0.9, nesterov=True)
+        decay = _SGD_DECAY
+    else:
+        rate = scaled_lr(ADAMW_LR if lr is None else lr, batch, 0.5, LARGEST_ADAMW_LR)
+        make = partial(torch.optim.AdamW, lr=rate)
+        decay = _ADAMW_DECAY
+    valid = Images(found.held_out, CentreCrop(pixels))
+    return Task(
+        model=partial(build, model, pixels, len(found.classes), dropout),
+        loss=partial(loss, label_smoothing=label_smoothing),
+        optimizer=make,
+        parameters=partial(
+            decay_groups, weight_decay=decay if weight_decay is None else weight_decay
+        ),
+        schedule=warmup_cosine(0.1),
+        train=Images(found.train, RandomCrop(pixels, smallest_crop, flip)),
+        valid=valid if len(valid) else None,
+        global_batch=global_batch,
+        epochs=epochs if steps is None else None,
+        steps=steps,
+        ghost_batch=ghost_batch,
+        num_workers=num_workers,
+        bad_data=bad_data,
+        seed=seed,
+        name="images",
+    )
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor], label_smoothing: float = 0.0) -> Loss:
+    """Cross-entropy of images (B, 3, H, W) uint8 against labels (B) int64, the accuracy, and with more
+    than five classes how often the right one is among the first five. Labels are smoothed in training
+    alone."""
+    pixels, labels = batch
+    logits = model(normalised(pixels, next(model.parameters()).dtype))
+    if not isinstance(logits, Tensor):  # with those of auxiliary heads, as some of torchvision's
+        logits = logits[0]
+    smoothing = label_smoothing if model.training else 0.0
+    total = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+    scores = logits.detach()
+    metrics = {"accuracy": (scores.argmax(dim=1) == labels).sum()}
+    if scores.size(1) > 5:
+        first = scores.topk(5, dim=1).indices
+        metrics["top5_accuracy"] = (first == labels[:, None]).any(dim=1).sum()
+    return Loss(total, weight=len(labels), metrics=metrics)
+
+
+def normalised(pixels: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes (B, 3, H, W) with the mean and the deviation of ImageNet's channels taken out, in `dtype`,
+    or float32 if that is wider."""
+    wide = torch.promote_types(dtype, torch.float32)
+    # Channel by channel: plain numbers need no copy from the host in every pass.
+    channels = zip(pixels.unbind(1), MEAN, STANDARD_DEVIATION, strict=True)
+    return torch.stack(
+        [(one.to(wide) / 255 - mean) / deviation for one, mean, deviation in channels], 1
+    )
+
+
+def scaled_lr(lr: float, batch: int, power: float, largest: float) -> float:
+    """The learning rate at a global batch of so many images, where it is `lr` at 256: it grows with
+    that power of the batch, up to `largest`, or `lr` if that is larger. For SGD the power is 1 (Goyal
+    et al. (2017), "Accurate, large minibatch SGD", section 2.1), for AdamW 0.5 (see the recipe
+    `digits`)."""
+    return min(lr * (batch / REFERENCE_BATCH) ** power, max(lr, largest))
+
+
+def _check(
+    pixels: int | None,
+    lr: float | None,
+    weight_decay: float | None,
+    label_smoothing: float,
+    dropout: float,
+    smallest_crop: float,
+    held_out: float,
+) -> None:
+    faults = []
+    if pixels is not None and pixels < _LEAST_PIXELS:
+        faults.append(f"pixels is {pixels!r}; give a whole number of at least {_LEAST_PIXELS}")
+    if lr is not None and not 0 < lr < math.inf:
+        faults.append(f"lr is {lr!r}; give a number above zero")
+    if weight_decay is not None and not 0 <= weight_decay < math.inf:
+        faults.append(f"weight_decay is {weight_decay!r}; give a number of at least zero")
+    for name, value in (
+        ("label_smoothing", label_smoothing),
+        ("dropout", dropout),
+        ("held_out", held_out),
+    ):
+        if not 0 <= value < 1:
+            faults.append(f"{name} is {value!r}; give a number from 0 up to, not including, 1")
+    if not 0 < smallest_crop <= 1:
+        faults.append(f"smallest_crop is {smallest_crop!r}; give a number above 0, up to 1")
+    if faults:
+        raise InputError(f"the recipe 'images' cannot be made: {'; '.join(faults)}.")

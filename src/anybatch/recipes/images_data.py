@@ -1,0 +1,297 @@
+"""Folders of images, one folder per class, as torchvision's ImageFolder reads them.
+
+    FOLDER/cat/a.png ...               one part: some images of each class are held out
+    FOLDER/dog/b.jpg ...
+
+    FOLDER/train/cat/a.png ...         two parts: the second one is held out
+    FOLDER/val/cat/c.png ...
+
+Files are found when the task is made and opened when a sample is asked for. What augmentation draws
+comes from torch's default generator, which the loader seeds for each sample: a sample of an epoch is
+the same on any rank, in any worker, in any micro-batch.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from anybatch.errors import DataError, InputError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+HELD_OUT_NAMES = ("val", "valid", "validation")
+_NAMED = 3  # files or classes that a sentence names
+_TRIES = 10  # to find a crop inside the image
+_CENTRE = 0.875  # of the shorter side, in evaluation: the 224 pixels of 256 of the usual recipe
+_ASPECTS = (3 / 4, 4 / 3)
+
+
+class Labelled(NamedTuple):
+    """Files and the number of the class of each."""
+
+    paths: list[str]
+    labels: list[int]
+
+
+class Found(NamedTuple):
+    """What a folder holds: classes by name in alphabetical order, and the files of two parts."""
+
+    classes: list[str]
+    train: Labelled
+    held_out: Labelled
+
+
+@dataclass(frozen=True)
+class RandomCrop:
+    """A random part of an image, `[3, size, size]` uint8, mirrored or not: see Szegedy et al. (2015),
+    "Going deeper with convolutions", section 6.
+
+    Attributes:
+        size: pixels of each side.
+        smallest: least part of the area that is taken.
+        flip: whether half of the images are mirrored.
+    """
+
+    size: int
+    smallest: float
+    flip: bool
+
+    def __call__(self, image: Image) -> Tensor:
+        """Draw a part from torch's default generator."""
+        pixels = _pixels(image, self.size, self._box(*image.size))
+        return pixels.flip(2) if self.flip and float(torch.rand(())) < 0.5 else pixels
+
+    def _box(self, width: int, height: int) -> tuple[float, float, float, float]:
+        low, high = (math.log(aspect) for aspect in _ASPECTS)
+        for _ in range(_TRIES):
+            area, aspect, x, y = torch.rand(4).tolist()
+            taken = width * height * (self.smallest + (1 - self.smallest) * area)
+            ratio = math.exp(low + (high - low) * aspect)
+            across, down = math.sqrt(taken * ratio), math.sqrt(taken / ratio)
+            if across <= width and down <= height:
+                left, top = x * (width - across), y * (height - down)
+                return left, top, left + across, top + down
+        return centred(width, height, 1.0)
+
+
+@dataclass(frozen=True)
+class CentreCrop:
+    """The middle of an image, `[3, size, size]` uint8."""
+
+    size: int
+
+    def __call__(self, image: Image) -> Tensor:
+        """Nothing is drawn."""
+        return _pixels(image, self.size, centred(*image.size, _CENTRE))
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """Images of files: a sample is `(view of the image [3, H, W] uint8, number of its class)`.
+
+    Args:
+        files: where the images are.
+        view: an image in the mode RGB to a tensor.
+
+    A file that cannot be read raises `DataError` with its name.
+    """
+
+    def __init__(self, files: Labelled, view: Callable[[Image], Tensor]) -> None:
+        self.files = files
+        self._view = view
+
+    def __len__(self) -> int:
+        return len(self.files.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self._view(opened(self.files.paths[index])), self.files.labels[index]
+
+
+def opened(path: str) -> Image:
+    """The image in a file, in the mode RGB. Transparency is left out; of 16 bits the upper 8 are kept.
+
+    Raises `DataError`, with the name of the file, if it is no whole image.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return _in_rgb(image)
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's readers raise SyntaxError and struct.error, too
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            raise
+        raise DataError(f"the file {path!r} cannot be read as an image ({error})") from error
+
+
+def find(folder: Path, held_out: float, seed: int) -> Found:
+    """The images of `folder`; see the module for its layout. Without a held-out part of its own, about
+    `held_out` of each class are held out, a function of `seed` and the names of the files.
+
+    Hidden files are passed over; other files that are no images by their names too, with a warning
+    that names some.
+
+    Raises `InputError` if there is no such folder, or it has fewer than two classes, or one without
+    images, or a class is held out that there is no image of to learn from.
+    """
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "is not there"
+        raise InputError(
+            f"the folder of images {str(folder)!r} {what}: give a folder that has a folder for each"
+            " class (-s data=FOLDER)."
+        )
+    train = folder / "train"
+    # A class may be called "train": then there are images in it, and no folders.
+    root = train if train.is_dir() and _folders(train) else folder
+    classes = _folders(root)
+    if len(classes) < 2:
+        raise InputError(_too_few(root, classes))
+    passed_over: list[str] = []
+    by_class = [list(_images(root / name, passed_over)) for name in classes]
+    empty = [name for name, files in zip(classes, by_class, strict=True) if not files]
+    if empty:
+        raise InputError(
+            f"{str(root)!r} has no image of the class{'es' if len(empty) > 1 else ''}"
+            f" {_some(empty)}: put some there ({', '.join(SUFFIXES)}), or remove the folder."
+        )
+    own = next((folder / n for n in HELD_OUT_NAMES if (folder / n).is_dir()), None)
+    if root is train and own is not None:
+        parts = _labelled(by_class), _held_out_in(own, root, classes, passed_over)
+    else:
+        parts = _divided(by_class, held_out, seed)
+    if passed_over:
+        warnings.warn(
+            f"{len(passed_over):,} file{'s' if len(passed_over) > 1 else ''} in {str(folder)!r} that"
+            f" by name are no images are left out: {_some(passed_over)}.",
+            stacklevel=3,
+        )
+    return Found(classes, *parts)
+
+
+def centred(width: int, height: int, part: float) -> tuple[float, float, float, float]:
+    """The square in the middle, of `part` of the shorter side, as left, top, right, bottom."""
+    side = min(width, height) * part
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+# -------------------------------------------------------------------------------------- the pixels
+
+
+def _in_rgb(image: Image) -> Image:
+    from PIL import Image
+
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers of an unknown range")
+    if image.mode.startswith("I"):  # Pillow's conversion would clip what is above 255
+        import numpy as np
+
+        image = Image.fromarray((np.asarray(image).clip(0, 65535) // 256).astype(np.uint8))
+    if image.mode == "P":
+        image = image.convert("RGBA")  # a palette may have transparent colours
+    return image.convert("RGB")
+
+
+def _pixels(image: Image, size: int, box: tuple[float, float, float, float]) -> Tensor:
+    """The part `box` of an image, `[3, size, size]` uint8."""
+    import numpy as np
+    from PIL import Image
+
+    scaled = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
+    return torch.from_numpy(np.array(scaled)).permute(2, 0, 1).contiguous()
+
+
+# --------------------------------------------------------------------------------------- the files
+
+
+def _folders(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+
+
+def _images(folder: Path, passed_over: list[str]) -> Iterator[str]:
+    """The images anywhere in `folder`, in the order of their paths."""
+    for place, inner, names in os.walk(folder, followlinks=True):
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        for name in sorted(names):
+            if name.startswith("."):
+                continue
+            path = os.path.join(place, name)
+            if name.lower().endswith(SUFFIXES):
+                yield path
+            else:
+                passed_over.append(path)
+
+
+def _labelled(by_class: Sequence[Sequence[str]]) -> Labelled:
+    return Labelled(
+        [path for files in by_class for path in files],
+        [label for label, files in enumerate(by_class) for _ in files],
+    )
+
+
+def _divided(
+    by_class: Sequence[Sequence[str]], held_out: float, seed: int
+) -> tuple[Labelled, Labelled]:
+    """Of each class as near to `held_out` as whole images are; one at least stays to learn from."""
+    generator = torch.Generator().manual_seed(seed)
+    kept: list[list[str]] = []
+    out: list[list[str]] = []
+    for files in by_class:
+        count = min(math.floor(len(files) * held_out + 0.5), len(files) - 1)
+        if held_out and len(files) > 1:
+            count = max(1, count)
+        chosen = set(torch.randperm(len(files), generator=generator)[:count].tolist())
+        out.append([path for i, path in enumerate(files) if i in chosen])
+        kept.append([path for i, path in enumerate(files) if i not in chosen])
+    return _labelled(kept), _labelled(out)
+
+
+def _held_out_in(
+    folder: Path, train: Path, classes: Sequence[str], passed_over: list[str]
+) -> Labelled:
+    there = _folders(folder)
+    unknown = [name for name in there if name not in set(classes)]
+    if unknown:
+        raise InputError(
+            f"{str(folder)!r} has the class{'es' if len(unknown) > 1 else ''} {_some(unknown)}, of"
+            f" which {str(train)!r} has no image: put some there, or remove the folder."
+        )
+    names = set(there)
+    return _labelled(
+        [list(_images(folder / name, passed_over)) if name in names else [] for name in classes]
+    )
+
+
+def _too_few(root: Path, classes: Sequence[str]) -> str:
+    loose = sum(1 for path in root.iterdir() if path.suffix.lower() in SUFFIXES)
+    if classes:
+        has = f"has one class only ({classes[0]!r})"
+    elif loose:
+        has = f"has {loose:,} images, but no folder for each class"
+    else:
+        has = "has no folder in it"
+    return (
+        f"the folder of images {str(root)!r} {has}: give one that has a folder for each of two classes"
+        " or more."
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first three, quoted, and how many more there are."""
+    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    return ", ".join(map(repr, names[:_NAMED])) + more
