@@ -15,11 +15,10 @@ The model is known by the attributes that transformers gives it; transformers is
 
 from __future__ import annotations
 
-import inspect
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -29,6 +28,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from anybatch.compute.lm_loss import Backend, is_plain_head, lm_loss, loss_of_logits
+from anybatch.compute.model_loss import (
+    check_not_moved,
+    check_words,
+    takes_cache,
+    unchanged,
+    weighed,
+)
 from anybatch.compute.patch import replace_forward
 from anybatch.errors import InputError, listed
 from anybatch.task import Loss
@@ -68,12 +74,14 @@ def causal_lm_loss(
         label_smoothing: as in `lm_loss`; so are `z_loss`, `chunk` and `backend`.
 
     Raises:
-        DataError: a label is no word of the vocabulary.
-        InputError: a batch without ids, a model without `get_output_embeddings()`, or a smoothed loss
-            of a model that keeps its loss to itself.
+        DataError: a label, or (seen on a CPU alone) a token, is no word of the vocabulary.
+        InputError: a batch without ids, labels that were moved by one before they came here, a model
+            without `get_output_embeddings()`, or a smoothed loss of a model that keeps its loss to
+            itself.
     """
     inputs, targets = _read(batch, ignore_index)
-    if "use_cache" not in inputs and _takes_cache(model):
+    check_words(model, inputs["input_ids"])
+    if "use_cache" not in inputs and takes_cache(model):
         inputs["use_cache"] = False  # of no use in training, and it holds keys and values
     options = {
         "ignore_index": ignore_index,
@@ -83,6 +91,9 @@ def causal_lm_loss(
         "backend": backend,
     }
     head = _head_of(model)
+    if _is_new(model, head, inputs["input_ids"]):
+        given = "shift_labels" if _has(batch, "shift_labels") else "labels"
+        check_not_moved(inputs["input_ids"], targets, ignore_index, given)
     way = _way_of(model, head, inputs)
     if way == "head":
         return _through_head(model, head, inputs, targets, options)
@@ -170,11 +181,8 @@ def _through_loss(
             " label_smoothing and z_loss cannot be put into it: leave them out, or write the loss."
         )
     counted = targets != options["ignore_index"]
-    weight = counted.sum()
-    if not bool(weight):  # a mean over nothing is not a number
-        return Loss(_logits_of(model, model(**inputs)).sum() * 0, weight)
     labels = F.pad(targets.where(counted, -100)[..., :-1], (1, 0), value=-100)
-    return Loss(model(**inputs, labels=labels).loss * weight, weight)
+    return weighed(model, inputs, labels, counted.sum())
 
 
 # ---------------------------------------------------------------------------------- which way
@@ -185,14 +193,19 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[int, Way]] = weakref.WeakKeyD
 
 def _way_of(model: nn.Module, head: nn.Module, inputs: dict[str, Any]) -> Way:
     ids = inputs["input_ids"]
-    at_best: Way = "head" if is_plain_head(head) else "logits"
+    if _is_new(model, head, ids):
+        _KNOWN[model] = id(head), _check(model, head, ids[:1, :_CHECKED_TOKENS])
+    if (known := _KNOWN.get(model)) is not None and known[0] == id(head):
+        return known[1]
+    return "head" if is_plain_head(head) else "logits"  # nothing that could be compared
+
+
+def _is_new(model: nn.Module, head: nn.Module, ids: Tensor) -> bool:
+    """Whether this is the first batch of `model`, with this head, that has something to compare."""
     if isinstance(ids, FakeTensor) or ids.size(0) < 1 or ids.size(1) < 2:
-        return at_best  # nothing that could be compared
+        return False
     known = _KNOWN.get(model)
-    if known is None or known[0] != id(head):
-        known = id(head), _check(model, head, ids[:1, :_CHECKED_TOKENS])
-        _KNOWN[model] = known
-    return known[1]
+    return known is None or known[0] != id(head)
 
 
 @torch.no_grad()
@@ -211,10 +224,10 @@ def _check(model: nn.Module, head: nn.Module, ids: Tensor) -> Way:
         return forward(hidden, *args, **kwargs)
 
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    if _takes_cache(model):
+    if takes_cache(model):
         inputs["use_cache"] = False
     with ExitStack() as stack:
-        stack.enter_context(_unchanged(model, ids.device))
+        stack.enter_context(unchanged(model, ids.device))
         stack.callback(replace_forward(head, at_head))
         output = model(**inputs)
     logits = _logits_of(model, output).float()
@@ -238,20 +251,6 @@ def _check(model: nn.Module, head: nn.Module, ids: Tensor) -> Way:
         " loss is computed from its own logits. It needs memory for all of them."
     )
     return "logits"
-
-
-@contextmanager
-def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """In evaluation mode, with modes and random numbers as before in the end."""
-    modes = [(module, module.training) for module in model.modules()]
-    others = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(others, device_type=device.type if others else "cuda"):
-        model.eval()
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
 
 
 def _tell(sentence: str) -> None:
@@ -292,6 +291,10 @@ def _read(batch: Any, ignore_index: int) -> tuple[dict[str, Any], Tensor]:
     return inputs, F.pad(given[:, 1:], (0, 1), value=ignore_index)
 
 
+def _has(batch: Any, name: str) -> bool:
+    return isinstance(batch, Mapping) and batch.get(name) is not None
+
+
 def _head_of(model: nn.Module) -> nn.Module:
     getting = getattr(model, "get_output_embeddings", None)
     head = getting() if callable(getting) else None
@@ -307,14 +310,6 @@ def _parts(head: nn.Module) -> tuple[Tensor, Tensor | None]:
     weight, bias = head.weight, getattr(head, "bias", None)
     assert isinstance(weight, Tensor)
     return weight, bias
-
-
-def _takes_cache(model: nn.Module) -> bool:
-    taken = inspect.signature(type(model).forward).parameters
-    if "use_cache" in taken:
-        return True
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
-    return open_ended and hasattr(getattr(model, "config", None), "use_cache")
 
 
 def _logits_of(model: nn.Module, output: Any) -> Tensor:

@@ -41,6 +41,14 @@ _RECIPES = {
         "anybatch.recipes.digits:digits",
         "Handwritten digits (scikit-learn's, or MNIST's files): a small residual network.",
     ),
+    "finetune": _Recipe(
+        "anybatch.recipes.finetune:finetune",
+        "A language model or a classifier of transformers, from a folder, on data of your own.",
+    ),
+    "images": _Recipe(
+        "anybatch.recipes.images:images",
+        "Images in folders, one per class: a residual network, or a model of torchvision.",
+    ),
     "text": _Recipe(
         "anybatch.recipes.text:text",
         "Text (the sources of Python's library, or any files): a transformer language model.",

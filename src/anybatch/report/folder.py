@@ -4,6 +4,7 @@ plan.json           how it was run
 events.jsonl        what happened
 checkpoints/        what it can be resumed from
 model.safetensors   the weights
+adapters/           those of peft alone, if the model has any, as peft reads them
 report.html         all of it for people
 """
 
@@ -24,7 +25,7 @@ from anybatch.report.log import EventLog, iterate
 
 PLAN_FILE, EVENTS_FILE = "plan.json", "events.jsonl"
 WEIGHTS_FILE, REPORT_FILE = "model.safetensors", "report.html"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, ADAPTERS = "checkpoints", "adapters"
 
 
 class RunFolder:
@@ -48,7 +49,8 @@ class RunFolder:
             if not self._resume:
                 for name in (EVENTS_FILE, WEIGHTS_FILE, REPORT_FILE):
                     (self._folder / name).unlink(missing_ok=True)
-                shutil.rmtree(self._folder / CHECKPOINTS, ignore_errors=True)
+                for name in (CHECKPOINTS, ADAPTERS):
+                    shutil.rmtree(self._folder / name, ignore_errors=True)
             self._plan.save(self._folder / PLAN_FILE)
             self._log = EventLog(self._folder / EVENTS_FILE)
         self._log(event)

@@ -1,5 +1,7 @@
 """What training leaves behind, written safely and read back."""
 
+from anybatch.state.adapters import has_adapters as has_adapters
+from anybatch.state.adapters import save_adapters as save_adapters
 from anybatch.state.checkpoints import Checkpoints as Checkpoints
 from anybatch.state.checkpoints import Failed as Failed
 from anybatch.state.checkpoints import Found as Found

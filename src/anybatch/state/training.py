@@ -2,6 +2,7 @@
 
     weights/NAME         parameters (float32 masters where there are any) and buffers of the model
     optimizer/I/KEY      what the optimizer remembers of its parameter number I
+    optimizer/I/KEY/PART where that is several tensors in one: 8-bit codes and their scales, say
     parameters/I         parameters that the optimizer trains and the model does not have
     exchange/KEY         what the exchange between ranks remembers
 
@@ -24,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from anybatch.compute import Replica
+from anybatch.compute.optimizers import fresh_state, is_compiled, parts_of
 from anybatch.data import num_samples_of
 from anybatch.engine import LearningRate
 from anybatch.errors import InputError
@@ -158,6 +160,9 @@ class TrainingState:
                     f" and there are {len(parameters)} parameters to train."
                 )
             param = parameters[int(number)]
+            if "/" in key or is_compiled(self._replica.optimizer):
+                tensors[name] = self._part(param, key, found, (shape, dtype))
+                continue
             made = self._made(param, key, shape, dtype)
             self._replica.optimizer.state[param][key] = made
             tensors[name] = made
@@ -225,7 +230,8 @@ class TrainingState:
         for number, param in enumerate(self._replica.parameters):
             for key, value in self._replica.optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor):
-                    tensors[f"{number}/{key}"] = value
+                    for part, tensor in parts_of(value).items():
+                        tensors[f"{number}/{key}/{part}" if part else f"{number}/{key}"] = tensor
                 else:
                     plain.setdefault(number, {})[key] = _plain(key, value)
         return tensors, plain
@@ -262,10 +268,43 @@ class TrainingState:
         if shape == tuple(param.shape) and key != "step":
             # With the precision, the dtype of the parameters may have changed.
             kind = param.dtype if dtype.is_floating_point else dtype
-            return torch.zeros_like(param, dtype=kind, requires_grad=False)
+            home = "cpu" if self._replica.updater.states_on == "host" else param.device
+            return torch.zeros_like(param, dtype=kind, device=home, requires_grad=False)
         options = self._group_of[param]
         on_device = shape or options.get("fused") or options.get("capturable")
         return torch.zeros(shape, dtype=dtype, device=param.device if on_device else "cpu")
+
+    def _part(
+        self,
+        param: nn.Parameter,
+        name: str,
+        found: Found,
+        kind: tuple[tuple[int, ...], torch.dtype],
+    ) -> Tensor:
+        """The same, where the optimizer keeps several tensors in one, which only itself can make.
+
+        Raises `InputError` if it keeps others.
+        """
+        optimizer = self._replica.optimizer
+        if is_compiled(optimizer) and not optimizer.state[param]:
+            optimizer.state[param] = fresh_state(optimizer, param)
+        key, _, part = name.partition("/")
+        whole = optimizer.state[param].get(key)
+        here = parts_of(whole).get(part) if isinstance(whole, Tensor) else None
+        shape, dtype = kind
+        alike = (
+            here is not None
+            and tuple(here.shape) == shape
+            and here.dtype.is_floating_point == dtype.is_floating_point
+        )
+        if here is None or not alike:
+            raise InputError(
+                f"the checkpoint {found.folder} is of another optimizer: it remembers {name!r} of shape"
+                f" {shape} in {str(dtype).removeprefix('torch.')}, which {type(optimizer).__name__}"
+                " does not have. Resume with the optimizer that it was trained with, or begin anew from"
+                " its weights in another folder."
+            )
+        return here
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +50,26 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     Raises `InputError` if the file cannot be written, on all ranks if the model is sharded.
     """
     target = Path(path)
+    write_whole(model, lambda state: write_state(state, target))
+    return target
+
+
+def write_whole(model: nn.Module, write: Callable[[dict[str, Any]], None]) -> None:
+    """Have rank 0 `write` the state of the plain model. Of a sharded model all ranks must call it, and
+    none returns before that is done; what it raises as `InputError` all of them raise."""
     if not _is_sharded(model):
         if leads():
-            _write(_plain_state(model), target)
-        return target
+            write(_plain_state(model))
+        return
     state = whole_state(model)
     wrong = ""
     if leads():
         try:
-            _write(state, target)
+            write(state)
         except InputError as error:
             wrong = str(error)
     if told := exchange(wrong)[0]:
         raise InputError(told)
-    return target
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
@@ -109,7 +115,9 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 # ------------------------------------------------------------------------------------------ writing
 
 
-def _write(state: dict[str, Any], target: Path) -> None:
+def write_state(state: dict[str, Any], target: Path) -> None:
+    """Write `state` to `target`, whole or not at all, in the format that its name asks for. Raises
+    `InputError` if it cannot be written."""
     if target.is_dir():
         raise InputError(f"the weights cannot be written to {target}: it is a folder; name a file.")
     partial = target.with_name(f".{target.name}.partial")

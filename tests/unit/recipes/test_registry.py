@@ -60,8 +60,9 @@ def test_listing_the_recipes_loads_neither_torch_nor_a_recipe():
 def test_every_recipe_resolves_and_documents_every_option():
     for name, description in names().items():
         assert description.endswith(".")
-        assert resolve(name).name == name
-        assert all(option.doc and not option.required for option in options_of(name))
+        assert all(option.doc for option in options_of(name))
+        if not any(option.required for option in options_of(name)):
+            assert resolve(name).name == name
 
 
 def test_options_reach_the_recipe():

@@ -1,0 +1,269 @@
+"""model_loss: the loss that a model of transformers computes by itself, as a sum and its weight.
+
+`model(**batch).loss` is a mean, and says nothing of what it is a mean over: the tokens whose label is
+not ignored, those but the first of each sequence (a causal language model moves labels by one), or the
+samples. A step that is cut into micro-batches needs the number. Here it is counted from the labels.
+Whether the first label counts is not written anywhere, so the model is asked, once, on its first
+batch; and whether its loss is such a mean at all.
+
+Every model of transformers also takes `num_items_in_batch`, or so it is meant: those that compute their
+loss without the library's loss functions let it fall silently. So it is not used.
+
+The model is known by the attributes that transformers gives it; transformers is not imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from anybatch.errors import DataError, InputError, listed
+from anybatch.task import Loss
+
+_IGNORED = -100
+_NAMES = ("labels", "start_positions")
+_ALIKE, _ALIKE_IN_HALF = 1e-4, 1e-2  # relative: what rounding explains
+
+Counting: TypeAlias = Literal["all", "next", "samples"]
+"""What a mean is over: all labels, those that are predicted from the token before, or samples."""
+
+
+def model_loss(model: nn.Module, batch: Any) -> Loss:
+    """The model's own loss, `model(**batch).loss`, times what it is the mean over: a sum and its
+    weight, exact however the global batch is cut. To be given to a task as it is.
+
+    For every model of transformers whose loss is a mean over labels or samples: sequence, token and
+    image classification, masked and sequence-to-sequence language models, regression, segmentation,
+    question answering. For causal language models `causal_lm_loss` gives the same without the logits
+    in memory.
+
+    The first batch of a model with labels for tokens is run again on two of its samples, four times and
+    without gradients, to find what the loss is a mean over. A loss that is no such mean (one of a
+    mixture of experts that balances them, say) is told by a warning: it depends on the cut.
+
+    Args:
+        model: called with the whole batch; it returns an output with `.loss`.
+        batch: a mapping with `labels`: whole numbers `[batch]` or `[batch, ...]`, of which -100 (for
+            segmentation, `semantic_loss_ignore_index` of the configuration) counts nothing, or numbers
+            to regress to, with as many for each sample.
+
+    Raises:
+        DataError: `input_ids` has a token that the model does not know. On an accelerator this is not
+            looked at, since it would stop the step.
+        InputError: a batch without labels, a model that returns no loss, labels of a causal language
+            model that are moved by one already.
+    """
+    inputs = _mapping(batch, "model_loss")
+    labels = next((inputs[name] for name in _NAMES if name in inputs), None)
+    if not isinstance(labels, Tensor) or not labels.dim():
+        raise InputError(
+            "model_loss needs a batch with 'labels', a tensor with the samples on dim 0, and was given"
+            f" {listed(inputs) if inputs else 'nothing'}: add labels, or write the loss."
+        )
+    check_words(model, inputs.get("input_ids"))
+    if "use_cache" not in inputs and takes_cache(model):
+        inputs["use_cache"] = False  # of no use in training, and it holds keys and values
+    if labels.is_floating_point() or "labels" not in inputs:
+        return Loss(_mean(model, inputs) * len(labels), len(labels))
+    ignored = _ignored(model)
+    counting: Counting = "all" if labels.dim() == 1 else _counting(model, inputs, labels, ignored)
+    if counting == "samples":
+        return Loss(_mean(model, inputs) * len(labels), len(labels))
+    counted = labels[..., 1:] if counting == "next" else labels
+    return weighed(model, inputs, labels, (counted != ignored).sum())
+
+
+def weighed(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, weight: Tensor) -> Loss:
+    """The mean that `model` computes with `labels`, times `weight`; where that is zero, so is the sum,
+    and its gradient: the mean over nothing is not a number, so another label stands for each then."""
+    labels = labels.where(weight > 0, 0)
+    return Loss(_mean(model, {**inputs, "labels": labels}) * weight, weight)
+
+
+def check_words(model: nn.Module, ids: Any) -> None:
+    """Raises `DataError` if one of the tokens `ids` `[batch, tokens]` has no place in the embedding of
+    `model`. Looks at what is on the CPU alone: elsewhere it would wait for the device."""
+    if not isinstance(ids, Tensor) or isinstance(ids, FakeTensor) or ids.device.type != "cpu":
+        return
+    getting = getattr(model, "get_input_embeddings", None)
+    embedding = getting() if callable(getting) else None
+    if not isinstance(embedding, nn.Embedding) or not ids.numel():
+        return
+    words = embedding.weight.size(0)
+    least, most = (int(value) for value in ids.aminmax())
+    if least >= 0 and most < words:
+        return
+    wrong = least if least < 0 else most
+    place = [int(at) for at in (ids == wrong).nonzero()[0]]
+    raise DataError(
+        f"input_ids have {wrong} at {place} of a micro-batch, and the embedding of"
+        f" {type(model).__name__} has {words} words, 0 to {words - 1}: take the tokenizer of the model,"
+        " or call model.resize_token_embeddings(len(tokenizer)) if tokens were added to it."
+    )
+
+
+def takes_cache(model: nn.Module) -> bool:
+    """Whether `model` can be told not to keep keys and values."""
+    taken = inspect.signature(type(model).forward).parameters
+    if "use_cache" in taken:
+        return True
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
+    return open_ended and hasattr(getattr(model, "config", None), "use_cache")
+
+
+@contextmanager
+def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """In evaluation mode, with modes and random numbers as before in the end."""
+    modes = [(module, module.training) for module in model.modules()]
+    others = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(others, device_type=device.type if others else "cuda"):
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def check_not_moved(ids: Tensor, targets: Tensor, ignored: int, given: str) -> None:
+    """Raises `InputError` if `targets` `[batch, tokens]`, what each of the tokens `ids` is to predict,
+    are not the tokens that follow but those after these (labels that were moved by one before the
+    model moves them), or the tokens themselves. Reads values, so it waits for the device.
+
+    Args:
+        given: the name of the labels in the batch: `labels` or `shift_labels`.
+    """
+    offset = 2 if given == "labels" else 0
+    length = ids.size(1) - offset
+    wanted, counted = targets[:, :length], targets[:, :length] != ignored
+    if int(counted.sum()) < _LEAST_COMPARED:
+        return
+    moved = wanted == ids[:, offset:]
+    right = targets[:, :-1] == ids[:, 1:]
+    if not bool(moved[counted].all()) or bool(right[targets[:, :-1] != ignored].all()):
+        return
+    if offset:
+        raise InputError(
+            "the labels are moved by one already (labels[i] is input_ids[i + 1] in every sequence of"
+            " the first batch), and a causal language model moves them by itself: give labels that"
+            " stand where their tokens do, or call yours 'shift_labels'."
+        )
+    raise InputError(
+        "shift_labels are the tokens themselves (shift_labels[i] is input_ids[i] in every sequence of"
+        " the first batch), so the model would learn to repeat: give the token that follows each, or"
+        " call yours 'labels', which are moved by one."
+    )
+
+
+_LEAST_COMPARED = 8  # so many tokens are not alike by accident
+
+
+# ------------------------------------------------------------------------------------- what counts
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, Counting] = weakref.WeakKeyDictionary()
+
+
+def _counting(model: nn.Module, inputs: dict[str, Any], labels: Tensor, ignored: int) -> Counting:
+    if isinstance(labels, FakeTensor) or not labels.numel():
+        return "all"  # nothing that could be asked about, and no value that anybody reads
+    if (known := _KNOWN.get(model)) is None:
+        known = _KNOWN[model] = _asked(model, inputs, labels, ignored)
+        ids = inputs.get("input_ids")
+        if known == "next" and isinstance(ids, Tensor) and ids.shape == labels.shape:
+            targets = nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
+            check_not_moved(ids, targets, ignored, "labels")
+    return known
+
+
+@torch.no_grad()
+def _asked(model: nn.Module, inputs: dict[str, Any], labels: Tensor, ignored: int) -> Counting:
+    """What the mean of `model` is over, by its loss of two samples (one twice, if there is no other)
+    with few of their labels: the first has three and the second one, alone and together. Always four
+    passes: where a model is divided over ranks, all of them have to make as many."""
+    size = len(labels)
+    flat = labels.where(labels != ignored, 0).flatten(1)
+    last = flat.size(1) - 1
+    three, one = tuple(range(min(last, 2) + 1)), (min(last, 1),)
+
+    def mean(*kept: tuple[int, ...], first: int = 0) -> float:
+        rows = [(first + i) % size for i in range(len(kept))]
+        some = {name: _rows(value, rows, size) for name, value in inputs.items()}
+        few = torch.full_like(flat[rows], ignored)
+        for row, places in enumerate(kept):
+            few[row, list(places)] = flat[rows[row], list(places)]
+        return float(_mean(model, {**some, "labels": few.view(-1, *labels.shape[1:])}))
+
+    with unchanged(model, labels.device):
+        alone = mean((0,))
+        several, single = mean(three), mean(one, first=1)
+        together = mean(three, one)
+    counting: Counting = "all" if math.isfinite(alone) and alone != 0 else "next"
+    if last < 2:
+        return counting
+    num = 3 if counting == "all" else 2
+    close = _ALIKE_IN_HALF if _is_coarse(model, labels.device) else _ALIKE
+    wanted = (num * several + single) / (num + 1)
+    if math.isclose(together, wanted, rel_tol=close):
+        return counting
+    if math.isclose(together, (several + single) / 2, rel_tol=close):
+        return "samples"
+    warnings.warn(
+        f"model_loss: the loss of {type(model).__name__} on two samples together is {together:.6g}, and"
+        f" {wanted:.6g} by the labels of each: it is no mean over labels (a loss that balances experts,"
+        " say, is none), so it depends on how the global batch is cut into micro-batches.",
+        UserWarning,
+        stacklevel=5,
+    )
+    return counting
+
+
+def _rows(value: Any, rows: list[int], size: int) -> Any:
+    return (
+        value[rows] if isinstance(value, Tensor) and value.dim() and len(value) == size else value
+    )
+
+
+def _is_coarse(model: nn.Module, device: torch.device) -> bool:
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return torch.is_autocast_enabled(device.type) or any(torch.finfo(d).eps > 1e-5 for d in dtypes)
+
+
+def _ignored(model: nn.Module) -> int:
+    """The label that counts nothing: -100, but for segmentation."""
+    plain = getattr(model, "get_base_model", lambda: model)()  # without the adapters of peft
+    if "Segmentation" not in type(plain).__name__:
+        return _IGNORED
+    config = getattr(model, "config", None)
+    return int(getattr(config, "semantic_loss_ignore_index", _IGNORED))
+
+
+# ------------------------------------------------------------------------------------- the model
+
+
+def _mapping(batch: Any, who: str) -> dict[str, Any]:
+    if not isinstance(batch, Mapping):
+        raise InputError(
+            f"{who} needs a batch that is a mapping, of which the model is called with each part by its"
+            f" name, and was given a {type(batch).__name__}: return a dict from collate."
+        )
+    return dict(batch)
+
+
+def _mean(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    loss = getattr(model(**inputs), "loss", None)
+    if not isinstance(loss, Tensor):
+        raise InputError(
+            f"{type(model).__name__} returned no loss: model_loss is for models of transformers that"
+            " compute one from labels, with return_dict=True. Write the loss as a function of the model"
+            " and the batch."
+        )
+    return loss

@@ -1,0 +1,138 @@
+"""Tokens of a model: those of the tokenizer in its folder, or bytes.
+
+Bytes are for a model without weights of its own that has no tokenizer either: any model from a
+configuration of at least 257 words can then be trained on any text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from anybatch.errors import InputError
+from anybatch.recipes.finetune_model import Source, first_line, libraries
+from anybatch.recipes.text_tokens import LEAST, Bytes
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+class Tokens(Protocol):
+    """Text to tokens and back.
+
+    Attributes:
+        end: the token after a text, or None.
+        pad: a token that fills up what is shorter; it is masked, so which one does not matter.
+        longest: so many tokens at most, or None.
+        what: in words.
+    """
+
+    end: int | None
+    pad: int
+    longest: int | None
+    what: str
+
+    def encode(self, texts: Sequence[str], whole: bool = True) -> list[list[int]]:
+        """The tokens of each text. `whole`: with those that begin (and end) a text, where the model has
+        such."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`, without special ones."""
+        ...
+
+    def save(self, folder: str) -> None:
+        """Write what is needed to find the same tokens again beside the model."""
+        ...
+
+
+def tokens_of(source: Source, words: int) -> Tokens:
+    """The tokens of the model in `source`, which knows so many `words`.
+
+    Raises `InputError` if the folder has weights and no tokenizer, one that cannot be read, or one that
+    makes tokens which the model does not know.
+    """
+    folder = source.folder
+    if not any((folder / name).exists() for name in _FILES):
+        if source.has_weights:
+            raise InputError(
+                f"the folder {str(folder)!r} has weights and no tokenizer, so there is no telling what"
+                " its tokens mean: add the tokenizer's files (its save_pretrained writes them), or"
+                " give data with 'input_ids'."
+            )
+        if words < LEAST:
+            raise InputError(
+                f"the folder {str(folder)!r} has no tokenizer, so text is read as bytes, but the model"
+                f" knows {words} words: add a tokenizer, or give vocab_size {LEAST} or more in"
+                " config.json."
+            )
+        return ByteTokens()
+    try:
+        tokenizer = libraries().AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # each kind of tokenizer raises its own
+        raise InputError(
+            f"the tokenizer in {str(folder)!r} cannot be read: {first_line(error)}"
+        ) from error
+    if len(tokenizer) > words:
+        raise InputError(
+            f"the tokenizer in {str(folder)!r} has {len(tokenizer)} tokens, and the model's embedding"
+            f" {words}: it belongs to another model, or has had tokens added to it; give the model's"
+            " own, or call model.resize_token_embeddings(len(tokenizer)) and save the model again."
+        )
+    return Tokenizer(tokenizer)
+
+
+class Tokenizer:
+    """A tokenizer of transformers."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.end: int | None = tokenizer.eos_token_id
+        pad = tokenizer.pad_token_id
+        self.pad: int = pad if pad is not None else self.end or 0
+        given = tokenizer.model_max_length
+        self.longest: int | None = int(given) if given < 1 << 30 else None  # 1e30: not known
+        self.what: str = f"the tokens of its tokenizer ({len(tokenizer):,})"
+
+    def encode(self, texts: Sequence[str], whole: bool = True) -> list[list[int]]:
+        if not texts:
+            return []
+        return self._tokenizer(
+            list(texts),
+            add_special_tokens=whole,
+            return_attention_mask=False,
+            verbose=False,  # about texts that are too long: they are cut, and counted
+        )["input_ids"]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def save(self, folder: str) -> None:
+        self._tokenizer.save_pretrained(folder)
+
+
+class ByteTokens:
+    """A token is a byte, and one more ends a text."""
+
+    end: int | None = Bytes.end
+    pad: int = Bytes.end
+    longest: int | None = None
+    what: str = "bytes, since it has no tokenizer"
+
+    def encode(self, texts: Sequence[str], whole: bool = True) -> list[list[int]]:
+        return [list(text.encode(errors="replace")) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return Bytes().decode([token for token in tokens if token < Bytes.end])
+
+    def save(self, folder: str) -> None:
+        """Nothing is needed."""

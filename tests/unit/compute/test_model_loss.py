@@ -1,0 +1,217 @@
+"""model_loss: what the model's own mean is over, found by asking the model."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import anybatch as ab
+
+WORDS = 7
+
+
+class Own(nn.Module):
+    """A model with a loss of its own, as transformers' are: `mean(logits, labels)`."""
+
+    def __init__(self, mean, width=WORDS):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(WORDS, width, dtype=torch.float64)
+        self.drop = nn.Dropout(0.5)
+        self.mean = mean
+        self.num_calls = 0
+
+    def forward(self, input_ids, labels):
+        self.num_calls += 1
+        return SimpleNamespace(loss=self.mean(self.drop(self.embed(input_ids)), labels))
+
+
+def over_all(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def over_next(logits, labels):
+    return over_all(logits[:, :-1], labels[:, 1:])
+
+
+def over_samples(logits, labels):
+    """A mean over the samples of the mean over the tokens of each."""
+    return torch.stack([F.cross_entropy(x, y) for x, y in zip(logits, labels, strict=True)]).mean()
+
+
+def balanced(logits, labels):
+    """With a term that looks at all tokens of the batch together."""
+    return over_all(logits, labels) + logits.flatten(0, 1).softmax(1).mean(0).square().sum()
+
+
+def batch(rows=4, length=6):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(WORDS, (rows, length), generator=generator)
+    labels = torch.randint(WORDS, (rows, length), generator=generator)
+    labels[0, 3:] = labels[2, 1:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def pieces(whole):
+    return [
+        {name: value[part] for name, value in whole.items()} for part in (slice(1), slice(1, 4))
+    ]
+
+
+@pytest.mark.parametrize(("mean", "weight"), [(over_all, 16), (over_next, 12), (over_samples, 4)])
+def test_the_weight_is_what_the_mean_is_over(mean, weight):
+    model = Own(mean).eval()
+    whole = batch()
+    if mean is over_next:
+        whole["labels"][2, 1] = 3  # a mean over nothing would be no number for the sample either
+        weight += 1
+    found = ab.model_loss(model, whole)
+    parts = [ab.model_loss(model, part) for part in pieces(whole)]
+    assert float(found.weight) == weight == sum(float(part.weight) for part in parts)
+    torch.testing.assert_close(
+        found.sum, mean(model.embed(whole["input_ids"]), whole["labels"]) * weight
+    )
+    torch.testing.assert_close(found.sum, sum(part.sum for part in parts))
+
+
+def test_the_model_is_asked_once_and_stays_as_it_is():
+    model = Own(over_all)
+    before = torch.random.get_rng_state()
+    ab.model_loss(model, batch())
+    asked = model.num_calls
+    assert model.training
+    assert model.drop.training
+    torch.random.set_rng_state(before)
+    model.embed.weight.grad = None
+    ab.model_loss(model, batch()).sum.backward()
+    assert model.num_calls == asked + 1
+    assert model.embed.weight.grad is not None
+
+
+@pytest.mark.parametrize("mean", [over_all, over_next])
+def test_a_batch_without_a_label_has_no_weight_and_no_gradient(mean):
+    model = Own(mean)
+    ab.model_loss(model, batch())
+    empty = {**batch(), "labels": torch.full((4, 6), -100)}
+    found = ab.model_loss(model, empty)
+    found.sum.backward()
+    assert float(found.weight) == float(found.sum.detach()) == 0
+    assert model.embed.weight.grad.abs().sum() == 0
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_sequences_too_short_to_compare_are_counted_by_their_first_label(length):
+    assert float(ab.model_loss(Own(over_all), batch(length=length)).weight) == 4 * length - (
+        length - 1
+    )
+
+
+def test_a_loss_that_is_no_mean_over_labels_is_told():
+    with pytest.warns(UserWarning, match=r"loss of Own on two samples .* no mean over labels"):
+        ab.model_loss(Own(balanced), batch())
+
+
+def test_labels_of_samples_and_numbers_are_weighed_by_samples():
+    def over_rows(logits, labels):
+        return F.cross_entropy(logits.mean(1), labels)
+
+    def squared(logits, labels):
+        return F.mse_loss(logits.mean(1), labels)
+
+    ids = batch()["input_ids"]
+    classes = {"input_ids": ids, "labels": torch.tensor([1, 2, -100, 3])}
+    assert float(ab.model_loss(Own(over_rows), classes).weight) == 3
+    numbers = {"input_ids": ids, "labels": torch.zeros(4, WORDS, dtype=torch.float64)}
+    assert float(ab.model_loss(Own(squared), numbers).weight) == 4
+
+
+def test_without_warnings_in_an_ordinary_case():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ab.model_loss(Own(over_next), batch())
+
+
+def moved(name):
+    ids = torch.randint(WORDS, (3, 8), generator=torch.Generator().manual_seed(0))
+    labels = torch.full_like(ids, -100)
+    labels[:, :-1] = ids[:, 1:]
+    return {"input_ids": ids, name: labels}
+
+
+def test_labels_that_are_moved_already_are_refused():
+    with pytest.raises(ab.InputError, match=r"moved by one already .* call yours 'shift_labels'"):
+        ab.model_loss(Own(over_next), moved("labels"))
+    assert ab.model_loss(
+        Own(over_all), moved("labels")
+    ).weight  # of a model that does not move them
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (torch.zeros(2, 3), "needs a batch that is a mapping.*was given a Tensor"),
+        ({"input_ids": torch.zeros(2, 3)}, "needs a batch with 'labels'.*'input_ids'"),
+        ({"labels": [{}, {}]}, "a tensor with the samples on dim 0"),
+        ({}, "was given nothing"),
+    ],
+)
+def test_a_batch_without_labels_is_refused(given, said):
+    with pytest.raises(ab.InputError, match=said):
+        ab.model_loss(Own(over_all), given)
+
+
+def test_a_model_without_a_loss_is_refused():
+    model = Own(lambda *_: None)
+    with pytest.raises(ab.InputError, match="Own returned no loss"):
+        ab.model_loss(model, {**batch(), "labels": torch.zeros(4, dtype=torch.int64)})
+
+
+# ------------------------------------------------------------------------------- of transformers
+
+
+def test_moved_labels_are_refused_without_logits_too():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=WORDS, n_embd=8, n_layer=1, n_head=2, n_positions=8)
+    make = partial(transformers.AutoModelForCausalLM.from_config, config)
+    with pytest.raises(ab.InputError, match="moved by one already"):
+        ab.causal_lm_loss(make(), moved("labels"))
+    right = moved("shift_labels")
+    assert float(ab.causal_lm_loss(make(), right).weight) == 21
+    with pytest.raises(ab.InputError, match="shift_labels are the tokens themselves"):
+        ab.causal_lm_loss(make(), {**right, "shift_labels": right["input_ids"]})
+
+
+@pytest.mark.parametrize("loss", [ab.causal_lm_loss, ab.model_loss])
+@pytest.mark.parametrize("wrong", [WORDS, -1])
+def test_a_token_that_the_model_does_not_know_is_named(loss, wrong):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=WORDS, n_embd=8, n_layer=1, n_head=2, n_positions=8)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    given = batch()
+    given["input_ids"][2, 1] = wrong
+    with pytest.raises(ab.DataError, match=rf"input_ids have {wrong} at \[2, 1\] .* has 7 words"):
+        loss(model, given)
+
+
+def test_a_mixture_of_experts_that_balances_them_is_told():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=WORDS,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        output_router_logits=True,
+        router_aux_loss_coef=1.0,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.warns(UserWarning, match="no mean over labels"):
+        ab.model_loss(model, batch())
