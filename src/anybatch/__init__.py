@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from anybatch.compute.causal_lm import causal_lm_loss as causal_lm_loss
     from anybatch.compute.lm_loss import lm_loss as lm_loss
+    from anybatch.compute.model_loss import model_loss as model_loss
     from anybatch.errors import AnybatchError as AnybatchError
     from anybatch.errors import DataError as DataError
     from anybatch.errors import InputError as InputError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from anybatch.parallel.group import Wish as Wish
     from anybatch.planning import plan as plan
     from anybatch.plans import Exchange as Exchange
+    from anybatch.plans import KernelChoices as KernelChoices
     from anybatch.plans import Outer as Outer
     from anybatch.plans import Plan as Plan
     from anybatch.plans import Recompute as Recompute
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from anybatch.run import train as train
     from anybatch.session import Session as Session
     from anybatch.state import load_weights as load_weights
+    from anybatch.state import save_adapters as save_adapters
     from anybatch.state import save_weights as save_weights
     from anybatch.step import Outcome as Outcome
     from anybatch.step import Step as Step
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "compute.causal_lm": ("causal_lm_loss",),
     "compute.lm_loss": ("lm_loss",),
+    "compute.model_loss": ("model_loss",),
     "errors": (
         "AnybatchError",
         "DataError",
@@ -74,12 +78,12 @@ _HOMES = {
         "gather",
     ),
     "parallel.group": ("Wish",),
-    "plans": ("Exchange", "Outer", "Plan", "Recompute"),
+    "plans": ("Exchange", "KernelChoices", "Outer", "Plan", "Recompute"),
     "recipes.schedules": ("warmup_constant", "warmup_cosine", "warmup_linear"),
     "planning": ("plan",),
     "run": ("Result", "train"),
     "session": ("Session",),
-    "state": ("load_weights", "save_weights"),
+    "state": ("load_weights", "save_adapters", "save_weights"),
     "step": ("Outcome", "Step"),
     "task": ("Loss", "Progress", "Task"),
     "proof": ("Verdict", "verify"),
@@ -94,6 +98,7 @@ __all__ = [
     "DataParallelModel",
     "Exchange",
     "InputError",
+    "KernelChoices",
     "LaunchError",
     "Loss",
     "LossError",
@@ -118,7 +123,9 @@ __all__ = [
     "gather",
     "lm_loss",
     "load_weights",
+    "model_loss",
     "plan",
+    "save_adapters",
     "save_weights",
     "train",
     "verify",

@@ -47,6 +47,7 @@ def plan(
     exchange: Exchange | None = None,
     norms: Norms | None = None,
     balance: Balancing | None = None,
+    compile: bool = False,
     frontier: bool = False,
 ) -> Plan:
     """The fastest plan for `task` that is predicted to fit.
@@ -71,6 +72,8 @@ def plan(
             faster.
         balance: `"measured"`: shares follow the ranks' measured speed; `"fixed"`: they stay; None:
             measured on GPUs.
+        compile: compile the blocks of the model by `torch.compile`. Then a budget on a CPU is planned
+            with and not enforced.
         frontier: look at ways that cannot win, too, so that the plan tells what memory buys in time.
 
     Raises:
@@ -91,6 +94,8 @@ def plan(
             micro_batch=micro_batch,
             recompute=_recompute(recompute, subject),
             frontier=frontier,
+            compile=compile,
+            shapes_vary=task.lengths is not None or task.collate is not None,
         )
 
         def shared(way: Parallel | None, *more: str) -> Plan:
@@ -105,6 +110,7 @@ def plan(
                 notices=(
                     *default_ghost_notice(subject.identity.ghost_batch, task.ghost_batch),
                     *_size_notice(task),
+                    *_length_notice(subject),
                     *more,
                 ),
             )
@@ -135,6 +141,7 @@ def serves_again(
     recompute: str | Recompute | None = None,
     exchange: Exchange | None = None,
     balance: Balancing | None = None,
+    compile: bool = False,
 ) -> bool:
     """Whether `before`, a plan for `task`, is for the same ranks, devices, budget and wishes as one
     that `plan` would make of these arguments. With several ranks all of them have to ask."""
@@ -145,9 +152,10 @@ def serves_again(
         and before.task.global_batch == task.global_batch
         and len(before.shares) == len(devices)
         and before.device_name == leanest.name
-        and before.enforced == (memory is not None)
+        and before.enforced == (memory is not None and not (compile and before.device == "cpu"))
         and (memory is None or before.budget_bytes == leanest.budget_bytes)
         and before.choice.precision == parse_precision(precision)
+        and before.kernels.compile == compile
         and (parallel is None or before.parallel == parallel)
         and before.exchange == (exchange or Exchange())
         and (balance is None or before.balance == balance)
@@ -264,6 +272,14 @@ def _recompute(wish: str | Recompute | None, subject: Subject) -> Recompute | No
             " separated by commas, or leave it out."
         )
     return Recompute(blocks=named, nested=wish == "nested")
+
+
+def _length_notice(subject: Subject) -> Iterator[str]:
+    if subject.long:
+        yield (
+            f"Samples differ in length: {subject.long}. Micro-batches are cut by padded size, and bytes"
+            " and seconds are predicted for the longest samples, which is the most they can be."
+        )
 
 
 def _size_notice(task: Task) -> Iterator[str]:

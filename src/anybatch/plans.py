@@ -79,20 +79,48 @@ class Recompute(_Frozen):
         return ", ".join([names, *filter(None, more)])
 
 
+Update = Literal["as given", "fused", "in parts"]
+"""How the optimizer's update is run:
+
+`as given`: as the task's optimizer does it by itself. `fused`: by one kernel that stores nothing in
+between. `in parts`: some parameters at a time, so that what is stored in between is small.
+"""
+
+StatesOn = Literal["device", "host"]
+"""Where the optimizer's states lie between updates."""
+
+
 class Choice(_Frozen):
-    """The knobs of one device. Turning any of them leaves the mathematics as it is."""
+    """The knobs of one device. Turning any of them leaves the mathematics as it is.
+
+    Where samples differ in length, a batch may hold as many as have, padded, the size of `micro_batch`
+    (or `evaluation_batch`) samples of the longest.
+    """
 
     micro_batch: int = Field(ge=1, description="samples per forward pass")
     evaluation_batch: int = Field(ge=1, description="samples per forward pass without gradient")
     precision: Precision = "fp32"
     recompute: Recompute = Recompute()
+    update: Update = "as given"
+    optimizer_states: StatesOn = "device"
 
     def describe(self) -> str:
         """One line for a table or an event."""
+        states = ", optimizer states in host memory" if self.optimizer_states == "host" else ""
         return (
             f"micro-batch {self.micro_batch}, {self.precision},"
-            f" recompute {self.recompute.describe()}"
+            f" recompute {self.recompute.describe()}{states}"
         )
+
+    def describe_update(self) -> str:
+        """How the update is run, and why, in a line; empty: as torch does by itself."""
+        told = {
+            "as given": "",
+            "fused": "fused: one kernel that stores nothing in between",
+            "in parts": "some parameters at a time, so that little is stored in between",
+        }[self.update]
+        host = "states in host memory, which come over for some parameters at a time"
+        return "; ".join(filter(None, [told, host if self.optimizer_states == "host" else ""]))
 
 
 Parallel = Literal["single", "replicate", "ddp", "shard", "in-process"]
@@ -195,6 +223,30 @@ class Exchange(_Frozen):
         return (told,)
 
 
+class KernelChoices(_Frozen):
+    """Which kernels compute the model, and in which layout. Results differ by rounding only.
+
+    Attributes:
+        channels_last: convolutions get their images with the channels innermost.
+        autotune: cuDNN times its algorithms for each shape when it first meets it, and keeps the
+            fastest.
+        compile: the blocks of the model are compiled by `torch.compile`.
+    """
+
+    channels_last: bool = False
+    autotune: bool = False
+    compile: bool = False
+
+    def describe(self) -> str:
+        """A few words for a table; empty if nothing is chosen."""
+        told = [
+            "channels-last convolutions" if self.channels_last else "",
+            "autotuned by cuDNN" if self.autotune else "",
+            "compiled blocks" if self.compile else "",
+        ]
+        return ", ".join(filter(None, told))
+
+
 class Prediction(_Frozen):
     """What the plan is predicted to cost the rank with the largest share.
 
@@ -252,6 +304,9 @@ class TaskIdentity(_Frozen):
     parameters: int = Field(ge=0)
     trainable_parameters: int = Field(ge=1)
     ghost_batch: int | None = Field(default=None, ge=1)
+    longest: int | None = Field(
+        default=None, ge=1, description="length of the longest sample, where samples differ in it"
+    )
 
 
 class Plan(_Frozen):
@@ -268,6 +323,7 @@ class Plan(_Frozen):
             is divided over the ranks, one per pass, and the norms of all ranks meet in it.
         device: as torch names it; `"cuda"`: each rank its own.
         exchange: what ranks tell each other; see `Exchange`.
+        kernels: which kernels compute the model; see `KernelChoices`.
         devices: of the ranks, if they are in one process.
         device_name: for people.
         budget_bytes: memory that training may use on each device; None: not limited.
@@ -287,6 +343,7 @@ class Plan(_Frozen):
     balance: Balancing = "fixed"
     norms: Norms = "ghosts"
     exchange: Exchange = Exchange()
+    kernels: KernelChoices = KernelChoices()
     device: str = Field(pattern=r"^(cpu|cuda(:\d+)?)$")
     devices: tuple[Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")], ...] = ()
     device_name: str = ""
@@ -303,6 +360,7 @@ class Plan(_Frozen):
     def _check(self) -> Plan:
         self._check_ranks()
         self._check_exchange()
+        self._check_kernels()
         ghost = self.task.ghost_batch
         unit = min(ghost or 1, self.task.global_batch)
         for place, choice in (("choice", self.choice), *_numbered("ladder", self.ladder)):
@@ -335,6 +393,13 @@ class Plan(_Frozen):
             raise ValueError(
                 "norms is 'synchronised', which is for BatchNorm over several replicated ranks:"
                 f" parallel is {self.parallel!r}"
+            )
+        if self.parallel == "shard" and any(
+            choice.optimizer_states == "host" for choice in (self.choice, *self.ladder)
+        ):
+            raise ValueError(
+                "optimizer_states is 'host' and parallel is 'shard', where states are divided over the"
+                " ranks instead: leave one of them out"
             )
         if self.parallel == "in-process" and len(self.devices) != self.num_ranks:
             raise ValueError(
@@ -398,6 +463,20 @@ class Plan(_Frozen):
                 " fewer ranks"
             )
 
+    def _check_kernels(self) -> None:
+        kernels, is_cpu = self.kernels, self.device == "cpu"
+        if kernels.autotune and is_cpu:
+            raise ValueError(
+                "kernels.autotune is true, but device is 'cpu', and what is tuned is cuDNN, of CUDA"
+                " devices: make it false"
+            )
+        if kernels.compile and self.enforced and is_cpu:
+            raise ValueError(
+                "kernels.compile is true and enforced too, but on a CPU the compiler works in the"
+                " process that trains, and what it takes would count against the budget: make one of"
+                " them false"
+            )
+
     @property
     def num_ranks(self) -> int:
         """Number of ranks."""
@@ -414,7 +493,8 @@ class Plan(_Frozen):
 
     @property
     def accumulation_steps(self) -> int:
-        """Passes for a full global batch, on the rank that has most."""
+        """Passes for a full global batch, on the rank that has most; the most there can be, where
+        samples differ in length."""
         if self.norms == "synchronised":
             whole, rest = divmod(self.task.global_batch, self.task.ghost_batch or 1)
             # A rest of one sample joins its neighbour.
@@ -441,8 +521,15 @@ class Plan(_Frozen):
     def exchanging(self, exchange: Exchange) -> Plan:
         """This plan with another `exchange` between its ranks. Raises `InputError` if they cannot have
         it."""
-        data = {**self.model_dump(mode="json"), "exchange": exchange.model_dump(mode="json")}
-        return Plan.from_json(json.dumps(data), source="a plan with this exchange")
+        return self._with("exchange", exchange, "a plan with this exchange")
+
+    def running(self, kernels: KernelChoices) -> Plan:
+        """This plan with other `kernels`. Raises `InputError` if its device cannot have them."""
+        return self._with("kernels", kernels, "a plan with these kernels")
+
+    def _with(self, name: str, value: BaseModel, source: str) -> Plan:
+        data = {**self.model_dump(mode="json"), name: value.model_dump(mode="json")}
+        return Plan.from_json(json.dumps(data), source=source)
 
     def explain(self) -> list[tuple[str, str]]:
         """The plan as (what, how) lines that a person reads in ten seconds."""
@@ -450,12 +537,8 @@ class Plan(_Frozen):
         ghost = f", BatchNorm over ghost batches of {task.ghost_batch}" if task.ghost_batch else ""
         if self.norms == "synchronised":
             ghost += ", each divided over the ranks"
-        cut = (
-            "in one piece"
-            if self.accumulation_steps == 1
-            else f"{self.accumulation_steps} micro-batches of {choice.micro_batch}, accumulated exactly"
-        )
         each = f"{self._told_shares()}, " if self.num_ranks > 1 else ""
+        samples = f"{task.global_batch:,} samples per step"
         lines = [
             ("task", f"{task.name}, {task.trainable_parameters:,} trainable parameters"),
             ("device", self.device_name or self.device),
@@ -465,10 +548,14 @@ class Plan(_Frozen):
         if not self.exchange.is_exact:
             lines.append(("exchange", f"not exact: {self.exchange.describe()}"))
         lines += [
-            ("global batch", f"{task.global_batch:,} samples per step: {each}{cut}{ghost}"),
+            ("global batch", f"{samples}: {each}{self._told_cut()}{ghost}"),
             ("precision", choice.precision),
             ("recompute", choice.recompute.describe()),
         ]
+        if update := choice.describe_update():
+            lines.append(("update", update))
+        if kernels := self.kernels.describe():
+            lines.append(("kernels", kernels))
         if self.budget_bytes is not None:
             held = "enforced" if self.enforced else "not enforced"
             lines.append(("budget", f"{format_bytes(self.budget_bytes)}, {held}"))
@@ -486,6 +573,17 @@ class Plan(_Frozen):
                 lines.append(("times are", told.seconds_method))
         return lines
 
+    def _told_cut(self) -> str:
+        size, longest = self.choice.micro_batch, self.task.longest
+        if self.accumulation_steps == 1:
+            return "in one piece"
+        if longest is None:
+            return f"{self.accumulation_steps} micro-batches of {size}, accumulated exactly"
+        return (
+            f"micro-batches of a padded size of at most {size * longest:,} ({size} x {longest:,}, the"
+            " longest), accumulated exactly"
+        )
+
     def _told_shares(self) -> str:
         if len(set(self.shares)) == 1:
             return f"up to {self.largest_share:,} per rank"
@@ -496,7 +594,13 @@ class Plan(_Frozen):
         differing = [
             f"{name} is {getattr(self.task, name)!r} in the plan and {getattr(identity, name)!r} in"
             " the task"
-            for name in ("global_batch", "parameters", "trainable_parameters", "ghost_batch")
+            for name in (
+                "global_batch",
+                "parameters",
+                "trainable_parameters",
+                "ghost_batch",
+                "longest",
+            )
             if getattr(self.task, name) != getattr(identity, name)
         ]
         if differing:

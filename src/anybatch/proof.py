@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,12 +21,15 @@ from torch import Tensor, nn
 
 from anybatch.compute import Replica, batch_norms
 from anybatch.data import (
+    Piece,
+    Request,
     batch_size,
     evaluation_batches,
     ghosts,
     is_map_style,
     map_leaves,
     micro_batches,
+    open_fetch,
     permutation,
     slice_batch,
 )
@@ -95,6 +98,8 @@ class _Proof:
         if wanted < 2:
             raise InputError(f"samples is {wanted}: a proof cuts the sample, so give at least 2.")
         self._model = copy.deepcopy(task.build_model()).cpu()
+        self._order = torch.empty(0, dtype=torch.int64)  # of the sample, in map-style data
+        self._fetch: Callable[[Request], object] | None = None
         plan.check_fits(identify(task, self._model))
         self._batch = self._sample(wanted)
         self._num = batch_size(self._batch)
@@ -153,6 +158,13 @@ class _Proof:
         if fault := self._fault_of_loss(tolerance, names):
             found = True
             yield fault
+        if not found and self._fault_is_of_padding(tolerance):
+            found = True
+            yield (
+                "What collate makes of a sample depends on the others beside it, and the result on"
+                " that: padding that the model or the loss does not mask, most likely. Mask it in"
+                " attention, in means over positions and in the loss."
+            )
         if not found:
             yield (
                 "The cause is not among the known ones (random numbers, norms across the batch, a"
@@ -221,6 +233,15 @@ class _Proof:
             " anybatch.Loss(sum, weight) with the sum and the number of what is counted."
         )
 
+    def _fault_is_of_padding(self, tolerance: float) -> bool:
+        """Whether pieces that are cut from the whole batch agree with it, unlike those that are
+        collated by themselves."""
+        fetch, self._fetch = self._fetch, None
+        try:
+            return fetch is not None and self._deviation_when(()) <= tolerance
+        finally:
+            self._fetch = fetch
+
     def _pairs(self, sizes: Sequence[int], names: Sequence[str]) -> list[float]:
         """What the loss returns for each block with the next one."""
         found: dict[int, float] = {}
@@ -281,9 +302,14 @@ class _Proof:
     def _cut(self, sizes: Sequence[int]) -> Iterator[object]:
         start = 0
         for size in sizes:
-            piece = slice_batch(self._batch, start, start + size)
-            yield map_leaves(piece, self._cast)
+            yield map_leaves(self._piece(start, start + size), self._cast)
             start += size
+
+    def _piece(self, start: int, stop: int) -> object:
+        """Those samples as training would have them: collated by themselves, where that is possible."""
+        if self._fetch is None or stop - start == self._num:
+            return slice_batch(self._batch, start, stop)
+        return self._fetch([Piece(0, self._order[start:stop])])
 
     def _cast(self, leaf: object) -> object:
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -304,8 +330,10 @@ class _Proof:
         task = self._task
         data = task.train
         if is_map_style(data):
-            order = permutation(task.seed, 0, len(data), task.shuffle)[:wanted]
-            data = torch.utils.data.Subset(data, order.tolist())
+            self._order = permutation(task.seed, 0, len(data), task.shuffle)[:wanted]
+            if len(self._order) > 1:
+                self._fetch = open_fetch(data, task.collate, task.seed)
+                return self._fetch([Piece(0, self._order)])
         for batch, num_samples in evaluation_batches(data, task.collate, wanted, seed=task.seed):
             if num_samples >= 2:
                 return batch

@@ -29,9 +29,15 @@ from anybatch.planning import checked_ranks, default_ranks, serves_again
 from anybatch.planning import plan as make_plan
 from anybatch.plans import Balancing, Exchange, Parallel, Plan, Recompute
 from anybatch.report import EventLog, RunFolder, follow, last_plan, output_folder, write
-from anybatch.report.folder import CHECKPOINTS, EVENTS_FILE, WEIGHTS_FILE
+from anybatch.report.folder import ADAPTERS, CHECKPOINTS, EVENTS_FILE, WEIGHTS_FILE
 from anybatch.session import Session, joined
-from anybatch.state import load_weights, save_weights, whole_state
+from anybatch.state import (
+    has_adapters,
+    load_weights,
+    save_adapters,
+    save_weights,
+    whole_state,
+)
 from anybatch.task import Task, check_task
 
 
@@ -80,6 +86,7 @@ def train(
     recompute: str | Recompute | None = None,
     exchange: Exchange | None = None,
     balance: Balancing | None = None,
+    compile: bool = False,
     resume: bool = False,
     checkpoint_every: int | str | None = DEFAULT_EVERY,
     keep: int = 3,
@@ -105,7 +112,7 @@ def train(
         nodes, rendezvous: on several machines, how many, or the least and the most that there may be,
             and the address `HOST:PORT` of one of them where they meet; each makes the same call.
         parallel: how the ranks share a step, see `plans.Parallel`; None: chosen.
-        precision, micro_batch, recompute, exchange, balance: see `plan`.
+        precision, micro_batch, recompute, exchange, balance, compile: see `plan`.
         resume: go on with the run in `out`, from its newest intact checkpoint; at the beginning where
             there is none. On another number of ranks, under another plan or precision, if you like.
         checkpoint_every: steps (`500`), or time (`"10min"`), between checkpoints; None: only when
@@ -137,6 +144,7 @@ def train(
         "recompute": recompute,
         "exchange": exchange,
         "balance": balance,
+        "compile": compile or None,
     }
     given = [f"{name}={value!r}" for name, value in options.items() if value is not None]
     if plan is not None and given:
@@ -264,7 +272,8 @@ def _train_into(
         if folder is not None:
             _report(folder)
     result = recorder.result(model.eval(), last, folder)
-    if last.choice == chosen.choice:  # else what was measured is not what was predicted
+    # Else what was measured is not what was predicted.
+    if last.choice == chosen.choice and not chosen.kernels.compile:
         remember(chosen, result.ended.measured_peak_bytes, result.ended.step_seconds)
     return result
 
@@ -414,6 +423,8 @@ def _run(
                     recorder(done or session.evaluate())
             if out is not None:  # all ranks: each may hold a part of the weights
                 save_weights(session.model, Path(out) / WEIGHTS_FILE)
+                if has_adapters(session.model):
+                    save_adapters(session.model, Path(out) / ADAPTERS)
             finished, reason = True, ""
         except AnybatchError as error:
             reason = str(error)

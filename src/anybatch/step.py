@@ -34,7 +34,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from anybatch.compute import DEFAULT_GHOST_BATCH, Replica, batch_norms, find_blocks, find_chains
+from anybatch.compute import (
+    DEFAULT_GHOST_BATCH,
+    Replica,
+    batch_norms,
+    find_blocks,
+    find_chains,
+    kernel_choices,
+)
 from anybatch.compute.precision import check_available
 from anybatch.data import (
     Bad,
@@ -55,7 +62,14 @@ from anybatch.oom import is_limited
 from anybatch.parallel import Group, Replicate, SingleDevice
 from anybatch.parallel.told import together
 from anybatch.planner import Wishes, make_plan
-from anybatch.plans import Choice, Plan, Recompute, TaskIdentity, parse_precision
+from anybatch.plans import (
+    Choice,
+    KernelChoices,
+    Plan,
+    Recompute,
+    TaskIdentity,
+    parse_precision,
+)
 from anybatch.task import LossFunction
 
 
@@ -100,6 +114,7 @@ class Step:
         clip_norm: largest 2-norm of the mean gradient.
         ghost_batch: samples over which BatchNorm normalises; None: 32 where the model has BatchNorm.
             Each rank cuts its own part.
+        compile: compile the blocks of the model; then a budget on a CPU is not enforced.
         sinks: readers of the events of recovery; those of rank 0 are called.
 
     Attributes:
@@ -120,6 +135,7 @@ class Step:
         recompute: Recompute | None = None,
         clip_norm: float | None = None,
         ghost_batch: int | None = None,
+        compile: bool = False,
         sinks: Sequence[Sink] = (),
     ) -> None:
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
@@ -133,7 +149,9 @@ class Step:
         self._optimizer = optimizer
         self._loss = loss
         self._limited = memory is not None
-        self._wishes = Wishes(parse_precision(precision), micro_batch, recompute)
+        self._wishes = Wishes(
+            parse_precision(precision), micro_batch, recompute, compile=compile, shapes_vary=True
+        )
         self._clip_norm = clip_norm
         self._ghost = (ghost_batch or DEFAULT_GHOST_BATCH) if batch_norms(model) else None
         self._sinks = tuple(sinks)
@@ -144,6 +162,7 @@ class Step:
             )
         self._device = homes.pop()
         check_available(self._wishes.precision, self._device)
+        kernel_choices.check_available(KernelChoices(compile=compile), self._device)
         self._where = Machine.here(memory, str(self._device)).device
         self._engine: Transactions | None = None
         self._group: Group = SingleDevice()
@@ -223,8 +242,11 @@ class Step:
                     plan.choice,
                     self._device,
                     total,  # by which gradients are scaled: the same on all ranks
+                    kernels=plan.kernels,
                 ),
             )
+            with self._limit.lifted():  # a compiler is no part of training
+                together(group, self._replica.rehearse)
             together(group, lambda: group.adopt(self._replica))
         except BaseException:
             self._limit.leave()

@@ -119,6 +119,11 @@ class Task:
             default: all parameters that require a gradient.
         clip_norm: largest 2-norm of the mean gradient of the global batch, or None.
         collate: list of samples to batch; default torch's `default_collate`.
+        lengths: where samples differ in length (sequences that `collate` pads, say): that of each
+            training sample, by index, or a function from a data set (train or valid) to them. Then
+            micro-batches are cut by padded size, ranks take parts of equal total length, and the
+            samples of a global batch are put in order of length, longest first (not where the model
+            has BatchNorm). The set of samples in a global batch is the same. For map-style data only.
         metrics: computed in evaluation: a function `(model, batch) -> {name: (sum, weight)}` for means,
             a `Metrics` for what is no mean, or a list of these.
         last: what to do with the samples left at the end of an epoch that do not fill a global batch:
@@ -153,6 +158,7 @@ class Task:
     parameters: Callable[[nn.Module], Parameters] | None = None
     clip_norm: float | None = None
     collate: Callable[[list[Any]], Any] | None = None
+    lengths: Sequence[int] | Callable[[Any], Sequence[int]] | None = None
     metrics: MetricsOfTask | None = None
     last: Literal["keep", "drop", "wrap"] = "keep"
     shuffle: bool = True
@@ -323,6 +329,11 @@ def _data_faults(task: Task) -> Iterable[str]:
             yield (
                 f"{name} is {_kind(data)}; give a data set with __len__ and __getitem__,"
                 " or an iterable one"
+            )
+        elif name == "train" and not map_style and task.lengths is not None:
+            yield (
+                f"lengths are given for {name}, {_kind(data)}, whose samples have no index; leave them"
+                " out, or give a data set with __len__ and __getitem__"
             )
         elif map_style and _length(data) == 0:
             yield f"{name} is an empty data set; give at least one sample"

@@ -89,6 +89,26 @@ EDITS = [
         lambda p: p["choice"].update(recompute={"blocks": ["layer7"]}),
         ("'layer7'", "no such module"),
     ),
+    Edit("kernels", lambda p: p.update(kernels=["compile"]), ("kernels is ['compile']",)),
+    Edit("kernel", lambda p: p["kernels"].update(compile=1), ("kernels.compile is 1",)),
+    Edit(
+        "no-such-kernel",
+        lambda p: p["kernels"].update(fused=True),
+        ("kernels.fused is not a field of a plan",),
+    ),
+    Edit(
+        "tuned-on-a-cpu",
+        lambda p: p["kernels"].update(autotune=True),
+        ("kernels.autotune is true", "device is 'cpu'", "make it false"),
+    ),
+    Edit(
+        "compiled-under-a-limit",
+        lambda p: (
+            p.update(enforced=True, budget_bytes=1 << 30),
+            p["kernels"].update(compile=True),
+        ),
+        ("kernels.compile is true and enforced too", "make one of them false"),
+    ),
     Edit("absent-device", lambda p: p.update(device="cuda:99"), ("'cuda:99'", "another device")),
 ]
 

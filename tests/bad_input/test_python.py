@@ -42,6 +42,11 @@ def of_two_devices() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1, device="meta"))
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(TensorDataset(X, Y))
+
+
 def called(loss: Any = mse, batch: Any = (X, Y), **options: Any) -> None:
     with step(loss, **options) as one:
         one(batch)
@@ -60,6 +65,24 @@ ROWS: list[tuple[str, Callable[[], object], type[Exception], tuple[str, ...]]] =
     ("memory-bool", lambda: ab.plan(task(), memory=True), ab.InputError, ("True",)),
     ("precision", lambda: ab.plan(task(), precision="fp7"), ab.InputError, ("'fp7'", "bf16")),
     ("micro-batch", lambda: ab.plan(task(), micro_batch=0), ab.InputError, ("micro_batch is 0",)),
+    (
+        "lengths-of-others",
+        lambda: ab.plan(task(lengths=[1] * 39)),
+        ab.InputError,
+        ("39 lengths for 40 training samples",),
+    ),
+    (
+        "lengths-no-numbers",
+        lambda: ab.plan(task(lengths=[1] * 39 + ["long"])),
+        ab.InputError,
+        ("sample 39 is 'long'", "whole number"),
+    ),
+    (
+        "lengths-of-a-stream",
+        lambda: task(train=Stream(), lengths=[1] * 40),
+        ab.InputError,
+        ("lengths are given for train", "no index"),
+    ),
     (
         "plan-and-memory",
         lambda: ab.train(task(), "1GiB", plan=ab.plan(task())),

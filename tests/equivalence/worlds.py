@@ -25,6 +25,7 @@ class World:
     """One combination of data, model, loss and optimizer."""
 
     data: str = "tensors"
+    lengths: bool = False
     loss: str = "mean"
     optimizer: str = "sgd"
     num_samples: int = 37
@@ -62,6 +63,7 @@ def task_of(world: World) -> ab.Task:
         parameters=in_groups if world.groups else None,
         train=samples,
         collate={"ragged": pad, "dataclass": stack, "lists": list}.get(world.data),
+        lengths=lengths_of(world, samples) if world.lengths else None,
         global_batch=world.global_batch,
         steps=world.steps,
         last=world.last,
@@ -73,6 +75,12 @@ def task_of(world: World) -> ab.Task:
         ghost_batch=world.ghost_batch,
         seed=world.seed,
     )
+
+
+def lengths_of(world: World, samples: Any) -> list[int]:
+    """Of sequences their number of tokens; of what is alike some that say nothing."""
+    unequal = world.data in ("ragged", "lists")
+    return [len(s[0]) if unequal else 1 + 5 * i % 7 for i, s in enumerate(samples)]
 
 
 # ------------------------------------------------------------------------------------------ samples

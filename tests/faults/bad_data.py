@@ -280,7 +280,7 @@ def hang() -> None:
     data.tells = True
     task = task_of(data, shuffle=False, num_workers=2)
     _, loader = open_training(task, pin_memory=False)
-    loader.begin(0, lambda total: [range(total)])
+    loader.begin(0, lambda extent: [range(extent.num_samples)])
     for _ in range(2):
         step = loader.next_step()
         if step is not None and step.step == 1:

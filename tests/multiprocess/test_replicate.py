@@ -63,6 +63,12 @@ def test_any_data_and_loss(crew, data, loss):
     check(crew, World(data=data, loss=loss, schedule="samples", groups=True), (1.0, 1.0))
 
 
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (5.0, 0.0, 1.0)])
+def test_samples_of_unequal_length_are_shared_by_length(crew, shares):
+    world = World(data="ragged", lengths=True, loss="counted", optimizer="adamw", last="wrap")
+    check(crew, world, shares, micro_batch=1)
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_parameters_that_no_sample_of_a_step_uses_are_not_moved(crew, optimizer):
     world = World(sometimes=True, tied=True, frozen=True, optimizer=optimizer, global_batch=5)

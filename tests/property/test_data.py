@@ -90,8 +90,8 @@ def test_ranks_together_take_the_global_order(n, size, last, weights, micro_batc
         loader = Loader(dataset, steps, seed=seed)
         loader.begin(
             0,
-            lambda total, rank=rank: micro_batches(
-                share(total, weights, rank), micro_batch, None, total
+            lambda extent, rank=rank: micro_batches(
+                share(extent.num_samples, weights, rank), micro_batch, None, extent.num_samples
             ),
         )
         while (data := loader.next_step()) is not None:

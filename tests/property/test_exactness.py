@@ -12,6 +12,7 @@ from anybatch.data import Steps
 worlds = st.builds(
     World,
     data=st.sampled_from(DATA),
+    lengths=st.booleans(),
     loss=st.sampled_from(LOSSES),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     num_samples=st.integers(1, 40),
@@ -51,6 +52,7 @@ def learnable(world: World, task) -> bool:
 @example(world=World(sometimes=True, optimizer="adamw", global_batch=5), micro_batch=2)
 @example(world=World(optimizer="adagrad", tied=True, data="lists", loss="pair"), micro_batch=3)
 @example(world=World(num_samples=1, global_batch=1), micro_batch=1)
+@example(world=World(data="ragged", lengths=True, last="wrap", loss="pair"), micro_batch=2)
 @example(world=World(loss="counted on device", data="ragged", clip_norm=0.05), micro_batch=1)
 def test_any_cut_gives_the_update_of_the_plain_loop(world, micro_batch):
     if world.last == "drop" and world.num_samples < world.global_batch:

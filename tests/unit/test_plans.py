@@ -13,6 +13,7 @@ from anybatch.plans import (
     PRECISION_ALIASES,
     Candidate,
     Choice,
+    KernelChoices,
     Plan,
     Precision,
     Prediction,
@@ -58,6 +59,14 @@ def plans(draw):
     candidates = st.builds(
         Candidate, choice=choices, peak_bytes=COUNTS, step_seconds=SECONDS, reason=NAMES
     )
+    device = draw(st.sampled_from(["cpu", "cuda:0", "cuda:13"]))
+    enforced = draw(st.booleans())
+    kernels = st.builds(
+        KernelChoices,
+        channels_last=st.booleans(),
+        autotune=st.just(False) if device == "cpu" else st.booleans(),
+        compile=st.just(False) if device == "cpu" and enforced else st.booleans(),
+    )
     return Plan(
         task=TaskIdentity(
             name=draw(NAMES),
@@ -66,10 +75,11 @@ def plans(draw):
             trainable_parameters=draw(st.integers(1, 1 << 40)),
             ghost_batch=ghost,
         ),
-        device=draw(st.sampled_from(["cpu", "cuda:0", "cuda:13"])),
+        device=device,
+        kernels=draw(kernels),
         device_name=draw(NAMES),
         budget_bytes=draw(st.none() | st.integers(1, 1 << 60)),
-        enforced=draw(st.booleans()),
+        enforced=enforced,
         choice=draw(choices),
         ladder=tuple(draw(st.lists(choices, max_size=3))),
         prediction=draw(st.none() | predictions),
@@ -115,7 +125,7 @@ def test_below_the_ladder_the_micro_batch_falls_down_to_the_unit(plan):
 @given(plans())
 def test_a_plan_is_explained_in_few_lines(plan):
     lines = plan.explain()
-    assert 5 <= len(lines) <= 8
+    assert 5 <= len(lines) <= 9
     assert all(what and isinstance(how, str) for what, how in lines)
 
 

@@ -53,6 +53,9 @@ RecomputeNames: TypeAlias = Annotated[
         help="none, all, nested, or names of modules separated by commas. Default: chosen.",
     ),
 ]
+Compile: TypeAlias = Annotated[
+    bool, typer.Option("--compile", help="Compile the blocks of the model (torch.compile).")
+]
 Ranks: TypeAlias = Annotated[
     int | None,
     typer.Option(

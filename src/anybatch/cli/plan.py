@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from anybatch.cli.options import (
+    Compile,
     DeviceName,
     Devices,
     GlobalBatch,
@@ -32,6 +33,7 @@ def plan(
     precision: PrecisionName = "fp32",
     micro_batch: MicroBatch = None,
     recompute: RecomputeNames = None,
+    compile: Compile = False,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Save the plan, to be run.")
     ] = None,
@@ -58,6 +60,7 @@ def plan(
         precision=precision,
         micro_batch=micro_batch,
         recompute=recompute,
+        compile=compile,
         frontier=plot is not None,
     )
     if out is not None:

@@ -10,6 +10,7 @@ import typer
 
 from anybatch.cli.early import end_with_status_75
 from anybatch.cli.options import (
+    Compile,
     GlobalBatch,
     Memory,
     MicroBatch,
@@ -35,6 +36,7 @@ def train(
     precision: PrecisionName = "fp32",
     micro_batch: MicroBatch = None,
     recompute: RecomputeNames = None,
+    compile: Compile = False,
     ranks: Ranks = None,
     parallel: ParallelName = None,
     balance: Annotated[
@@ -140,7 +142,9 @@ def train(
     machines = parse_nodes(nodes)
     balancing = parse_balance(balance)
     if plan_file is not None:
-        _check_alone(memory, precision, micro_batch, recompute, parallel, balance, exchange)
+        _check_alone(
+            memory, precision, micro_batch, recompute, compile, parallel, balance, exchange
+        )
     checked_ranks(ranks, way)
     keeping = Keeping(resume, checkpoint_every, keep, restarts, stall_seconds)
     keeping.check(out)
@@ -171,6 +175,7 @@ def train(
             "precision": precision,
             "micro_batch": micro_batch,
             "recompute": recompute,
+            "compile": compile,
             "exchange": exchange,
             "balance": balancing,
         }
@@ -195,6 +200,7 @@ def _check_alone(
     precision: str,
     micro_batch: int | None,
     recompute: str | None,
+    compile: bool,
     parallel: str | None,
     balance: str | None,
     exchange: Exchange | None,
@@ -207,11 +213,12 @@ def _check_alone(
         "--precision": None if precision == "fp32" else precision,
         "--micro-batch": micro_batch,
         "--recompute": recompute,
+        "--compile": "" if compile else None,
         "--parallel": parallel,
         "--balance": balance,
         "an exchange": exchange and exchange.describe(),
     }
-    given = [f"{name} {value}" for name, value in options.items() if value is not None]
+    given = [f"{name} {value}".strip() for name, value in options.items() if value is not None]
     if given:
         raise InputError(
             f"--plan and {' and '.join(given)} are both given, but the plan says all of it: leave"

@@ -257,13 +257,17 @@ def _float8(model: nn.Module, device: torch.device) -> Callable[[], None]:
     """Linear layers in float8 by torchao, where both their sides are multiples of 16 as the kernel
     demands. The layers that come back share the parameters, so undoing is putting the old ones back."""
     check_available("fp8", device)
-    from torchao.float8 import convert_to_float8_training  # pyright: ignore[reportMissingImports]
+    from torchao.float8 import convert_to_float8_training
+
+    def fits(module: nn.Module, _name: str) -> bool:
+        return (
+            isinstance(module, nn.Linear)
+            and module.in_features % 16 == 0
+            and module.out_features % 16 == 0
+        )
 
     linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
-    convert_to_float8_training(
-        model,
-        module_filter_fn=lambda m, _name: m.in_features % 16 == 0 and m.out_features % 16 == 0,
-    )
+    convert_to_float8_training(model, module_filter_fn=fits)
 
     def undo() -> None:
         for name, linear in linears.items():

@@ -24,13 +24,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from anybatch.compute import recompute
+from anybatch.compute import kernel_choices, recompute
 from anybatch.compute.buckets import Buckets, check_dense
 from anybatch.compute.ghost import GhostBatches
 from anybatch.compute.loss import read_loss
+from anybatch.compute.optimizers import check_whole, rehearse
+from anybatch.compute.optimizers_update import Updater
 from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised import Exchange
-from anybatch.plans import Choice, Recompute
+from anybatch.plans import Choice, KernelChoices, Recompute
 from anybatch.task import Loss, LossFunction, parameters_in
 
 
@@ -40,6 +42,7 @@ class Replica:
     Attributes:
         model: the user's module, with its own names and parameters.
         optimizer: the user's optimizer.
+        updater: runs its step.
         phase: what is being done, for the report of a failure.
     """
 
@@ -52,6 +55,7 @@ class Replica:
         device: torch.device,
         global_batch: int,
         loss_scaling: bool = True,
+        kernels: KernelChoices | None = None,
     ) -> None:
         self.model: nn.Module = model
         self.phase: str = "setup"
@@ -61,11 +65,18 @@ class Replica:
             undo.callback(self._numerics.undo)
             self._ghosts = GhostBatches(model)
             undo.callback(self._ghosts.undo)
+            self._kernels = kernels or KernelChoices()
+            undo.callback(kernel_choices.install(model, self._kernels))
             self._recompute = choice.recompute
-            self._undo_recompute = recompute.install(model, choice.recompute)
+            self._undo_recompute = self._install(choice.recompute)
             undo.callback(lambda: self._undo_recompute())
             self.optimizer: Optimizer = make_optimizer()
+            if any(isinstance(param, DTensor) for param in model.parameters()):
+                check_whole(self.optimizer)
             self._numerics.adopt(self.optimizer)
+            self.updater: Updater = Updater(self.optimizer)
+            undo.callback(self.updater.close)
+            self.updater.take(choice.update, choice.optimizer_states)
             self._undo = undo.pop_all()
         self.parameters: list[nn.Parameter] = list(parameters_in(self.optimizer.param_groups))
         self._buckets: Buckets | None = None
@@ -128,8 +139,16 @@ class Replica:
         """Recompute other blocks from now on."""
         if choice != self._recompute:
             self._undo_recompute()
-            self._undo_recompute = recompute.install(self.model, choice)
+            self._undo_recompute = self._install(choice)
             self._recompute = choice
+
+    def _install(self, choice: Recompute) -> Callable[[], None]:
+        """Recompute by `choice`, around blocks that are compiled where the plan says so."""
+        with ExitStack() as undo:
+            if self._kernels.compile:
+                undo.callback(kernel_choices.compile_blocks(self.model, choice))
+            undo.callback(recompute.install(self.model, choice))
+            return undo.pop_all().close
 
     def accumulate(self, batch: Any, num_samples: int, ghosts: Sequence[int] = ()) -> Loss:
         """Add the gradient of one micro-batch to the sums, and return its loss, detached.
@@ -190,7 +209,7 @@ class Replica:
         """
         self.phase = "update"
         if self._numerics.scaler is not None:
-            self._numerics.scaler.unscale_(self.optimizer)
+            self._numerics.scaler.unscale_(self.updater)  # pyright: ignore[reportArgumentType]
         gradients = [_own(p.grad) for p in self.parameters if p.grad is not None]
         if not gradients:
             return torch.zeros(())
@@ -215,10 +234,10 @@ class Replica:
         """
         scaler = self._numerics.scaler
         if scaler is None:
-            self.optimizer.step()
+            self.updater.step()
         else:
             before = scaler.get_scale()
-            scaler.step(self.optimizer)
+            scaler.step(self.updater)  # pyright: ignore[reportArgumentType]
             scaler.update()
             if scaler.get_scale() < before:
                 self.drop()
@@ -245,6 +264,15 @@ class Replica:
 
     def _has_state(self, param: nn.Parameter) -> bool:
         return bool(self.optimizer.state.get(param))
+
+    def rehearse(self) -> None:
+        """Make what the first update would make, while that may fail: compiled kernels, room in host
+        memory.
+
+        Raises `InputError` if kernels cannot be compiled here, and what the allocator raises.
+        """
+        rehearse(self.optimizer)
+        self.updater.reserve()
 
     def drop(self) -> None:
         """Forget the gradients."""

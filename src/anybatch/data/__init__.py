@@ -14,9 +14,18 @@ from anybatch.data.failure import Bad as Bad
 from anybatch.data.failure import BadSamples as BadSamples
 from anybatch.data.failure import Place as Place
 from anybatch.data.failure import told_samples as told_samples
+from anybatch.data.fetch import Piece as Piece
+from anybatch.data.fetch import Request as Request
+from anybatch.data.fetch import open_fetch as open_fetch
 from anybatch.data.generators import restore as restore
 from anybatch.data.generators import seed_by as seed_by
 from anybatch.data.generators import snapshot as snapshot
+from anybatch.data.lengths import Extent as Extent
+from anybatch.data.lengths import lengths_of as lengths_of
+from anybatch.data.lengths import longest_first as longest_first
+from anybatch.data.lengths import micro_batches_by_length as micro_batches_by_length
+from anybatch.data.lengths import padded_size as padded_size
+from anybatch.data.lengths import share_by_length as share_by_length
 from anybatch.data.loader import Cut as Cut
 from anybatch.data.loader import Loader as Loader
 from anybatch.data.loader import StepData as StepData
@@ -28,6 +37,8 @@ from anybatch.data.microbatch import slice_batch as slice_batch
 from anybatch.data.microbatch import split as split
 from anybatch.data.microbatch import to_device as to_device
 from anybatch.data.opening import open_training as open_training
+from anybatch.data.opening import steps_of as steps_of
+from anybatch.data.order import Order as Order
 from anybatch.data.order import mix as mix
 from anybatch.data.order import permutation as permutation
 from anybatch.data.resize import resized as resized

@@ -18,6 +18,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -27,6 +28,7 @@ from anybatch.data.cut import around, positions, share
 from anybatch.data.failure import Bad, BadSamples, Place, Survey, told
 from anybatch.data.fetch import Piece, Request, SampleFetch, TensorFetch, open_fetch
 from anybatch.data.generators import Borrowed, restore, seed_by, snapshot
+from anybatch.data.lengths import micro_batches_by_length, share_by_length
 from anybatch.data.loader import is_map_style
 from anybatch.data.microbatch import is_samples, parts_of, rebuilt
 from anybatch.data.order import Order, mix
@@ -50,6 +52,8 @@ def evaluation_batches(
     lockstep: bool = False,
     gaps: Sequence[int] = (),
     find_all: bool = False,
+    lengths: Tensor | None = None,
+    most: int = 0,
 ) -> Iterator[tuple[Any, int]]:
     """(collated batch, number of samples) over this rank's part of `dataset`, at most `batch` each.
 
@@ -62,6 +66,8 @@ def evaluation_batches(
             batches that are not its own, said to be of 0 samples.
         gaps: indices of samples to leave out (of a stream: their numbers), in order.
         find_all: bad samples are told all at once: what comes after the first is loaded, and not given.
+        lengths: of the samples of map-style data. Then the ranks' parts go by total length, and a batch
+            has a padded size of at most `most`, instead of `batch` samples.
 
     Raises `InputError` for a batch below one or a stream that can be read only once, `DataError` as
     `Loader` does.
@@ -73,10 +79,14 @@ def evaluation_batches(
         return _of_stream(
             dataset, collate, batch, first, rank, shares, seed, lockstep, gaps, find_all
         )
-    cuts = [
-        _pieces(share(len(dataset) - len(gaps), shares, each)[first:], batch)
-        for each in (range(len(shares)) if lockstep else (rank,))
-    ]
+    ranks = range(len(shares)) if lockstep else (rank,)
+    if lengths is None:
+        parts = [share(len(dataset) - len(gaps), shares, each)[first:] for each in ranks]
+        cuts = [_pieces(part, batch) for part in parts]
+    else:
+        kept = np.delete(lengths.numpy(), list(gaps))
+        parts = [share_by_length(kept, shares, each, None)[first:] for each in ranks]
+        cuts = [micro_batches_by_length(kept, part, most, None) for part in parts]
     pieces = cuts[rank] if lockstep else cuts[0]
     missing = max(map(len, cuts)) - len(pieces)
     counts = [len(piece) for piece in pieces] + [0] * missing

@@ -16,20 +16,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
+import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from anybatch.data.collation import Collate
 from anybatch.data.cut import around, positions
 from anybatch.data.failure import BadSamples, Place, Survey, told_samples
 from anybatch.data.fetch import Piece, Request, SampleFetch, open_fetch
+from anybatch.data.lengths import Extent, longest_first
 from anybatch.data.order import Order
 from anybatch.data.schedule import Steps
 from anybatch.data.workers import WorkerPool
 from anybatch.errors import InputError
 
-Cut = Callable[[int], Sequence[range]]
-"""From the number of samples that a global step has to the micro-batches of this rank: ranges of
-these samples, none of them empty. The same number must give the same ranges every time."""
+Cut = Callable[[Extent], Sequence[range]]
+"""From the samples that a global step has to the micro-batches of this rank: ranges of these samples,
+none of them empty. The same extent must give the same ranges every time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,8 @@ class StepData:
         epoch_end: whether it takes the last (used) sample of an epoch.
         ranges: this rank's micro-batches, as positions in the global batch, among those that are kept.
         micro_batches: the collated batches of `ranges`, in order, fetched as they are asked for.
-        gaps: positions of the samples that are left out, in order.
+        extent: of the samples of all ranks that are not left out.
+        gaps: positions of those that are, in order.
     """
 
     step: int
@@ -54,12 +59,8 @@ class StepData:
     epoch_end: bool
     ranges: Sequence[range]
     micro_batches: Iterator[Any]
+    extent: Extent
     gaps: Sequence[int] = ()
-
-    @property
-    def num_kept(self) -> int:
-        """Samples of all ranks in this step that are not left out."""
-        return self.num_samples - len(self.gaps)
 
 
 def is_map_style(dataset: Any) -> bool:
@@ -86,7 +87,8 @@ class Loader:
     `num_workers` processes fetch ahead, across steps too; tensors in memory are faster without and
     ignore it. `pin_memory` makes the workers' batches ready for asynchronous copies to CUDA
     devices. `find_all`: bad samples are told all at once, for a whole step of this rank: what comes
-    after the first is loaded, and not given.
+    after the first is loaded, and not given. `lengths`: of the samples, by index, as `lengths_of`
+    returns them; `by_length`: those of a global batch come in that order, longest first.
     """
 
     def __init__(
@@ -100,6 +102,8 @@ class Loader:
         num_workers: int = 0,
         pin_memory: bool = False,
         find_all: bool = False,
+        lengths: Tensor | None = None,
+        by_length: bool = False,
     ) -> None:
         if steps.num_samples != len(dataset):
             raise InputError(
@@ -107,7 +111,11 @@ class Loader:
                 f" {len(dataset)}: lay them out for the data set that is loaded."
             )
         self._steps = steps
-        self._order = Order(seed, len(dataset), shuffle)
+        self._lengths = lengths
+        arranged = (
+            partial(longest_first, lengths, steps) if by_length and lengths is not None else None
+        )
+        self._order = Order(seed, len(dataset), shuffle, arranged)
         self._fetch = open_fetch(dataset, collate, seed, find_all)
         self._find_all = find_all
         self._workers: WorkerPool | None = None
@@ -142,7 +150,8 @@ class Loader:
             return None
         self._next += 1
         self._gaps = gaps
-        ranges = self._cut(num_samples - len(gaps))
+        extent = self.extent(step, gaps)
+        ranges = self._cut(extent)
         self._current = StepData(
             step=step,
             epoch=steps.epoch_of(step),
@@ -151,6 +160,7 @@ class Loader:
             epoch_end=steps.is_epoch_end(step),
             ranges=ranges,
             micro_batches=self._micro_batches(step, first_sample, ranges, self._life),
+            extent=extent,
             gaps=gaps,
         )
         return self._current
@@ -164,6 +174,15 @@ class Loader:
         data = self._given(gaps)
         assert data is not None  # it was there before
         return data
+
+    def extent(self, step: int, gaps: Sequence[int] = ()) -> Extent:
+        """The samples of `step` without those at the positions `gaps`, of all ranks."""
+        first, last = self._steps.samples_before(step), self._steps.samples_before(step + 1)
+        if self._lengths is None:
+            return Extent(last - first - len(gaps))
+        spans = self._steps.spans(first, last)
+        lengths = torch.cat([self._lengths[self._order.indices(*span)] for span in spans]).numpy()
+        return Extent(len(lengths) - len(gaps), np.delete(lengths, list(gaps)) if gaps else lengths)
 
     def commit(self) -> None:
         """The step is done. Nothing to do here: no samples are held."""
@@ -253,7 +272,7 @@ class Loader:
         if cut is None or total is None:
             return
         for later in range(step, total):
-            ranges = cut(self._steps.num_samples_of(later) - len(self._gaps_of(later)))
+            ranges = cut(self.extent(later, self._gaps_of(later)))
             if ranges:
                 yield later, ranges
 

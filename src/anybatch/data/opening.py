@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+from anybatch.data.lengths import lengths_of
 from anybatch.data.loader import Loader, is_map_style, num_samples_of
 from anybatch.data.schedule import Steps
 from anybatch.data.stream import StreamLoader
 from anybatch.task import Task
 
 
-def open_training(task: Task, pin_memory: bool) -> tuple[Steps, Loader | StreamLoader]:
-    """The steps and the loader of `task`.
-
-    Args:
-        task: its data, order, length and workers.
-        pin_memory: make batches ready for asynchronous copies to a CUDA device.
-
-    Raises `InputError` if no step can be made of the data.
-    """
-    find_all = task.bad_data == "skip"
-    steps = Steps(
+def steps_of(task: Task) -> Steps:
+    """How the training of `task` is laid out. Raises `InputError` if no step can be made of it."""
+    return Steps(
         num_samples=num_samples_of(task.train),
         global_batch=task.global_batch,
         last=task.last,
@@ -26,6 +19,22 @@ def open_training(task: Task, pin_memory: bool) -> tuple[Steps, Loader | StreamL
         steps=task.steps,
         samples=task.samples,
     )
+
+
+def open_training(
+    task: Task, pin_memory: bool, by_length: bool = True
+) -> tuple[Steps, Loader | StreamLoader]:
+    """The steps and the loader of `task`.
+
+    Args:
+        task: its data, order, length and workers.
+        pin_memory: make batches ready for asynchronous copies to a CUDA device.
+        by_length: put the samples of a global batch in order of length, if lengths are given.
+
+    Raises `InputError` if no step can be made of the data.
+    """
+    find_all = task.bad_data == "skip"
+    steps = steps_of(task)
     if not is_map_style(task.train):
         stream = StreamLoader(
             task.train, steps, collate=task.collate, seed=task.seed, find_all=find_all
@@ -40,5 +49,7 @@ def open_training(task: Task, pin_memory: bool) -> tuple[Steps, Loader | StreamL
         num_workers=task.num_workers,
         pin_memory=pin_memory,
         find_all=find_all,
+        lengths=lengths_of(task.lengths, task.train, "training"),
+        by_length=by_length,
     )
     return steps, loader

@@ -1,10 +1,12 @@
-"""The global order of samples: a pure function of (seed, epoch, number of samples) alone.
+"""The global order of samples: a pure function of (seed, epoch, number of samples) alone, and of their
+lengths where they are put in order of these inside a global batch.
 
 It knows no rank, no micro-batch and no step, so that every plan, restart and redo sees one order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -42,12 +44,23 @@ def permutation(seed: int, epoch: int, length: int, shuffle: bool = True) -> Ten
 
 @final
 class Order:
-    """The permutations of a run, each drawn when it is first asked for; the last two are kept."""
+    """The permutations of a run, each drawn when it is first asked for; the last two are kept.
 
-    def __init__(self, seed: int, length: int, shuffle: bool = True) -> None:
+    `arranged`: from a permutation and its epoch to one in which the samples of each global step stand
+    in another order.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        length: int,
+        shuffle: bool = True,
+        arranged: Callable[[Tensor, int], Tensor] | None = None,
+    ) -> None:
         self._seed = seed
         self._length = length
         self._shuffle = shuffle
+        self._arranged = arranged
         self._kept: dict[int, Tensor] = {}
 
     def indices(self, epoch: int, start: int, stop: int) -> Tensor:
@@ -57,5 +70,7 @@ class Order:
             while len(self._kept) >= _EPOCHS_KEPT:
                 del self._kept[next(iter(self._kept))]
             order = permutation(self._seed, epoch, self._length, self._shuffle)
+            if self._arranged is not None:
+                order = self._arranged(order, epoch)
             self._kept[epoch] = order
         return order[start:stop]

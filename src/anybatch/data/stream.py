@@ -23,6 +23,7 @@ from anybatch.data.collation import Collate, collated
 from anybatch.data.cut import around
 from anybatch.data.failure import Bad, BadSamples, Place, Survey, told, told_samples
 from anybatch.data.generators import Borrowed, restore, seed_by, snapshot
+from anybatch.data.lengths import Extent
 from anybatch.data.loader import Cut, StepData
 from anybatch.data.order import mix
 from anybatch.data.schedule import Span, Steps
@@ -99,7 +100,8 @@ class StreamLoader:
             return None
         self._next += 1
         self._gaps = gaps
-        ranges = self._cut(len(held.samples) - len(gaps))
+        extent = self.extent(held.step, gaps)
+        ranges = self._cut(extent)
         return StepData(
             step=held.step,
             epoch=held.spans[0].epoch,
@@ -108,6 +110,7 @@ class StreamLoader:
             epoch_end=held.epoch_end,
             ranges=ranges,
             micro_batches=self._micro_batches(held, ranges, self._life),
+            extent=extent,
             gaps=gaps,
         )
 
@@ -120,6 +123,12 @@ class StreamLoader:
         data = self._given(gaps)
         assert data is not None  # it is held
         return data
+
+    def extent(self, step: int, gaps: Sequence[int] = ()) -> Extent:
+        """The samples of `step`, which is held, without those at the positions `gaps`."""
+        assert self._held is not None
+        assert self._held.step == step
+        return Extent(len(self._held.samples) - len(gaps))
 
     def commit(self) -> None:
         """The step is done: its samples are let go."""

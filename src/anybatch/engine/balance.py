@@ -1,9 +1,9 @@
 """Shares that follow the ranks' measured speed.
 
 Ranks wait for the slowest one at the end of every step. What a step costs under other shares follows
-from each rank's samples per second, so shares in proportion to that make all ranks end together. The
-result of training does not depend on shares; they are changed only when it pays for several steps in
-a row, since every change is a new cut of the data.
+from how much each rank does in a second, so shares in proportion to that make all ranks end together.
+The result of training does not depend on shares; they are changed only when it pays for several steps
+in a row, since every change is a new cut of the data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PATIENCE = 5
 """Steps in a row in which it has to be so: one slow step is no slow rank."""
 
 Cut = Callable[[Sequence[float]], Sequence[int]]
-"""From shares to the samples that each rank takes of the step at hand."""
+"""From shares to what each rank has to do of the step at hand: samples, or their total length."""
 
 
 class Balance:
@@ -33,32 +33,32 @@ class Balance:
     def observe(
         self, cut: Cut, shares: Sequence[float], seconds: Sequence[float]
     ) -> tuple[float, ...] | None:
-        """Take in one step; new shares (samples per second, by rank), or None to leave them.
+        """Take in one step; new shares (the ranks' speeds), or None to leave them.
 
         Args:
             cut: of the step.
             shares: that it was done under.
-            seconds: that each rank took for its samples.
+            seconds: that each rank took for its part.
 
-        A rank without samples keeps its share of none: nobody knows its speed.
+        A rank without a part keeps its share of none: nobody knows its speed.
         """
-        samples = cut(shares)
-        busy = [s for n, s in zip(samples, seconds, strict=True) if n]
+        amounts = cut(shares)
+        busy = [s for n, s in zip(amounts, seconds, strict=True) if n]
         if len(busy) < 2 or min(busy) <= 0:
             return None
         if max(busy) < _APART * min(busy):
             self._speeds.clear()
             return None
-        self._speeds.append([n / s if n else 0.0 for n, s in zip(samples, seconds, strict=True)])
+        self._speeds.append([n / s if n else 0.0 for n, s in zip(amounts, seconds, strict=True)])
         if len(self._speeds) < _PATIENCE:
             return None
         middle = [sorted(column)[_PATIENCE // 2] for column in zip(*self._speeds, strict=True)]
         self._speeds.clear()
         after = tuple(float(f"{speed:.3g}") for speed in middle)
-        now, then = (_longest(counts, middle) for counts in (samples, cut(after)))
+        now, then = (_longest(each, middle) for each in (amounts, cut(after)))
         return after if now >= _PAYS * then else None
 
 
-def _longest(samples: Sequence[int], speeds: Sequence[float]) -> float:
+def _longest(amounts: Sequence[int], speeds: Sequence[float]) -> float:
     """Seconds of the slowest rank."""
-    return max(n / speed for n, speed in zip(samples, speeds, strict=True) if speed)
+    return max(n / speed for n, speed in zip(amounts, speeds, strict=True) if speed)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from anybatch.compute.optimizers import parts_of, warm_up_compiler
 from anybatch.data import map_leaves
 from anybatch.engine.meter import CpuMeter, CudaMeter, Meter
 from anybatch.engine.process import (
@@ -102,6 +103,7 @@ class CudaLimit(Limit):
 
     def enter(self) -> Meter:
         """See `Limit`."""
+        gc.collect()
         meter = CudaMeter(self._device)
         _, total = torch.cuda.mem_get_info(self._device)
         fraction = (self._budget - meter.beside_bytes) / total
@@ -243,7 +245,8 @@ def _tensors_of(owner: object) -> list[Tensor]:
         return [*owner.parameters(), *owner.buffers()]
     if isinstance(owner, Optimizer):
         values = [value for state in owner.state.values() for value in state.values()]
-        return [value for value in values if isinstance(value, Tensor)]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        return [part for tensor in tensors for part in parts_of(tensor).values()]
     return []
 
 
@@ -280,3 +283,5 @@ def warm_up() -> None:
             loss = nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
             (loss + (torch.randn(256, 256) @ torch.randn(256, 256)).sum()).backward()
         optimizer.step()
+        if "torchao.optim" in sys.modules:
+            warm_up_compiler()

@@ -2,19 +2,38 @@
 
 A trace shows one micro-batch of one size. A run also meets smaller ones, at the end of a step or of an
 epoch, and evaluates. Each size of batch has generated kernels of its own, which stay with the process,
-so the sizes are counted here; and so is the order of samples, which is kept for an epoch or two.
+so the sizes are counted here; and so is the order of samples, which is kept for an epoch or two. Where
+samples differ in length, the first steps show which sizes there are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
-from anybatch.data import is_map_style, num_samples_of
-from anybatch.data.schedule import Steps
+import numpy as np
+import torch
+
+from anybatch.data import (
+    Order,
+    Steps,
+    is_map_style,
+    lengths_of,
+    longest_first,
+    micro_batches_by_length,
+    padded_size,
+    steps_of,
+)
 from anybatch.task import Task
 
 _INDEX_BYTES = 8
 _ORDERS_KEPT = 2
+
+_STEPS_SEEN = 32
+"""Global batches of unequal samples that are looked at."""
+
+_MOST_KERNELS = 1024
+"""oneDNN keeps no more kernels than these, by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,48 +44,107 @@ class Course:
         smaller_steps: sizes of global steps below the global batch.
         evaluates_between: it evaluates before its last step, so that later ones have the kernels of
             evaluation beside them.
-        order_bytes: indices of the epochs that are kept.
+        order_bytes: indices of the epochs that are kept, and lengths.
+        unequal: how samples differ in length; None: they are alike.
     """
 
     smaller_steps: tuple[int, ...] = ()
     evaluates_between: bool = False
     order_bytes: int = 0
+    unequal: Unequal | None = None
 
     def num_sizes(self, micro_batch: int, whole_step: int) -> int:
         """Different sizes of micro-batches, where a whole step is one of `whole_step` samples."""
+        if self.unequal is not None:
+            return self.unequal.num_sizes(micro_batch)
         steps = (whole_step, *self.smaller_steps)
         return len({size for step in steps for size in _cut(step, micro_batch)})
 
+    def num_evaluation_sizes(self, evaluation_batch: int, num_valid: int | None) -> int:
+        """Different sizes of batches of an evaluation of so many samples; None: of a stream, whose last
+        one is smaller."""
+        if self.unequal is not None and num_valid:
+            return min(num_valid, self.unequal.num_sizes(evaluation_batch))
+        return 2 if num_valid is None else len(_cut(num_valid, evaluation_batch))
 
-def num_evaluation_sizes(evaluation_batch: int, num_valid: int | None) -> int:
-    """Different sizes of batches of an evaluation; None: of a stream, whose last one is smaller."""
-    return 2 if num_valid is None else len(_cut(num_valid, evaluation_batch))
+
+@dataclass(frozen=True, eq=False)
+class Unequal:
+    """How the samples of a run differ in length.
+
+    Attributes:
+        steps: lengths of the samples of the first global batches, in their order.
+        total_steps: of the run.
+        longest: of all lengths.
+        ghost: samples that are never parted, or None.
+    """
+
+    steps: tuple[np.ndarray, ...]
+    total_steps: int
+    longest: int
+    ghost: int | None
+
+    def num_sizes(self, micro_batch: int) -> int:
+        """Different shapes that padded micro-batches of so many of the longest have in the run."""
+        seen = {
+            (len(piece), int(lengths[piece.start : piece.stop].max()))
+            for lengths in self.steps
+            for piece in self._cut(lengths, micro_batch)
+        }
+        in_all = len(seen) * max(1, self.total_steps // max(1, len(self.steps)))
+        return min(in_all, _MOST_KERNELS)
+
+    @property
+    def padded(self) -> int:
+        """The padded size of a mean global batch, in samples of the longest; whole ghost batches."""
+        sizes = [
+            sum(padded_size(lengths, piece) for piece in self._cut(lengths, 1))
+            for lengths in self.steps
+        ]
+        unit = self.ghost or 1
+        return -(-sum(sizes) // (len(sizes) * self.longest * unit)) * unit
+
+    def _cut(self, lengths: np.ndarray, micro_batch: int) -> list[range]:
+        most = micro_batch * self.longest
+        return micro_batches_by_length(lengths, range(len(lengths)), most, self.ghost)
 
 
-def course_of(task: Task) -> Course:
-    """The course of `task`. Of a stream nothing is known, so it is taken to evaluate early."""
+def course_of(task: Task, ghost: int | None = None) -> Course:
+    """The course of `task` with ghost batches of so many samples. Of a stream nothing is known, so it
+    is taken to evaluate early."""
     if not is_map_style(task.train):
         return Course(evaluates_between=task.valid is not None)
-    steps = Steps(
-        num_samples_of(task.train),
-        task.global_batch,
-        task.last,
-        task.epochs,
-        task.steps,
-        task.samples,
-    )
+    steps = steps_of(task)
     total = steps.total_steps or 0
     per_epoch = max(1, -(-steps.epoch_samples // task.global_batch))
     # Steps differ at the ends of epochs and of the run; epochs are alike.
     ends = {number for number in (per_epoch - 1, total - 1) if 0 <= number < total}
     sizes = {steps.num_samples_of(number) for number in ends}
     first = task.evaluate_every or per_epoch
-    epochs = min(_ORDERS_KEPT, steps.epoch_of(max(0, total - 1)) + 1)
+    kept = min(_ORDERS_KEPT, steps.epoch_of(max(0, total - 1)) + 1)
+    unequal = _unequal(task, steps, ghost)
+    if unequal is not None:
+        kept += 1  # the lengths
     return Course(
         smaller_steps=tuple(sorted(size for size in sizes if 0 < size < task.global_batch)),
         evaluates_between=task.valid is not None and first < total,
-        order_bytes=epochs * _INDEX_BYTES * (steps.num_samples or 0),
+        order_bytes=kept * _INDEX_BYTES * (steps.num_samples or 0),
+        unequal=unequal,
     )
+
+
+def _unequal(task: Task, steps: Steps, ghost: int | None) -> Unequal | None:
+    lengths = lengths_of(task.lengths, task.train, "training")
+    if lengths is None:
+        return None
+    arranged = None if ghost else partial(longest_first, lengths, steps)
+    order = Order(task.seed, len(lengths), task.shuffle, arranged)
+    total = steps.total_steps or 1
+    first = tuple(
+        torch.cat([lengths[order.indices(*span)] for span in steps.samples_of(step)]).numpy()
+        for step in range(min(total, _STEPS_SEEN))
+    )
+    return Unequal(first, total, int(lengths.max()), ghost)
 
 
 def _cut(num_samples: int, size: int) -> set[int]:

@@ -9,8 +9,8 @@ them:
 2. Attention. CUDA's fused kernels (flash, memory-efficient) keep one number per query for backward,
    also under dropout or a mask, where a CPU falls back to keeping the scores.
 3. Dropout. CUDA's keeps a mask of one byte per number.
-4. Optimizers. On CUDA they update all tensors at once (`foreach`), with temporaries as large as the
-   parameters; on a CPU one after the other.
+4. Optimizers. Where nothing is said, they update all tensors at once on CUDA (`foreach`), with
+   temporaries as large as the parameters; on a CPU one after the other.
 
 What remains: workspaces of cuDNN and cuBLAS beyond the context's constant, and kernels that CUDA has
 and CPUs have not.

@@ -5,21 +5,27 @@ that has weak references. FakeTensorMode keeps some to the parameters that it ha
 model function that ends in `.double()` would fail (seen with torch 2.11 and 2.13: "Couldn't swap
 Linear.weight"). Here converted parameters take the place of the old ones instead; a parameter that
 several modules share stays shared.
+
+And `nn.init.trunc_normal_`, which draws again until all values lie between its bounds: fake ones have
+no values to look at (torch 2.13: "DataDependentOutputException").
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 @contextmanager
 def converting_fake_modules() -> Iterator[None]:
-    """Within the block modules whose parameters are fake can be converted."""
+    """Within the block modules whose parameters are fake can be converted, and initialised."""
     original = nn.Module._apply
+    draw = nn.init._no_grad_trunc_normal_
     converted: dict[nn.Parameter, nn.Parameter] = {}
     depth = 0
 
@@ -45,8 +51,13 @@ def converting_fake_modules() -> Iterator[None]:
                 converted.clear()
         return self
 
+    def truncated(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else draw(tensor, *args, **kwargs)
+
     nn.Module._apply = apply
+    nn.init._no_grad_trunc_normal_ = truncated
     try:
         yield
     finally:
         nn.Module._apply = original
+        nn.init._no_grad_trunc_normal_ = draw

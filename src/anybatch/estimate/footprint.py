@@ -17,7 +17,6 @@ from anybatch.estimate.allocator import (
     Taken,
     passing_bytes,
 )
-from anybatch.estimate.course import num_evaluation_sizes
 from anybatch.estimate.cuda import is_overlaid
 from anybatch.estimate.family import Family, Traced
 from anybatch.estimate.stage import num_traced, trace_evaluation, trace_step
@@ -94,7 +93,7 @@ def beside_training(
     subject: Subject, choice: Choice, traced: Traced, device: Device
 ) -> dict[str, int]:
     """Bytes by kind that stay with the process while it trains, beside the tensors of `traced`."""
-    sizes = subject.course.num_sizes(choice.micro_batch, subject.identity.global_batch)
+    sizes = subject.course.num_sizes(choice.micro_batch, subject.whole)
     shapes = traced.shape_bytes
     libraries = traced.kept_bytes + sizes * (shapes.forward + shapes.backward)
     if subject.course.evaluates_between:  # forward again, on batches of other sizes
@@ -108,8 +107,8 @@ def _beside_evaluation(
 ) -> dict[str, int]:
     """The same while it evaluates, once it has trained."""
     training = _training(subject, choice, device)
-    trained = subject.course.num_sizes(choice.micro_batch, subject.identity.global_batch)
-    evaluated = num_evaluation_sizes(choice.evaluation_batch, subject.num_valid)
+    trained = subject.course.num_sizes(choice.micro_batch, subject.whole)
+    evaluated = subject.course.num_evaluation_sizes(choice.evaluation_batch, subject.num_valid)
     libraries = (
         max(training.kept_bytes, traced.kept_bytes)
         + trained * (training.shape_bytes.forward + training.shape_bytes.backward)

@@ -40,6 +40,10 @@ _PLAIN = frozenset(
     )
 )
 _DEVICE_OF: Any = torch.ops.prim.device.default
+_FUSED = frozenset(
+    getattr(torch.ops.aten, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad")
+)
+"""Updates in place that make nothing; not all of them run on fake tensors."""
 _NoFunctions: Any = torch._C.DisableTorchFunction
 
 Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype, torch.device]
@@ -90,6 +94,8 @@ class Recall:
         raises."""
         if func is _DEVICE_OF and type(args[0]) is FakeTensor:
             return args[0].fake_device
+        if getattr(func, "_overloadpacket", None) in _FUSED:
+            return None
         kwargs = kwargs or {}
         given: list[FakeTensor] = []
         with _NoFunctions():  # what is asked of tensors here concerns no mode around

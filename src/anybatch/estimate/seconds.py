@@ -15,10 +15,14 @@ from anybatch.estimate.calibration import Speeds, product_rate, rate_at
 from anybatch.estimate.seconds_work import Counting, Operation, Work, work_of
 from anybatch.estimate.subject import Subject
 from anybatch.machine import MMAP_THRESHOLD, Device
-from anybatch.plans import Choice, Precision, Recompute
+from anybatch.plans import Choice, Precision, Recompute, StatesOn, Update
 
 _ALWAYS_MAPPED = 32 << 20
 """glibc maps blocks of this size by themselves even where nothing is set."""
+
+_PCIE_BYTES = {"7": 16e9, "8": 32e9, "9": 64e9}
+"""Bytes per second and direction of sixteen lanes of PCIe 3, 4 and 5, by the first number of CUDA's
+compute capability: what joins a device to its host, also where several have a link of their own."""
 
 _LATENCY_SECONDS = 2e-5
 """What one exchange among ranks takes however small it is."""
@@ -84,17 +88,20 @@ class Pace:
         self._tf32 = precision == "tf32"
         self._mapped_from = MMAP_THRESHOLD if mapped else _ALWAYS_MAPPED
         self._stands_in = device.kind == "cuda" and not device.present
-        unit = min(subject.identity.ghost_batch or 1, subject.identity.global_batch)
-        few = min(max(unit, -(-8 // unit) * unit), subject.identity.global_batch)
-        many = min(4 * few, subject.identity.global_batch)
+        unit = min(subject.identity.ghost_batch or 1, subject.whole)
+        few = min(max(unit, -(-8 // unit) * unit), subject.whole)
+        many = min(4 * few, subject.whole)
         choice = Choice(micro_batch=few, evaluation_batch=1, precision=precision)
         counting = Counting(subject, choice, device)
+        self.update: Update = counting.update
+        self._can_part = counting.can_part
         self._first = counting.at(few)
         self._second = self._first if many == few else counting.at(many)
         if not _are_alike(self._first, self._second):
             self._second = work_of(subject, choice.model_copy(update={"micro_batch": many}), device)
         if not _are_alike(self._first, self._second):
             self._first = self._second  # the operations depend on the batch: proportional, then
+        self._device = device
         self._ghost = subject.identity.ghost_batch
         self._blocks = subject.blocks
         self._memo: dict[tuple[int, Recompute], tuple[float, float, float]] = {}
@@ -125,10 +132,22 @@ class Pace:
             )
         return found
 
+    @property
+    def can_offload(self) -> bool:
+        """Whether the optimizer's states can lie in host memory, and that is another than the
+        device's."""
+        return self._can_part and self._device.kind == "cuda"
+
     def step(
-        self, micro_batch: int, recompute: Recompute, num_samples: int, exchange: float = 0.0
+        self,
+        micro_batch: int,
+        recompute: Recompute,
+        num_samples: int,
+        exchange: float = 0.0,
+        states_on: StatesOn = "device",
     ) -> StepSeconds:
         """Seconds of a step of `num_samples` in micro-batches of at most `micro_batch`."""
+        offloaded = states_on == "host" and self._device.kind == "cuda"
         whole, rest = divmod(num_samples, micro_batch)
         forward, backward, again = self.micro(micro_batch, recompute)
         last = self.micro(rest, recompute) if rest else (0.0, 0.0, 0.0)
@@ -136,7 +155,8 @@ class Pace:
             forward=whole * forward + last[0],
             backward=whole * backward + last[1],
             recompute=whole * again + last[2],
-            update=self.update_seconds,
+            update=self.update_seconds
+            + (crossing_seconds(self._first.state_bytes, self._device) if offloaded else 0.0),
             exchange=exchange,
         )
 
@@ -257,6 +277,14 @@ def exchange_seconds(num_bytes: int, device: Device, num_ranks: int) -> float:
         return 0.0
     crossing = 2 * (num_ranks - 1) / num_ranks * num_bytes
     return crossing / device.rates.link_bytes + 2 * (num_ranks - 1) * _LATENCY_SECONDS
+
+
+def crossing_seconds(state_bytes: int, device: Device) -> float:
+    """Time for the optimizer's states to come from host memory to `device` and go back, one after the
+    other, at the rate of the bus of its generation."""
+    major = device.capability.partition(".")[0]
+    bus = _PCIE_BYTES.get(major, _PCIE_BYTES["9"] if major.isdigit() else _PCIE_BYTES["8"])
+    return 2 * state_bytes / min(bus, device.rates.link_bytes)
 
 
 def meeting_seconds(num_norms: int, num_passes: int, recompute: Recompute) -> float:

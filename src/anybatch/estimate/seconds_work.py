@@ -24,10 +24,14 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from anybatch.compute import Replica
+from anybatch.compute.optimizers import is_compiled, uncompiled
+from anybatch.compute.optimizers_update import can_part, leanest_update
 from anybatch.estimate.recall import Recall
 from anybatch.estimate.subject import Subject
+from anybatch.estimate.trace import has_parts
+from anybatch.estimate.updates import moved_bytes
 from anybatch.machine import Device
-from anybatch.plans import Choice, Recompute
+from anybatch.plans import Choice, Recompute, Update
 
 _aten: Any = torch.ops.aten
 
@@ -116,6 +120,7 @@ class Work:
         operations: of one micro-batch that adds to gradients, and of the update.
         blocks: of the subject, in order.
         parameter_bytes: of what is trained: what ranks exchange.
+        state_bytes: of what the optimizer remembers in the shapes of parameters.
         tree_levels: how often a tree of checkpoints computes each layer of the longest chain again.
     """
 
@@ -123,6 +128,7 @@ class Work:
     operations: tuple[Operation, ...]
     blocks: tuple[BlockBytes, ...]
     parameter_bytes: int
+    state_bytes: int
     tree_levels: int
 
 
@@ -138,10 +144,14 @@ class Counting:
     """The work of `subject` on `device` under the precision of `choice`, at several micro-batches: the
     model is built once, and the update is traced once.
 
+    Attributes:
+        update: how it is run: as takes least memory.
+
     Raises whatever the model or its optimizer raises on fake tensors.
     """
 
     def __init__(self, subject: Subject, choice: Choice, device: Device) -> None:
+        self._kind = device.kind
         usable = device.kind == "cuda" and device.present and torch.cuda.is_available()
         self._target = torch.device(device.torch_name if usable else "cpu")
         self._subject = subject
@@ -158,13 +168,14 @@ class Counting:
                 subject.loss,
                 plain,
                 self._target,
-                subject.identity.global_batch,
+                subject.whole,
                 loss_scaling=False,
             )
+            self.update: Update = leanest_update(self._replica.optimizer, model, device.kind)
+            self._replica.updater.take(self.update)
             model.train()
             self._make_gradients()
-            self._replica.finish(2.0, subject.clip_norm)
-            self._replica.apply()  # makes the optimizer's state
+            self._apply()  # makes the optimizer's state
 
     def at(self, micro_batch: int) -> Work:
         """The work of one micro-batch of that size. Where a module remembers what its first pass made,
@@ -184,8 +195,7 @@ class Counting:
             if not self._update:
                 watch.operations = self._update
                 watch.begin("update")
-                replica.finish(2.0, subject.clip_norm)
-                replica.apply()
+                self._apply()
             watch.phase = ""
             replica.drop()
         chains = [self._model.get_submodule(_path(name)) for name in subject.chains]
@@ -194,12 +204,38 @@ class Counting:
             (*passes, *self._update),
             blocks.found(),
             sum(p.numel() * p.element_size() for p in replica.parameters),
+            sum(
+                value.nbytes
+                for param, state in replica.optimizer.state.items()
+                for value in state.values()
+                if isinstance(value, Tensor) and value.shape == param.shape
+            ),
             tree_levels=math.ceil(math.log2(max(2, *map(_length, chains), 1))),
         )
 
     def _make_gradients(self) -> None:
         for param in self._replica.parameters:
             param.grad = torch.empty_like(param)
+
+    @property
+    def can_part(self) -> bool:
+        """Whether parameters may be updated some at a time."""
+        return can_part(self._replica.optimizer)
+
+    def _apply(self) -> None:
+        replica, watch = self._replica, self._watch
+        replica.finish(2.0, self._subject.clip_norm)
+        if not is_compiled(replica.optimizer):
+            replica.apply()
+            return
+        phase, watch.phase = watch.phase, ""  # compiled, it is one operation for each parameter
+        with uncompiled(replica.optimizer):
+            replica.apply()
+        if phase:
+            watch.operations += [
+                Operation("update", "special", param.dtype, 0.0, moved, 0.0, 0.0, 1, phase, -1)
+                for param, moved in moved_bytes(replica.optimizer, self._kind).items()
+            ]
 
 
 def family_of(name: str) -> Family:
@@ -259,6 +295,8 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operation on fake tensors and record it."""
+        if has_parts(types):
+            return NotImplemented  # what it does to each of them passes by here next
         if func is _aten._local_scalar_dense.default:
             return _one(args[0])
         kwargs = kwargs or {}

@@ -28,12 +28,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from anybatch.compute import Replica
+from anybatch.compute.optimizers import check_whole, is_compiled, parts_of, uncompiled
 from anybatch.data import ghosts
 from anybatch.estimate.cuda import is_overlaid, laid_over, update_together
 from anybatch.estimate.family import Part, Traced
 from anybatch.estimate.kernels import Kernels, ShapeBytes, kernels_on
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import Block, Timeline, Tracer, recording
+from anybatch.estimate.updates import kernel_bytes, scratch_bytes
 from anybatch.machine import Device
 from anybatch.plans import Choice, Recompute
 from anybatch.task import parameters_in
@@ -60,7 +62,10 @@ def trace_evaluation(subject: Subject, choice: Choice, device: Device) -> Traced
 
 def num_traced(subject: Subject, choice: Choice) -> int:
     """Micro-batches that show all there is to see: the second one adds to gradients."""
-    return 1 if choice.micro_batch >= subject.identity.global_batch else 2
+    alike = (
+        subject.identity.longest is None
+    )  # else another global batch may take more than the mean
+    return 1 if alike and choice.micro_batch >= subject.whole else 2
 
 
 def _on_stage(
@@ -69,7 +74,7 @@ def _on_stage(
     choice: Choice,
     device: Device,
 ) -> Traced:
-    key = device, choice.precision
+    key = device, choice.precision, choice.update, choice.optimizer_states
     known = subject.stages.get(key)
     if known is not None and known.reusable and (traced := trace(known, choice)) is not None:
         return traced
@@ -144,6 +149,9 @@ class Stage:
         self._is_steady = _kept(self._kernels) == before
         self._first_commit = _growth(head, begun)
         self._parts = _parts(self._replica.model, self._owners)
+        optimizer = self._replica.optimizer
+        on_host = device.kind == "cpu" and is_compiled(optimizer)
+        self._compiled_bytes = kernel_bytes(optimizer) if on_host else 0
         self._live = head.blocks
         self._head = Timeline(
             [_moved(block, 0) for block in head.blocks],
@@ -228,11 +236,26 @@ class Stage:
     def _update(self) -> None:
         self._tracer.phase = "update"
         self._replica.finish(2.0, self._subject.clip_norm)
-        self._replica.apply()
-        for param, state in self._replica.optimizer.state.items():
+        optimizer = self._replica.optimizer
+        if is_compiled(optimizer):
+            with uncompiled(optimizer), self._tracer.as_kernel("update", scratch_bytes(optimizer)):
+                self._replica.apply()
+        else:
+            self._replica.apply()
+        for param, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
-                    self._tracer.see(value, "optimizer state", self._owners.get(param, ""))
+                    for part in parts_of(value).values():
+                        self._tracer.see(part, "optimizer state", self._owners.get(param, ""))
+        self._leave_out_states_on_host()
+
+    def _leave_out_states_on_host(self) -> None:
+        """Bytes are those of the device."""
+        if self._replica.updater.states_on == "host" and self._device.kind == "cuda":
+            for param, state in self._replica.optimizer.state.items():
+                for value in state.values():
+                    if isinstance(value, torch.Tensor) and value.shape == param.shape:
+                        self._tracer.block_of(value).num_bytes = 0
 
     def _make_gradients(self) -> None:
         if self._subject.flat:
@@ -311,7 +334,7 @@ class Stage:
     def _traced(self, timeline: Timeline, commit: int, count: int) -> Traced:
         return Traced(
             timeline=timeline,
-            kept_bytes=self._tracer.kernels.kept_bytes,
+            kept_bytes=self._tracer.kernels.kept_bytes + self._compiled_bytes,
             commit_bytes=(self._first_commit, commit),
             begin=self._head.num_moments + 1,
             end=timeline.num_moments,
@@ -371,7 +394,7 @@ def _set_up(
 
     def make_optimizer() -> Optimizer:
         optimizer = subject.make_optimizer(model)
-        if device.kind == "cuda":
+        if device.kind == "cuda" and choice.update != "fused":
             update_together(optimizer)
         trained.extend(parameters_in(optimizer.param_groups))
         return optimizer
@@ -382,10 +405,12 @@ def _set_up(
         subject.loss,
         choice,
         target,
-        subject.identity.global_batch,
+        subject.whole,
         # Whether a gradient overflowed has no answer here, and the scaler's own bytes are few.
         loss_scaling=False,
     )
+    if subject.division is not None:
+        check_whole(replica.optimizer)
     if subject.flat:
         buckets = replica.flatten()
         for flat in buckets.flats:

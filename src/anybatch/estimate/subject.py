@@ -14,21 +14,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
 from anybatch.compute import DEFAULT_GHOST_BATCH, batch_norms, find_blocks, find_chains
 from anybatch.data import (
+    Piece,
     batch_size,
     evaluation_batches,
     is_map_style,
+    lengths_of,
     map_leaves,
     num_samples_of,
+    open_fetch,
     resized,
 )
 from anybatch.data.cut import positions
 from anybatch.data.failure import BadSamples
-from anybatch.data.fetch import Piece, open_fetch
 from anybatch.errors import DataError
 from anybatch.estimate.course import Course, course_of
 from anybatch.estimate.fake_modules import converting_fake_modules
@@ -58,6 +60,9 @@ class Subject:
         flat: gradients are kept in buckets, for several ranks.
         course: what a run does beside full micro-batches.
         division: how the model is divided over ranks, or None.
+        padded: where samples differ in length, the padded size of a mean global batch, in samples of
+            the longest; else None.
+        long: the longest sample, and how lengths are spread, in words; empty: they are alike.
         families: traces made so far, so that none is made twice.
         stages: what they were made on; see `stage`.
         recall: results of operations, for all of them.
@@ -75,12 +80,20 @@ class Subject:
     course: Course = field(default_factory=Course)
     flat: bool = False
     division: Division | None = None
+    padded: int | None = None
+    long: str = ""
     families: dict[Hashable, Family] = field(default_factory=dict, compare=False, repr=False)
     stages: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
     recall: Recall = field(default_factory=Recall, compare=False, repr=False)
 
+    @property
+    def whole(self) -> int:
+        """Samples of a step: of a full one, or as many of the longest as have a mean one's size."""
+        return min(self.padded or self.identity.global_batch, self.identity.global_batch)
+
     def batch(self, num_samples: int, device: torch.device) -> Any:
-        """A batch of so many samples on fake tensors; called inside a trace."""
+        """A batch of so many samples on fake tensors; called inside a trace. Where samples differ in
+        length, they are the longest."""
 
         def place(leaf: Any) -> Any:
             return leaf.to(device) if isinstance(leaf, Tensor) else leaf
@@ -103,13 +116,17 @@ def subject_of(task: Task) -> Subject:
 
         def build() -> nn.Module:
             with converting_fake_modules():
-                return task.checked_model(source())
+                made = task.checked_model(source())
+            # A function that reads weights from a file returns real ones.
+            return made if _is_fake(made) else fake_copy(made)
 
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake, Recalling(fake, recall):
             model = build()
+    identity = identify(task, model)
+    course = course_of(task, identity.ghost_batch)
     return Subject(
-        identity=identify(task, model),
+        identity=identity,
         build_model=build,
         make_optimizer=lambda fake: task.optimizer(task.parameters_of(fake)),
         loss=task.loss,
@@ -119,7 +136,9 @@ def subject_of(task: Task) -> Subject:
         blocks=tuple(find_blocks(model)),
         chains=tuple(find_chains(model)),
         recall=recall,
-        course=course_of(task),
+        course=course,
+        padded=course.unequal and course.unequal.padded,
+        long=_told_lengths(task),
     )
 
 
@@ -129,12 +148,14 @@ def identify(task: Task, model: nn.Module) -> TaskIdentity:
     Raises `InputError` if the model has nothing to train.
     """
     trainable = list(parameters_in(task.parameters_of(model)))
+    lengths = lengths_of(task.lengths, task.train, "training")
     return TaskIdentity(
         name=task.name,
         global_batch=task.global_batch,
         parameters=sum(p.numel() for p in model.parameters()),
         trainable_parameters=sum(p.numel() for p in trainable if p.requires_grad),
         ghost_batch=ghost_batch_of(task, model),
+        longest=None if lengths is None else int(lengths.max()),
     )
 
 
@@ -180,9 +201,24 @@ def _num_valid(task: Task) -> int | None:
     return 0 if task.valid is None else num_samples_of(task.valid)
 
 
+def _is_fake(model: nn.Module) -> bool:
+    return all(isinstance(p, FakeTensor) for p in (*model.parameters(), *model.buffers()))
+
+
+def _told_lengths(task: Task) -> str:
+    lengths = lengths_of(task.lengths, task.train, "training")
+    if lengths is None:
+        return ""
+    longest = int(lengths.argmax())
+    return (
+        f"the longest training sample, number {longest}, has length {int(lengths[longest]):,} (the"
+        f" median is {int(lengths.median()):,})"
+    )
+
+
 def _template(task: Task) -> Any:
-    """The first samples, as one batch. They are fetched as training fetches them, so what is wrong with
-    one is told in the same words."""
+    """The first samples, or the longest, as one batch. They are fetched as training fetches them, so
+    what is wrong with one is told in the same words."""
     gaps: list[int] = []
     while True:
         try:
@@ -196,13 +232,18 @@ def _template(task: Task) -> Any:
 
 
 def _first_batch(task: Task, gaps: Sequence[int]) -> Any:
-    """The first samples without those at `gaps`."""
+    """The first samples, or the longest, without those at `gaps` (indices)."""
     data = task.train
     if is_map_style(data):
         part = range(min(_NUM_SAMPLES, len(data) - len(gaps)))
         if not part:
             raise DataError(f"every training sample of task {task.name!r} is bad: mend the data.")
-        indices = positions(part, gaps)
+        lengths = lengths_of(task.lengths, data, "training")
+        if lengths is None:
+            indices = positions(part, gaps)
+        else:
+            lengths = lengths.index_fill(0, torch.tensor(gaps, dtype=torch.int64), 0)
+            indices = lengths.topk(len(part)).indices.tolist()
         fetch = open_fetch(data, task.collate, task.seed)
         try:
             return fetch([Piece(0, torch.tensor(indices))])

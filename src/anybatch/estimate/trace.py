@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from anybatch.estimate.kernels import Kernels
@@ -112,6 +112,7 @@ class Tracer(TorchDispatchMode):
         self._running: list[str] = []
         self._made_by: dict[int, str] = {}  # number of a node in the graph -> module
         self._settled: frozenset[int] = frozenset()
+        self._in_kernel = False
         self.disturbed: bool = False
 
     def begin_anew(self, timeline: Timeline, kernels: Kernels, settled: Iterable[Block]) -> None:
@@ -136,9 +137,13 @@ class Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operation on fake tensors and record it."""
+        if has_parts(types):
+            return NotImplemented  # what it does to each of them passes by here next
         if func is _aten._local_scalar_dense.default:
             return _one(args[0])
         result = self._recall.run(self._fake, func, args, kwargs)
+        if self._in_kernel:
+            return result
         if func.namespace == "prim":  # asks a tensor for its device, computes nothing
             return result
         module = self._count(func, args, result)
@@ -162,6 +167,21 @@ class Tracer(TorchDispatchMode):
         if kind:
             block.kind = kind
             block.module = module or block.module
+
+    @contextmanager
+    def as_kernel(self, name: str, scratch_bytes: int) -> Iterator[None]:
+        """Take the operations inside for one kernel, which stores nothing in between but takes
+        `scratch_bytes`. What it makes and leaves is to be shown to `see`."""
+        timeline = self.timeline
+        timeline.num_moments += 1
+        timeline.operations.append(Operation(name, self.phase, False, ""))
+        now = timeline.num_moments
+        timeline.blocks.append(Block(scratch_bytes, now, self.phase, now))
+        self._in_kernel = True
+        try:
+            yield
+        finally:
+            self._in_kernel = False
 
     @property
     def kernels(self) -> Kernels:
@@ -256,6 +276,13 @@ def alive(timeline: Timeline, moment: int) -> list[Block]:
         for block in timeline.blocks
         if block.born <= moment and (block.died is None or block.died >= moment)
     ]
+
+
+def has_parts(types: Iterable[type]) -> bool:
+    """Whether one of `types`, of the arguments of an operation, is a tensor that consists of others."""
+    return any(
+        made is not FakeTensor and is_traceable_wrapper_subclass_type(made) for made in types
+    )
 
 
 def _tensors_of(value: Any) -> Iterator[Tensor]:

@@ -37,4 +37,4 @@ def account(subject: Subject, machine: Machine, plan: Plan) -> Account:
 
 def smallest_micro_batch(subject: Subject) -> int:
     """The smallest micro-batch that a plan may have: one sample, or one ghost batch."""
-    return min(subject.identity.ghost_batch or 1, subject.identity.global_batch)
+    return min(subject.identity.ghost_batch or 1, subject.whole)

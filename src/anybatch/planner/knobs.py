@@ -57,8 +57,8 @@ class _Here:
         self._setting = setting
         self._choice = choice
         identity = subject.identity
-        self._unit = min(identity.ghost_batch or 1, identity.global_batch)
-        self._part = identity.global_batch
+        self._unit = min(identity.ghost_batch or 1, subject.whole)
+        self._part = subject.whole
         self.peak: Peak = footprint(subject, choice, setting.device).peak
 
     def all(self) -> Iterator[Knob]:
@@ -74,6 +74,8 @@ class _Here:
                 yield self._turned(what, {"recompute": way})
         yield from self._precisions()
         yield from self._eight_bit()
+        yield from self._on_host()
+        yield from self._in_backward()
         yield self._sharded()
 
     def _ways(self) -> Iterator[tuple[str, Recompute]]:
@@ -101,7 +103,12 @@ class _Here:
             device = self._setting.device
             speeds, mapped = speeds_of(device), self._setting.mapped
             pace = Pace(self._subject, device, speeds, choice.precision, mapped)
-        return pace.step(choice.micro_batch, choice.recompute, self._part).total
+        return pace.step(
+            choice.micro_batch,
+            choice.recompute,
+            self._part,
+            states_on=choice.optimizer_states,
+        ).total
 
     def _precisions(self) -> Iterator[Knob]:
         if self._choice.precision not in ("fp32", "tf32"):
@@ -109,6 +116,7 @@ class _Here:
         wanted: tuple[tuple[Precision, str], ...] = (
             ("bf16", "activations in bfloat16: rounds differently"),
             ("bf16-weights", "weights in bfloat16: rounds differently"),
+            ("bf16-pure", "weights and optimizer in bfloat16: small updates are lost"),
         )
         for precision, remark in wanted:
             try:
@@ -120,12 +128,36 @@ class _Here:
         states = self.peak.by_kind.get("optimizer state", 0)
         if not states or find_spec("torchao") is None:
             return
-        saved = states * 0.74  # one byte for four, and a scale per block of 256
+        # One byte for four (or two), and a scale for each block of 256.
+        saved = states * (0.49 if self._choice.precision.endswith("pure") else 0.74)
         yield self._knob(
             "8-bit optimizer (torchao)",
             self.peak.num_bytes - saved,
             self._seconds(self._choice),
             "give the task another optimizer",
+        )
+
+    def _on_host(self) -> Iterator[Knob]:
+        if self._setting.pace.can_offload and self._choice.optimizer_states == "device":
+            yield self._turned("optimizer states in host memory", {"optimizer_states": "host"})
+
+    def _in_backward(self) -> Iterator[Knob]:
+        """The update of each parameter as soon as its gradient is there, which then goes: with a single
+        pass, and what it keeps recomputed. No plan does that, since an update that has begun could
+        not be undone."""
+        blocks = self._subject.blocks
+        if self._subject.clip_norm is not None or self._setting.num_ranks > 1 or not blocks:
+            return
+        choice = self._choice.model_copy(
+            update={"micro_batch": self._part, "recompute": Recompute(blocks=blocks)}
+        )
+        peak = footprint(self._subject, choice, self._setting.device).peak
+        gradients = peak.by_kind.get("gradients", 0)
+        yield self._knob(
+            "one micro-batch, every block recomputed, update in backward",
+            peak.num_bytes - gradients * (1 - 1 / len(blocks)),
+            self._seconds(choice),
+            "by hand: a failure leaves half an update",
         )
 
     def _sharded(self) -> Knob:

@@ -13,6 +13,7 @@ from anybatch.estimate.calibration_history import correction
 from anybatch.estimate.calibration_store import speeds_of
 from anybatch.estimate.seconds import Pace, meeting_seconds
 from anybatch.machine import Device, can_enforce
+from anybatch.planner.kernel_rule import with_kernels
 from anybatch.planner.ranks import (
     Layout,
     norms_that_meet,
@@ -63,7 +64,8 @@ def make_plan(
 
     def made(norms: Norms, *more: str) -> Plan:
         way = replace(layout, norms=norms)
-        return _make(subject, device, wishes, limited, way, (*notices, *more))
+        plan = _make(subject, device, wishes, limited, way, (*notices, *more))
+        return with_kernels(plan, subject, wishes.compile, wishes.shapes_vary)
 
     if norms is not None:
         _check_norms(norms, subject, layout, wishes)
@@ -151,6 +153,8 @@ def _make(
             "The ranks are in one process and have its memory in common, so the budget of each is only"
             " planned with."
         )
+    elif enforced and wishes.compile and device.kind == "cpu":
+        enforced = False  # the notice on compiling says so
     elif limited and device.present and not enforced:
         told.append(
             "This operating system does not enforce a memory limit on a process: the budget is only"
@@ -319,9 +323,7 @@ def _untraced(
     """A plan for a model that cannot be traced: begin small, and let the ladder do the rest."""
     identity = subject.identity
     unit = min(identity.ghost_batch or 1, identity.global_batch)
-    size = wishes.micro_batch or min(
-        identity.global_batch, max(unit, _UNTRACED_MICRO_BATCH // unit * unit)
-    )
+    size = wishes.micro_batch or min(subject.whole, max(unit, _UNTRACED_MICRO_BATCH // unit * unit))
     reason = str(error).splitlines()[0] if str(error) else ""
     told.append(
         f"The model could not be traced on fake tensors ({type(error).__name__}: {reason}), so nothing"

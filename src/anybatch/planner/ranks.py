@@ -6,6 +6,7 @@ over the link. This is all that planning knows of data parallelism.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,6 +86,7 @@ def of_one_rank(subject: Subject, layout: Layout, device: Device) -> Subject:
         identity=identity.model_copy(
             update={"global_batch": most, "ghost_batch": identity.ghost_batch and unit}
         ),
+        padded=subject.padded and _part_of_padded(subject.padded, layout, unit),
         num_valid=valid and max(_parts(valid, layout, 1)),
         flat=layout.parallel == "replicate",
         division=_division(subject, layout, device) if layout.parallel == "shard" else None,
@@ -97,6 +99,12 @@ def _parts(num_samples: int, layout: Layout, unit: int) -> list[int]:
     """What each rank takes of so many samples."""
     ranks = range(len(layout.shares))
     return [len(share(num_samples, layout.shares, rank, unit)) for rank in ranks]
+
+
+def _part_of_padded(padded: int, layout: Layout, unit: int) -> int:
+    """What the rank with the largest share takes of a global batch of that padded size: whole units."""
+    part = padded * max(layout.shares) / sum(layout.shares)
+    return math.ceil(part / unit) * unit
 
 
 def num_ghosts(subject: Subject) -> int:

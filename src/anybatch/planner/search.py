@@ -11,6 +11,7 @@ looked at stays in the plan with the reason for which it was not taken.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from anybatch.errors import NoPlanFits
@@ -19,7 +20,7 @@ from anybatch.estimate.seconds import StepSeconds, exchange_seconds
 from anybatch.planner.blocks import cheapest, level
 from anybatch.planner.knobs import knobs
 from anybatch.planner.setting import Setting, Wishes
-from anybatch.plans import Candidate, Choice, FrontierPoint, Recompute
+from anybatch.plans import Candidate, Choice, FrontierPoint, Recompute, StatesOn
 from anybatch.units import format_bytes, format_seconds
 
 LARGEST_EVALUATION_BATCH = 1024
@@ -60,16 +61,39 @@ def reserve_of(budget_bytes: int) -> int:
 def search(subject: Subject, setting: Setting, wishes: Wishes) -> Found:
     """The fastest choice that is predicted to fit the budget of the device.
 
+    Optimizer states lie on the device, or in host memory where nothing else fits or where what they
+    leave room for saves more time than they take to come over.
+
     Raises:
         NoPlanFits: none does; with the least budget under which one would.
     """
-    return Search(subject, setting, wishes).run()
+    search = Search(subject, setting, wishes)
+    if not setting.pace.can_offload or subject.division is not None:
+        return search.run()
+    offloading = Search(subject, setting, wishes, states_on="host")
+    try:
+        found = search.run()
+    except NoPlanFits:
+        return offloading.run()
+    if not found.fits or offloading.least_seconds() < found.seconds.total:
+        with suppress(NoPlanFits):
+            other = offloading.run()
+            if other.fits and (not found.fits or other.seconds.total < found.seconds.total):
+                passed = search.compared(found.choice, other)
+                return replace(other, rejected=(*other.rejected, *found.rejected, passed))
+    last = (found.choice, *found.ladder)[-1]
+    leaner = last.model_copy(update={"optimizer_states": "host"})
+    rejected = (*found.rejected, offloading.compared(found.choice, found))
+    return replace(found, ladder=(*found.ladder, leaner), rejected=rejected)
 
 
 class Search:
     """One search. `peak`, `seconds` and `smallest` answer questions about any choice, too."""
 
-    def __init__(self, subject: Subject, setting: Setting, wishes: Wishes) -> None:
+    def __init__(
+        self, subject: Subject, setting: Setting, wishes: Wishes, states_on: StatesOn = "device"
+    ) -> None:
+        self._states_on: StatesOn = states_on
         self._subject = subject
         self._setting = setting
         self._device = setting.device
@@ -77,8 +101,8 @@ class Search:
         self._wishes = wishes
         budget = setting.device.budget_bytes
         self._room = int((budget - reserve_of(budget)) / setting.correction.bytes)
-        self.smallest: int = min(subject.identity.ghost_batch or 1, subject.identity.global_batch)
-        self.whole: int = subject.identity.global_batch
+        self.smallest: int = min(subject.identity.ghost_batch or 1, subject.whole)
+        self.whole: int = subject.whole
         self._exchange = exchange_seconds(
             self._pace.parameter_bytes, setting.device, setting.num_ranks
         )
@@ -121,7 +145,29 @@ class Search:
 
     def seconds(self, choice: Choice) -> StepSeconds:
         """Predicted time of a step under `choice`."""
-        return self._pace.step(choice.micro_batch, choice.recompute, self.whole, self._exchange)
+        return self._pace.step(
+            choice.micro_batch,
+            choice.recompute,
+            self.whole,
+            self._exchange,
+            choice.optimizer_states,
+        )
+
+    def least_seconds(self) -> float:
+        """Predicted time of a step if memory were no matter."""
+        return min(map(self._fastest, self._ways()))
+
+    def compared(self, choice: Choice, taken: Found) -> Candidate:
+        """`choice` with the optimizer's states where this search has them, as a candidate beside the
+        one that was taken."""
+        found = self._choice(choice.recompute, choice.micro_batch)
+        self._look(found)
+        return Candidate(
+            choice=found,
+            peak_bytes=self.peak(found),
+            step_seconds=self._corrected(self._seconds(found)),
+            reason=self._reason(found, taken.choice),
+        )
 
     def choice(self, way: Recompute, micro_batch: int) -> Choice:
         """The candidate of that way and micro-batch."""
@@ -133,6 +179,8 @@ class Search:
             evaluation_batch=1,
             precision=self._wishes.precision,
             recompute=way,
+            update=self._pace.update,
+            optimizer_states=self._states_on,
         )
 
     def _look(self, choice: Choice) -> Footprint:
@@ -475,6 +523,9 @@ class Search:
             if ghost and ghost > 1
             else ""
         )
+        long = self._subject.long
+        if long:
+            smaller += f" It has to hold the longest sample: {long}; shorten what is too long."
         seconds = format_seconds(self._corrected(self._seconds(leanest)))
         return NoPlanFits(
             f"no plan fits the budget of {budget}: the leanest ({leanest.describe()}) is predicted to"

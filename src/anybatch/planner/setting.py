@@ -14,13 +14,16 @@ from anybatch.plans import Precision, Recompute
 class Wishes:
     """What the user fixed; None leaves it to the search.
 
-    `frontier` asks for ways that cannot win too, so that memory can be drawn against time.
+    `frontier` asks for ways that cannot win too, so that memory can be drawn against time. `compile` is
+    for the blocks of the model; `shapes_vary` tells that samples may differ in shape.
     """
 
     precision: Precision = "fp32"
     micro_batch: int | None = None
     recompute: Recompute | None = None
     frontier: bool = False
+    compile: bool = False
+    shapes_vary: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from importlib.metadata import version
 
 import torch
 
-from anybatch.data import num_samples_of
+from anybatch.data import lengths_of, num_samples_of
 from anybatch.errors import InputError
 from anybatch.parallel import Group
 from anybatch.plans import Plan
@@ -27,6 +28,7 @@ def check_alike(task: Task, plan: Plan, group: Group) -> None:
         "what to do about bad data": task.bad_data,
         "the number of training samples": str(num_samples_of(task.train)),
         "the number of held-out samples": str(held_out),
+        "the lengths of the training samples": _digest_of_lengths(task),
         "the plan": plan.model_dump_json(exclude={"device_name", "notices"}),
     }
     everyone = group.exchange(mine)
@@ -38,6 +40,11 @@ def check_alike(task: Task, plan: Plan, group: Group) -> None:
                     f"{what} of rank 0 and rank {rank} differ{told}: start all ranks with the same"
                     " software, command and data."
                 )
+
+
+def _digest_of_lengths(task: Task) -> str:
+    lengths = lengths_of(task.lengths, task.train, "training")
+    return "none" if lengths is None else hashlib.sha256(lengths.numpy().tobytes()).hexdigest()[:12]
 
 
 def check_can_skip(task: Task, plan: Plan) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from anybatch.data import Extent
 from anybatch.engine import Balance, Stragglers
 from anybatch.events import Rebalanced, Sink, Straggler
 from anybatch.parallel import Group
@@ -26,8 +27,8 @@ class Pace:
         self._balance = Balance() if plan.balance == "measured" and apart else None
         self._stragglers = Stragglers(group.size)
 
-    def observe(self, step: int, num_samples: int, seconds: Sequence[float]) -> bool:
-        """Take in the `seconds` of each rank for a step of `num_samples`, tell what is to be told.
+    def observe(self, step: int, extent: Extent, seconds: Sequence[float]) -> bool:
+        """Take in the `seconds` of each rank for a step that has `extent`, tell what is to be told.
 
         Returns whether the shares of the group are others now.
         """
@@ -35,14 +36,14 @@ class Pace:
             self._sink(
                 Straggler(time=time.time(), step=step, rank=rank, seconds=mine, others=others)
             )
-        return self._rebalance(step, num_samples, seconds)
+        return self._rebalance(step, extent, seconds)
 
-    def _rebalance(self, step: int, num_samples: int, seconds: Sequence[float]) -> bool:
+    def _rebalance(self, step: int, extent: Extent, seconds: Sequence[float]) -> bool:
         if self._balance is None:
             return False
         before = tuple(self._group.shares)
-        sizes = partial(self._cutting.sizes, num_samples)
-        after = self._balance.observe(sizes, before, seconds)
+        amounts = partial(self._cutting.amounts, extent)
+        after = self._balance.observe(amounts, before, seconds)
         if after is None:
             return False
         self._group.shares = after

@@ -4,7 +4,9 @@
     passes         |-- micro-batch --|-- micro-batch --|-------|-- micro-batch --|-------------|
 
 Where ranks meet inside every pass, all run as many as the one with the most. Where they also compute
-BatchNorm together, every ghost batch is divided over all of them.
+BatchNorm together, every ghost batch is divided over all of them. Where samples differ in length,
+shares are of their total length, and a micro-batch may have the padded size of as many of the longest
+as the plan says.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 
 from anybatch.data import (
     Bad,
+    Extent,
     Loader,
     Place,
     StepData,
@@ -23,8 +26,10 @@ from anybatch.data import (
     divided_ghosts,
     ghosts,
     micro_batches,
+    micro_batches_by_length,
     on_device,
     share,
+    share_by_length,
     to_device,
 )
 from anybatch.engine import MicroBatch, Pulse
@@ -37,35 +42,39 @@ class Cutting:
 
     def __init__(self, plan: Plan, group: Group) -> None:
         self._ghost = plan.task.ghost_batch
+        self._longest = plan.task.longest or 1
         self._divides_ghosts = plan.norms == "synchronised"
         self._group = group
 
-    def passes(self, choice: Choice, num_samples: int) -> Passes:
-        """What this rank runs of a step of so many samples."""
+    def passes(self, choice: Choice, extent: Extent) -> Passes:
+        """What this rank runs of a step that has `extent`."""
         group, ghost = self._group, self._ghost
         if self._divides_ghosts and ghost:
-            parts = divided_ghosts(num_samples, ghost, group.shares, group.rank)
+            parts = divided_ghosts(extent.num_samples, ghost, group.shares, group.rank)
             return Passes(parts, [[len(part)] if part else [] for part in parts])
-        cut = self._micro_batches(choice, num_samples, group.rank)
+        cut = self._micro_batches(choice, extent, group.rank)
         if not group.lockstep:
             return Passes(cut, ghost)
-        most = max(
-            len(self._micro_batches(choice, num_samples, rank)) for rank in range(group.size)
-        )
+        most = max(len(self._micro_batches(choice, extent, rank)) for rank in range(group.size))
         again = cut[0] if cut else range(1)  # any samples do: they are given no weight
         num_idle = most - len(cut)
         return Passes([*[again] * num_idle, *cut], ghost, num_idle)
 
-    def sizes(self, num_samples: int, shares: Sequence[float]) -> list[int]:
-        """Samples of each rank, of a step of so many, under `shares`."""
-        return [
-            len(share(num_samples, shares, rank, self._ghost or 1))
-            for rank in range(self._group.size)
-        ]
+    def amounts(self, extent: Extent, shares: Sequence[float]) -> list[int]:
+        """What each rank has to do of a step that has `extent`, under `shares`: see `Extent.amount`."""
+        parts = (self._share(extent, shares, rank) for rank in range(self._group.size))
+        return [extent.amount(part) for part in parts]
 
-    def _micro_batches(self, choice: Choice, num_samples: int, rank: int) -> Sequence[range]:
-        part = share(num_samples, self._group.shares, rank, self._ghost or 1)
-        return micro_batches(part, choice.micro_batch, self._ghost, num_samples)
+    def _share(self, extent: Extent, shares: Sequence[float], rank: int) -> range:
+        if extent.lengths is None:
+            return share(extent.num_samples, shares, rank, self._ghost or 1)
+        return share_by_length(extent.lengths, shares, rank, self._ghost)
+
+    def _micro_batches(self, choice: Choice, extent: Extent, rank: int) -> Sequence[range]:
+        part, size = self._share(extent, self._group.shares, rank), choice.micro_batch
+        if extent.lengths is None:
+            return micro_batches(part, size, self._ghost, extent.num_samples)
+        return micro_batches_by_length(extent.lengths, part, size * self._longest, self._ghost)
 
 
 class Passes:
@@ -115,16 +124,21 @@ class Passes:
 
 
 class GlobalStep:
-    """The samples of one global step, fetched as often as the step is tried."""
+    """The samples of one global step, fetched as often as the step is tried.
+
+    Attributes:
+        kept: those of all ranks that are not left out.
+    """
 
     def __init__(
         self,
         loader: Loader | StreamLoader,
         data: StepData,
-        passes: Callable[[Choice, int], Passes],
+        passes: Callable[[Choice, Extent], Passes],
         device: torch.device,
         pulse: Pulse,
     ) -> None:
+        self.kept: Extent = data.extent
         self._loader = loader
         self._data = data
         self._passes = passes
@@ -134,17 +148,14 @@ class GlobalStep:
         self._gaps: Sequence[int] = ()
         self._tried = False
 
-    @property
-    def num_kept(self) -> int:
-        """Samples of all ranks that are not left out."""
-        return self._data.num_samples - len(self._gaps)
-
     def micro_batches(self, choice: Choice) -> Iterator[MicroBatch]:
         """See `Source`."""
-        passes = self._passes(choice, self.num_kept)
+        passes = self._passes(choice, self.kept)
         # What was fetched for an attempt that did not come this far may be cut by another choice.
         if self._tried or self._data.ranges != passes.fetched:
-            self._data = self._loader.redo(lambda n: self._passes(choice, n).fetched, self._gaps)
+            self._data = self._loader.redo(
+                lambda extent: self._passes(choice, extent).fetched, self._gaps
+            )
         self._tried = True
         self._parts = passes.parts
         batches = on_device(self._data.micro_batches, self._device)
@@ -168,4 +179,5 @@ class GlobalStep:
     def leave_out(self, bad: Sequence[Bad]) -> int:
         """See `Source`."""
         self._gaps = sorted({*self._gaps, *(one.place.position for one in bad)})
-        return self.num_kept
+        self.kept = self._loader.extent(self._data.step, self._gaps)
+        return self.kept.num_samples

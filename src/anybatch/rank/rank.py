@@ -16,14 +16,16 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from anybatch.compute import Replica
+from anybatch.compute import Replica, kernel_choices
 from anybatch.compute.building import checked_optimizer, place
 from anybatch.compute.precision import check_available
 from anybatch.data import (
+    Extent,
     StepData,
     StreamLoader,
     evaluation_batches,
     is_map_style,
+    lengths_of,
     num_samples_of,
     on_device,
     open_training,
@@ -36,6 +38,7 @@ from anybatch.engine import (
     OneByOne,
     PassedOver,
     Pulse,
+    SetAside,
     Skips,
     Transactions,
     make_limit,
@@ -128,6 +131,7 @@ class Rank:
         self.wished: Wish = Wish.NOTHING
         check_can_skip(task, plan)
         together(group, lambda: check_available(plan.choice.precision, device))
+        together(group, lambda: kernel_choices.check_available(plan.kernels, device))
         check_alike(task, plan, group)
         # From here on memory counts, so that what speaks to the other ranks was made before.
         self._limit = make_limit(plan, device, counted=(task.model,))
@@ -138,10 +142,12 @@ class Rank:
         except BaseException:
             self._limit.leave()
             raise
+        self._aside = SetAside()
 
     @_at_work("closing")
     def close(self) -> None:
         """Leave the model and the process as they were found, but for the training."""
+        self._aside.end()
         if self._archive is not None:
             self._archive.close()
         self._engine.close()
@@ -340,12 +346,17 @@ class Rank:
                 plan.choice,
                 device,
                 task.global_batch,
+                kernels=plan.kernels,
             ),
         )
         self.pulse.follow(self._replica)
+        with self._limit.lifted():  # a compiler is no part of training
+            together(group, self._replica.rehearse)
         together(group, lambda: group.adopt(self._replica))
         self._rates = LearningRate(self._replica.optimizer, task.schedule, task.scheduler)
-        self._steps, self._loader = open_training(task, pin_memory=device.type == "cuda")
+        self._steps, self._loader = open_training(
+            task, pin_memory=device.type == "cuda", by_length=plan.task.ghost_batch is None
+        )
         epoch = None if self._steps.num_samples is None else self._steps.epoch_samples
         held_out = None if task.valid is None else num_samples_of(task.valid)
         skips = task.bad_data == "skip"
@@ -365,6 +376,9 @@ class Rank:
             skips=self._skips,
         )
         self._reads = isinstance(self._loader, StreamLoader)
+        # Lengths by index are those of the training data alone.
+        known = callable(task.lengths) and task.valid is not None and is_map_style(task.valid)
+        self._held_out_lengths = lengths_of(task.lengths, task.valid, "held-out") if known else None
         self._evaluation = Evaluation(
             self._replica,
             group,
@@ -431,7 +445,7 @@ class Rank:
         source = GlobalStep(self._loader, data, self._cutting.passes, self._device, self.pulse)
         done = self._engine.run(data.step, source, partial(self._rates.before_update, progress))
         if isinstance(done, PassedOver):
-            self._pass_over(data, source.num_kept, done.reason)
+            self._pass_over(data, source.kept.num_samples, done.reason)
             return None
         self.wished = done.wished
         rate = self._rates.current
@@ -445,7 +459,7 @@ class Rank:
             time=time.time(),
             step=self._position.step,
             epoch=data.epoch,
-            samples=source.num_kept,
+            samples=source.kept.num_samples,
             samples_seen=self._position.samples_seen,
             loss=done.loss,
             weight=done.weight,
@@ -462,7 +476,7 @@ class Rank:
         if self._skips is not None:
             self._skips.learned()
             self._skips.done(data.num_samples, data.epoch, data.epoch_end)
-        moved = self._pace.observe(self._position.step, source.num_kept, done.rank_seconds)
+        moved = self._pace.observe(self._position.step, source.kept, done.rank_seconds)
         if self._engine.grow() or moved:
             self.begin()  # workers fetch ahead by the old choice or shares
         if self._evaluation_due(data):
@@ -490,8 +504,8 @@ class Rank:
         every = self._task.evaluate_every
         return data.epoch_end if every is None else self._position.step % every == 0
 
-    def _cut(self, num_samples: int) -> Sequence[range]:
-        return self._cutting.passes(self._engine.plan.choice, num_samples).fetched
+    def _cut(self, extent: Extent) -> Sequence[range]:
+        return self._cutting.passes(self._engine.plan.choice, extent).fetched
 
     def _batches(
         self,
@@ -517,6 +531,8 @@ class Rank:
             lockstep=self._group.lockstep and not alone,
             gaps=skips.held_out if skips else (),
             find_all=skips is not None,
+            lengths=self._held_out_lengths if data is task.valid else None,
+            most=size * (self._given.task.longest or 1),
         )
         numbers: deque[int] = deque()  # a batch is copied ahead: its number waits for it here
 

@@ -13,7 +13,12 @@ from anybatch.data.cut import micro_batches
 
 def whole(micro_batch):
     """The cut of a single rank."""
-    return lambda total: micro_batches(range(total), micro_batch, None, total)
+
+    def cut(extent):
+        total = extent.num_samples
+        return micro_batches(range(total), micro_batch, None, total)
+
+    return cut
 
 
 def steps_of(loader):

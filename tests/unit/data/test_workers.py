@@ -55,9 +55,9 @@ def test_epochs_reach_the_workers(loader):
 
 def test_a_rank_may_have_nothing_to_do_in_some_steps(loader):
     each = loader(Numbers(10), shuffle=False)
-    each.begin(0, lambda total: [range(1, 2)] if total == 4 else [])
+    each.begin(0, lambda extent: [range(1, 2)] if extent.num_samples == 4 else [])
     assert [len(batches) for _, batches in steps_of(each)] == [1, 1, 1, 1, 1]
-    each.begin(0, lambda total: [])
+    each.begin(0, lambda extent: [])
     assert [len(batches) for _, batches in steps_of(each)] == [0] * 5
 
 

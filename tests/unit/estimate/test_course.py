@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.data import Steps
-from anybatch.estimate.course import Course, course_of, num_evaluation_sizes
+from anybatch.estimate.course import Course, course_of
 
 
 def task(length: int = 100, **options: Any) -> ab.Task:
@@ -48,11 +48,11 @@ def test_sizes_of_micro_batches_are_counted_once():
 
 
 def test_an_evaluation_meets_its_batch_and_the_rest():
-    assert num_evaluation_sizes(128, 360) == 2
-    assert num_evaluation_sizes(120, 360) == 1
-    assert num_evaluation_sizes(500, 360) == 1
-    assert num_evaluation_sizes(500, 0) == 0
-    assert num_evaluation_sizes(500, None) == 2
+    assert Course().num_evaluation_sizes(128, 360) == 2
+    assert Course().num_evaluation_sizes(120, 360) == 1
+    assert Course().num_evaluation_sizes(500, 360) == 1
+    assert Course().num_evaluation_sizes(500, 0) == 0
+    assert Course().num_evaluation_sizes(500, None) == 2
 
 
 def test_evaluation_counts_for_later_steps_only():

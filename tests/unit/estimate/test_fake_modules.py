@@ -71,3 +71,22 @@ def test_modules_are_converted_as_ever_afterwards():
     with converting_fake_modules():
         assert nn.Module._apply is not before
     assert nn.Module._apply is before
+
+
+def test_a_model_function_that_draws_until_all_values_fit_is_traced():
+    def build() -> nn.Module:
+        model = nn.Linear(4, 1)
+        nn.init.trunc_normal_(model.weight, std=0.5)  # draws again what is beyond two
+        return model.double()
+
+    task = ab.Task(
+        model=build,
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train=torch.utils.data.TensorDataset(torch.zeros(8, 4, dtype=torch.float64)),
+        global_batch=8,
+        steps=1,
+    )
+    assert ab.plan(task).prediction is not None
+    weight = task.build_model().get_parameter("weight")
+    assert 0 < weight.abs().max() < 2  # real ones are drawn as ever

@@ -1,0 +1,189 @@
+"""Samples of unequal length: how long each is, and which come together.
+
+What a padded micro-batch takes of memory and time goes by its padded size, the number of its samples
+times the longest of them, not by their number. So micro-batches are cut by padded size, ranks take
+parts of equal total length, and the samples of one global batch are put in order of length, longest
+first: neighbours are alike then, and little is padded. A global batch stays the same set of samples.
+
+    lengths         9 9 8 | 4 4 3 3 2 2 | 1 1 1 ...      micro-batches of at most 27 padded tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Integral
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anybatch.data.schedule import Steps
+from anybatch.errors import InputError
+
+LengthsOf: TypeAlias = "Sequence[int] | Callable[[Any], Sequence[int]]"
+"""The lengths of a data set's samples, or a function from a data set to these."""
+
+
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """How much a global batch, or another run of samples, holds.
+
+    Attributes:
+        num_samples: in it.
+        lengths: of them, in their order: int64, shape `[num_samples]`; None: they are alike.
+    """
+
+    num_samples: int
+    lengths: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        assert self.lengths is None or len(self.lengths) == self.num_samples
+
+    def amount(self, part: range) -> int:
+        """Of what the samples at positions `part` have: their total length, or how many they are."""
+        return (
+            len(part) if self.lengths is None else int(self.lengths[part.start : part.stop].sum())
+        )
+
+
+def lengths_of(given: LengthsOf | None, dataset: Any, name: str) -> Tensor | None:
+    """The lengths of the samples of map-style `dataset`, int64, shape `[num_samples]`; None where none
+    are given. A length of zero counts as one: such a sample is computed like any other.
+
+    Args:
+        given: see `Task.lengths`.
+        dataset: which.
+        name: of it, for messages.
+
+    Raises `InputError` if they are not one whole number of at least zero for each sample.
+    """
+    if given is None:
+        return None
+    try:
+        known = _known.get(dataset)
+    except TypeError:  # a list, say
+        known = None
+    if known is None or known[0] is not given or len(known[1]) != len(dataset):
+        known = given, _checked(given(dataset) if callable(given) else given, dataset, name)
+        with suppress(TypeError):
+            _known[dataset] = known
+    return known[1]
+
+
+_known: WeakKeyDictionary[Any, tuple[LengthsOf, Tensor]] = WeakKeyDictionary()
+"""What was found last for a data set: to find it may mean to go through all of it."""
+
+
+def _checked(found: Any, dataset: Any, name: str) -> Tensor:
+    try:
+        lengths = _whole_numbers(found)
+    except (TypeError, ValueError, RuntimeError) as error:
+        at = next(_not_whole(found), None)
+        told = f"that of sample {at[0]} is {at[1]!r}" if at else str(error)
+        raise InputError(
+            f"the lengths of the {name} samples cannot be used ({told}): give one whole number for"
+            " each sample."
+        ) from None
+    if len(lengths) != len(dataset):
+        raise InputError(
+            f"there are {len(lengths)} lengths for {len(dataset)} {name} samples: give one for each"
+            " (or a function from a data set to the lengths of its samples)."
+        )
+    if len(lengths) and int(lengths.min()) < 0:
+        worst = int(lengths.argmin())
+        raise InputError(
+            f"the length of {name} sample {worst} is {int(lengths[worst])}: give whole numbers of at"
+            " least zero."
+        )
+    return lengths.clamp(min=1)
+
+
+def _whole_numbers(found: Any) -> Tensor:
+    lengths = found if isinstance(found, Tensor) else torch.from_numpy(np.asarray(found))
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise TypeError(f"they are of type {str(lengths.dtype).removeprefix('torch.')}")
+    if lengths.dim() != 1:
+        raise ValueError(f"their shape is {tuple(lengths.shape)}")
+    return lengths.to("cpu", torch.int64)
+
+
+def _not_whole(found: Any) -> Iterator[tuple[int, Any]]:
+    if isinstance(found, list | tuple):
+        yield from ((i, one) for i, one in enumerate(found) if not isinstance(one, Integral))
+
+
+def longest_first(lengths: Tensor, steps: Steps, order: Tensor, epoch: int) -> Tensor:
+    """`order`, the samples of `epoch`, with those of each global step put in order of `lengths`,
+    longest first; equal ones stay as they are."""
+    at = torch.arange(len(order), device="cpu")
+    if steps.last == "wrap":
+        at += epoch * len(order)  # steps go on across the ends of epochs
+    step = at // steps.global_batch
+    if steps.samples is not None:  # the last step may end before
+        step += at + (0 if steps.last == "wrap" else epoch * steps.epoch_samples) >= steps.samples
+    by_length = torch.argsort(lengths[order], descending=True, stable=True)
+    return order[by_length[torch.argsort(step[by_length], stable=True)]]
+
+
+def share_by_length(
+    lengths: np.ndarray, shares: Sequence[float | int], rank: int, ghost: int | None
+) -> range:
+    """The contiguous part of samples of `lengths` that `rank` takes: of their total length, its part by
+    `shares`, as nearly as whole samples (or ghost batches) allow. The parts of all ranks together are
+    all samples; a rank may get nothing."""
+    sizes, _ = _units(lengths, ghost)
+    stops = np.concatenate(([0], np.cumsum(sizes)))
+    reached = np.concatenate(([0], np.cumsum(lengths)))[stops]  # total length up to each boundary
+    weights = [Fraction(share) for share in shares]  # exact: every rank must find the same
+    total = sum(weights, Fraction())
+    wanted = [int(reached[-1]) * sum(weights[:n], Fraction()) / total for n in (rank, rank + 1)]
+    first, last = (_nearest(reached, value) for value in wanted)
+    return range(int(stops[first]), int(stops[last]))
+
+
+def _nearest(values: np.ndarray, wanted: Fraction) -> int:
+    """Which of `values`, in ascending order, is nearest; the lower one of two."""
+    above = int(np.searchsorted(values, float(wanted)))
+    near = range(max(0, above - 1), min(len(values), above + 2))
+    return min(near, key=lambda at: (abs(int(values[at]) - wanted), at))
+
+
+def micro_batches_by_length(
+    lengths: np.ndarray, part: range, most: int, ghost: int | None
+) -> list[range]:
+    """`part` of a global batch whose samples have `lengths`, cut into pieces of at most `most` padded
+    size each: number of samples times the longest. What is larger alone (a sample, or a ghost batch,
+    which is never cut) has a piece of its own."""
+    sizes, longest = _units(lengths[part.start : part.stop], ghost)
+    stops = part.start + np.concatenate(([0], np.cumsum(sizes)))
+    pieces: list[range] = []
+    first = 0
+    while first < len(sizes):
+        # No more units than if all the others were of a single sample as long as this one.
+        window = slice(first, first + max(1, most // int(longest[first])))
+        padded = np.maximum.accumulate(longest[window]) * np.cumsum(sizes[window])
+        last = first + max(1, int(np.searchsorted(padded, most, side="right")))
+        pieces.append(range(int(stops[first]), int(stops[last])))
+        first = last
+    return pieces
+
+
+def padded_size(lengths: np.ndarray, piece: range) -> int:
+    """What `piece` has once it is padded."""
+    return len(piece) * int(lengths[piece.start : piece.stop].max()) if piece else 0
+
+
+def _units(lengths: np.ndarray, ghost: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Number of samples, and the longest, of what is never cut: ghost batches, or single samples."""
+    if not ghost or not len(lengths):
+        return np.ones_like(lengths), lengths
+    starts = np.arange(0, len(lengths), ghost)
+    if len(starts) > 1 and len(lengths) % ghost == 1:
+        starts = starts[:-1]  # as `ghosts` cuts: a rest of one joins the ghost batch before it
+    sizes = np.diff(np.append(starts, len(lengths)))
+    return sizes, np.maximum.reduceat(lengths, starts)
