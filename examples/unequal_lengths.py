@@ -5,6 +5,9 @@
 Every micro-batch holds another number of real tokens, so the mean of their means is not the mean over
 the tokens of the global batch. The loss below returns the sum over the real tokens and their number;
 the update divides once, by the number of the whole global batch. The last lines print both values.
+
+`lengths` tells how long each sequence is: micro-batches are cut by padded size, the plan's 10 counting
+sequences of the longest length, and more of the short ones take their place.
 """
 
 import torch
@@ -68,12 +71,13 @@ task = ab.Task(
     optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
     train=data,
     collate=collate,
+    lengths=[len(data[i]) for i in range(len(data))],
     global_batch=250,
     epochs=6,
     clip_norm=1.0,
     name="counting",
 )
-plan = ab.plan(task, micro_batch=50)
+plan = ab.plan(task, micro_batch=10)
 with ab.Session(task, plan) as session:
     for step in session.steps():
         if step.step % 8 == 0:
