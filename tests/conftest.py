@@ -34,6 +34,7 @@ FOREIGN_VARIABLES = frozenset(
         "KMP_INIT_AT_FORK",
         "TORCHINDUCTOR_CACHE_DIR",
         "TRITON_CACHE_DIR",
+        "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # by which the compiler tells kernels a place
     }
 )
 

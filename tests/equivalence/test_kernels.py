@@ -17,13 +17,10 @@ COMPILED = KernelChoices(compile=True)
 
 
 @pytest.fixture(autouse=True)
-def compiled_here(monkeypatch):
+def compiled_here():
     """No processes of the compiler's own: they would outlive the test."""
     import torch._inductor.config
 
-    monkeypatch.setenv(
-        "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", ""
-    )  # torch sets it, and leaves it
     with torch._inductor.config.patch(compile_threads=1):
         yield
     torch._dynamo.reset()
