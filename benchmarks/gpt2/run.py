@@ -50,7 +50,7 @@ def task(steps: int) -> ab.Task:
 def by_hand(given: ab.Task, steps: int) -> Iterator[float]:
     """The loss of each step."""
     model = given.build_model().train()
-    optimizer = given.optimizer(decay_groups(model, 0.1))
+    optimizer = given.optimizer(decay_groups(model, 0.1), fused=True)
     base = [group["lr"] for group in optimizer.param_groups]
     windows = given.train
     layout = Steps(len(windows), GLOBAL_BATCH, steps=steps)
@@ -84,7 +84,7 @@ def through_anybatch(given: ab.Task) -> Iterator[float]:
     plan = ab.Plan(
         task=identify(given, given.build_model()),
         device="cpu",
-        choice=Choice(micro_batch=MICRO_BATCH, evaluation_batch=MICRO_BATCH),
+        choice=Choice(micro_batch=MICRO_BATCH, evaluation_batch=MICRO_BATCH, update="fused"),
     )
     with ab.Session(given, plan) as session:
         for done in session.steps():
