@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 
 import pytest
@@ -102,7 +101,7 @@ def drive(running, send, at=3):
             done.append(event.step)
             if event.step == at:
                 for number in send:
-                    os.kill(os.getpid(), number)
+                    signal.raise_signal(number)  # in this thread, handled when it returns
     return done
 
 
