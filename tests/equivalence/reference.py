@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 import anybatch as ab
-from anybatch.data import Steps, permutation
+from anybatch.data import Steps, permutation, steps_of
 from anybatch.estimate import identify
 from anybatch.plans import Choice
 
@@ -41,14 +41,7 @@ def train_plainly(task: ab.Task) -> Trained:
     optimizer = task.optimizer(task.parameters_of(model))
     scheduler = task.scheduler(optimizer) if task.scheduler else None
     base = [group["lr"] for group in optimizer.param_groups]
-    steps = Steps(
-        num_samples=len(task.train),
-        global_batch=task.global_batch,
-        last=task.last,
-        epochs=task.epochs,
-        steps=task.steps,
-        samples=task.samples,
-    )
+    steps = steps_of(task)
     seen, result = 0, Trained(model, optimizer)
     for step in range(steps.total_steps):
         indices = samples_of(task, steps, step)

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 import anybatch as ab
 from anybatch.compute import Replica
 from anybatch.compute.loss import read_loss
-from anybatch.data import Steps, micro_batches, share
+from anybatch.data import micro_batches, share, steps_of
 from anybatch.engine.rollback import SavedBuffers
 from anybatch.oom import as_memory_failure
 from anybatch.parallel.norms import PassAbandoned
@@ -62,14 +62,7 @@ class Sharded:
         self.group.adopt(self.replica)
         self.buffers = SavedBuffers(self.model)
         self.before_pass = before_pass or (lambda step, number: None)
-        self.steps = Steps(
-            num_samples=len(task.train),
-            global_batch=task.global_batch,
-            last=task.last,
-            epochs=task.epochs,
-            steps=task.steps,
-            samples=task.samples,
-        )
+        self.steps = steps_of(task)
         self.run = Run()
 
     def train(self) -> Run:

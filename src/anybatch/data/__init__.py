@@ -22,10 +22,10 @@ from anybatch.data.generators import seed_by as seed_by
 from anybatch.data.generators import snapshot as snapshot
 from anybatch.data.lengths import Extent as Extent
 from anybatch.data.lengths import lengths_of as lengths_of
-from anybatch.data.lengths import longest_first as longest_first
+from anybatch.data.lengths import lengths_of_step as lengths_of_step
 from anybatch.data.lengths import micro_batches_by_length as micro_batches_by_length
+from anybatch.data.lengths import ordered as ordered
 from anybatch.data.lengths import padded_size as padded_size
-from anybatch.data.lengths import share_by_length as share_by_length
 from anybatch.data.loader import Cut as Cut
 from anybatch.data.loader import Loader as Loader
 from anybatch.data.loader import StepData as StepData

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from anybatch.data.collation import Collate, collated
-from anybatch.data.cut import around, positions, share
+from anybatch.data.cut import around, positions
 from anybatch.data.failure import Bad, BadSamples, Place, Survey, told
 from anybatch.data.fetch import Piece, Request, SampleFetch, TensorFetch, open_fetch
 from anybatch.data.generators import Borrowed, restore, seed_by, snapshot
-from anybatch.data.lengths import micro_batches_by_length, share_by_length
+from anybatch.data.lengths import Extent, micro_batches_by_length
 from anybatch.data.loader import is_map_style
 from anybatch.data.microbatch import is_samples, parts_of, rebuilt
 from anybatch.data.order import Order, mix
@@ -80,13 +80,13 @@ def evaluation_batches(
             dataset, collate, batch, first, rank, shares, seed, lockstep, gaps, find_all
         )
     ranks = range(len(shares)) if lockstep else (rank,)
-    if lengths is None:
-        parts = [share(len(dataset) - len(gaps), shares, each)[first:] for each in ranks]
-        cuts = [_pieces(part, batch) for part in parts]
-    else:
-        kept = np.delete(lengths.numpy(), list(gaps))
-        parts = [share_by_length(kept, shares, each, None)[first:] for each in ranks]
-        cuts = [micro_batches_by_length(kept, part, most, None) for part in parts]
+    kept = None if lengths is None else np.delete(lengths.numpy(), list(gaps))
+    extent = Extent(len(dataset) - len(gaps), kept)
+    parts = [extent.share(shares, each)[first:] for each in ranks]
+    cuts = [
+        _pieces(part, batch) if kept is None else micro_batches_by_length(kept, part, most, None)
+        for part in parts
+    ]
     pieces = cuts[rank] if lockstep else cuts[0]
     missing = max(map(len, cuts)) - len(pieces)
     counts = [len(piece) for piece in pieces] + [0] * missing

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from numbers import Integral
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -22,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anybatch.data.cut import share
+from anybatch.data.order import Order
 from anybatch.data.schedule import Steps
 from anybatch.errors import InputError
 
@@ -43,6 +46,13 @@ class Extent:
 
     def __post_init__(self) -> None:
         assert self.lengths is None or len(self.lengths) == self.num_samples
+
+    def share(self, shares: Sequence[float | int], rank: int, ghost: int | None = None) -> range:
+        """The part that `rank` takes: of the total length, or of the number; see `share_by_length` and
+        `share`."""
+        if self.lengths is None:
+            return share(self.num_samples, shares, rank, ghost or 1)
+        return share_by_length(self.lengths, shares, rank, ghost)
 
     def amount(self, part: range) -> int:
         """Of what the samples at positions `part` have: their total length, or how many they are."""
@@ -128,6 +138,16 @@ def longest_first(lengths: Tensor, steps: Steps, order: Tensor, epoch: int) -> T
         step += at + (0 if steps.last == "wrap" else epoch * steps.epoch_samples) >= steps.samples
     by_length = torch.argsort(lengths[order], descending=True, stable=True)
     return order[by_length[torch.argsort(step[by_length], stable=True)]]
+
+
+def ordered(seed: int, lengths: Tensor, steps: Steps, shuffle: bool) -> Order:
+    """The order in which the samples of each global step are put `longest_first`."""
+    return Order(seed, len(lengths), shuffle, partial(longest_first, lengths, steps))
+
+
+def lengths_of_step(step: int, lengths: Tensor, steps: Steps, order: Order) -> np.ndarray:
+    """Those of its samples, as they stand in `order`."""
+    return torch.cat([lengths[order.indices(*span)] for span in steps.samples_of(step)]).numpy()
 
 
 def share_by_length(

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, final
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
@@ -25,7 +24,7 @@ from anybatch.data.collation import Collate
 from anybatch.data.cut import around, positions
 from anybatch.data.failure import BadSamples, Place, Survey, told_samples
 from anybatch.data.fetch import Piece, Request, SampleFetch, open_fetch
-from anybatch.data.lengths import Extent, longest_first
+from anybatch.data.lengths import Extent, lengths_of_step, ordered
 from anybatch.data.order import Order
 from anybatch.data.schedule import Steps
 from anybatch.data.workers import WorkerPool
@@ -112,10 +111,11 @@ class Loader:
             )
         self._steps = steps
         self._lengths = lengths
-        arranged = (
-            partial(longest_first, lengths, steps) if by_length and lengths is not None else None
+        self._order = (
+            ordered(seed, lengths, steps, shuffle)
+            if by_length and lengths is not None
+            else Order(seed, len(dataset), shuffle)
         )
-        self._order = Order(seed, len(dataset), shuffle, arranged)
         self._fetch = open_fetch(dataset, collate, seed, find_all)
         self._find_all = find_all
         self._workers: WorkerPool | None = None
@@ -177,11 +177,9 @@ class Loader:
 
     def extent(self, step: int, gaps: Sequence[int] = ()) -> Extent:
         """The samples of `step` without those at the positions `gaps`, of all ranks."""
-        first, last = self._steps.samples_before(step), self._steps.samples_before(step + 1)
         if self._lengths is None:
-            return Extent(last - first - len(gaps))
-        spans = self._steps.spans(first, last)
-        lengths = torch.cat([self._lengths[self._order.indices(*span)] for span in spans]).numpy()
+            return Extent(self._steps.num_samples_of(step) - len(gaps))
+        lengths = lengths_of_step(step, self._lengths, self._steps, self._order)
         return Extent(len(lengths) - len(gaps), np.delete(lengths, list(gaps)) if gaps else lengths)
 
     def commit(self) -> None:

@@ -9,18 +9,17 @@ samples differ in length, the first steps show which sizes there are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
-import torch
 
 from anybatch.data import (
     Order,
     Steps,
     is_map_style,
     lengths_of,
-    longest_first,
+    lengths_of_step,
     micro_batches_by_length,
+    ordered,
     padded_size,
     steps_of,
 )
@@ -137,13 +136,14 @@ def _unequal(task: Task, steps: Steps, ghost: int | None) -> Unequal | None:
     lengths = lengths_of(task.lengths, task.train, "training")
     if lengths is None:
         return None
-    arranged = None if ghost else partial(longest_first, lengths, steps)
-    order = Order(task.seed, len(lengths), task.shuffle, arranged)
-    total = steps.total_steps or 1
-    first = tuple(
-        torch.cat([lengths[order.indices(*span)] for span in steps.samples_of(step)]).numpy()
-        for step in range(min(total, _STEPS_SEEN))
+    order = (
+        Order(task.seed, len(lengths), task.shuffle)
+        if ghost
+        else ordered(task.seed, lengths, steps, task.shuffle)
     )
+    total = steps.total_steps or 1
+    seen = range(min(total, _STEPS_SEEN))
+    first = tuple(lengths_of_step(step, lengths, steps, order) for step in seen)
     return Unequal(first, total, int(lengths.max()), ghost)
 
 

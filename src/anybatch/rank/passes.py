@@ -28,8 +28,6 @@ from anybatch.data import (
     micro_batches,
     micro_batches_by_length,
     on_device,
-    share,
-    share_by_length,
     to_device,
 )
 from anybatch.engine import MicroBatch, Pulse
@@ -62,16 +60,11 @@ class Cutting:
 
     def amounts(self, extent: Extent, shares: Sequence[float]) -> list[int]:
         """What each rank has to do of a step that has `extent`, under `shares`: see `Extent.amount`."""
-        parts = (self._share(extent, shares, rank) for rank in range(self._group.size))
+        parts = (extent.share(shares, rank, self._ghost) for rank in range(self._group.size))
         return [extent.amount(part) for part in parts]
 
-    def _share(self, extent: Extent, shares: Sequence[float], rank: int) -> range:
-        if extent.lengths is None:
-            return share(extent.num_samples, shares, rank, self._ghost or 1)
-        return share_by_length(extent.lengths, shares, rank, self._ghost)
-
     def _micro_batches(self, choice: Choice, extent: Extent, rank: int) -> Sequence[range]:
-        part, size = self._share(extent, self._group.shares, rank), choice.micro_batch
+        part, size = extent.share(self._group.shares, rank, self._ghost), choice.micro_batch
         if extent.lengths is None:
             return micro_batches(part, size, self._ghost, extent.num_samples)
         return micro_batches_by_length(extent.lengths, part, size * self._longest, self._ghost)

@@ -48,14 +48,12 @@ from anybatch.recipes.finetune_samples import (
 from anybatch.recipes.finetune_tell import Told
 from anybatch.recipes.finetune_tokens import Tokens, tokens_of
 from anybatch.recipes.schedules import warmup_cosine
-from anybatch.recipes.text import TokenScore, decay_groups, perplexity
+from anybatch.recipes.text import TokenScore, decay_groups, perplexity, steps_between
 from anybatch.task import Loss, Task
 
 LORA_LR, WHOLE_LR, RANDOM_LR = 2e-4, 2e-5, 1e-3
 """Peak learning rates where none is given: of adapters, of weights that were trained, of random
 ones."""
-
-_EVALUATIONS = 4
 
 
 def finetune(
@@ -134,8 +132,6 @@ def finetune(
     make = partial(encoded, tokens=tokens, longest=longest, words=words, classes=classes)
     train = make(rows.train, form)
     held = None if rows.held_out is None else make(rows.held_out, form)
-    batch = max(1, min(global_batch, len(train.samples)))  # below 1, the task says what is wrong
-    epoch_steps = -(-len(train.samples) // batch)
     return Task(
         model=partial(build, shape),
         loss=ab.causal_lm_loss if kind == "causal-lm" else loss_of_classes,
@@ -153,9 +149,7 @@ def finetune(
         global_batch=global_batch,
         epochs=epochs if steps is None else None,
         steps=steps,
-        evaluate_every=max(
-            1, min(epoch_steps, -(-(steps or epoch_steps * epochs) // _EVALUATIONS))
-        ),
+        evaluate_every=steps_between(len(train.samples), global_batch, epochs, steps),
         tell=Told(
             origin=_origin(rows, source, tokens, (train, held), longest),
             tokens=tokens,

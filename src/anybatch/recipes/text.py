@@ -90,7 +90,6 @@ def text(
     train = cut(source.train, words, context, "the text to train on")
     valid = cut(source.held_out, words, context, "the text that is held out")
     batch = max(1, min(global_batch, len(train)))  # below 1, the task says what is wrong
-    epoch_steps = -(-len(train) // batch)
     return Task(
         model=partial(Decoder, shape),
         loss=loss,
@@ -106,9 +105,7 @@ def text(
         global_batch=global_batch,
         epochs=epochs if steps is None else None,
         steps=steps,
-        evaluate_every=max(
-            1, min(epoch_steps, -(-(steps or epoch_steps * epochs) // _EVALUATIONS))
-        ),
+        evaluate_every=steps_between(len(train), global_batch, epochs, steps),
         tell=partial(
             told, words=words, context=context, prompt=prompt, seed=seed, origin=source.origin
         ),
@@ -181,6 +178,13 @@ def perplexity(nats: float, tokens: float, _right: float) -> float:
 def accuracy(_nats: float, tokens: float, right: float) -> float:
     """The share of tokens that were the likeliest."""
     return right / tokens
+
+
+def steps_between(num_samples: int, global_batch: int, epochs: int, steps: int | None) -> int:
+    """Steps from one evaluation to the next: four evaluations in a run, and one in each epoch."""
+    batch = max(1, min(global_batch, num_samples))  # below 1, the task says what is wrong
+    epoch_steps = -(-num_samples // batch)
+    return max(1, min(epoch_steps, -(-(steps or epoch_steps * epochs) // _EVALUATIONS)))
 
 
 def scaled_lr(lr: float, tokens: int) -> float:
