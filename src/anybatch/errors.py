@@ -27,7 +27,15 @@ class InputError(AnybatchError, ValueError):
 
 
 class DataError(InputError):
-    """A sample, or a batch made of samples, cannot be used. The message names the sample."""
+    """A sample, or a batch made of samples, cannot be used. The message names the sample.
+
+    Attributes:
+        row: of the micro-batch in which it was found, where that is all that is known of the sample.
+    """
+
+    def __init__(self, message: str, row: int | None = None) -> None:
+        super().__init__(message)
+        self.row: int | None = row
 
 
 class LossError(InputError):

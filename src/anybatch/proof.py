@@ -12,14 +12,15 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from anybatch.compute import Replica, batch_norms
+from anybatch.compute.calm import calm
 from anybatch.data import (
     Piece,
     Request,
@@ -36,12 +37,15 @@ from anybatch.data import (
 from anybatch.errors import InputError
 from anybatch.estimate import identify
 from anybatch.plans import Choice, Plan, Recompute
-from anybatch.task import Task, check_task, parameters_in
+from anybatch.task import Loss, LossFunction, Task, check_task, parameters_in
 
 DEFAULT_SAMPLES = 96
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative deviation that rounding explains, by the dtype the proof could be run in."""
+
+_ALIKE_IN_FLOAT32 = 1e-5  # relative: of a loss
+_IGNORED = -100  # the label that counts nothing, as in torch
 
 _BLOCKS = 8  # of which a loss is asked for its value
 
@@ -147,15 +151,22 @@ class _Proof:
                 )
             )
         names = [name for name, m in self._model.named_modules() if _looks_across(m)]
-        calm = self._deviation_when(names)
-        if names and calm < self._deviation_when(()) / 10:
+        if names and self._deviation_when(names) < self._deviation_when(()) / 10:
             found = True
             yield (
                 f"{_some(names)} look{'s' if len(names) == 1 else ''} across the samples of a pass, so"
                 " the result depends on the micro-batch: use anybatch's ghost batches (plain"
                 " torch BatchNorm), GroupNorm or LayerNorm."
             )
-        if fault := self._fault_of_loss(tolerance, names):
+        if self._is_mean_over_tokens(tolerance, names):
+            found = True
+            yield (
+                "The loss is a mean over tokens (labels other than -100), of which pieces have unequal"
+                " numbers, so means of pieces do not make up the mean of the whole: weigh by tokens, as"
+                " anybatch.model_loss (or causal_lm_loss) does for a model of transformers, or return"
+                " anybatch.Loss(sum, weight) with the sum over the tokens and their number."
+            )
+        elif fault := self._fault_of_loss(tolerance, names):
             found = True
             yield fault
         if not found and self._fault_is_of_padding(tolerance):
@@ -185,10 +196,10 @@ class _Proof:
         first = self._gradient([self._num], seed=1)
         return _deviation(first, self._gradient([self._num], seed=2)) > 1e-12
 
-    def _deviation_when(self, calmed: Sequence[str], no_dropout: bool = True) -> float:
-        """The deviation with some modules in evaluation mode."""
-        whole = self._gradient([self._num], calmed=calmed, no_dropout=no_dropout)
-        parts = self._gradient(self._pieces, calmed=calmed, no_dropout=no_dropout)
+    def _deviation_when(self, calmed: Sequence[str], loss: LossFunction | None = None) -> float:
+        """The deviation without dropout, with some modules in evaluation mode or another loss."""
+        whole = self._gradient([self._num], calmed=calmed, no_dropout=True, loss=loss)
+        parts = self._gradient(self._pieces, calmed=calmed, no_dropout=True, loss=loss)
         return _deviation(parts, whole)
 
     def _fault_of_loss(self, tolerance: float, names: Sequence[str]) -> str | None:
@@ -199,23 +210,30 @@ class _Proof:
         shows w_b's ratio; from the ratios follows the value of the whole. A loss that mixes samples
         does not obey this.
         """
-        count = min(_BLOCKS, self._num)
-        ends = [self._num * i // count for i in range(count + 1)]
-        sizes = [b - a for a, b in pairwise(ends)]
-        values = self._losses([self._num], names), self._losses(sizes, names)
-        if values[0] is None or values[1] is None:
+        for most in (_BLOCKS, _BLOCKS // 2, 2):
+            count = min(most, self._num)
+            ends = [self._num * i // count for i in range(count + 1)]
+            sizes = [b - a for a, b in pairwise(ends)]
+            values = self._losses(sizes, names)
+            if values and all(value.isfinite() for value in values):
+                break  # no block is without anything that counts
+        one = self._losses([self._num], names)
+        if one is None or values is None:
             return None
-        whole, blocks = float(values[0][0]), [float(value) for value in values[1]]
+        whole, blocks = float(one[0]), [float(value) for value in values]
+        # Many models compute the loss in float32 whatever they are in.
+        coarse = one[0].dtype != torch.float64
+        alike = max(10 * tolerance, _ALIKE_IN_FLOAT32 if coarse else 0.0)
 
         def is_whole(value: float) -> bool:
-            return abs(value - whole) <= 10 * tolerance * max(abs(whole), 1e-12)
+            return abs(value - whole) <= alike * max(abs(whole), 1e-12)
 
         if is_whole(sum(blocks)):
             return (
                 "The loss is a sum over the samples, returned where a mean is expected: return"
                 " anybatch.Loss(sum, weight) with that sum and the number of samples, or the mean."
             )
-        if is_whole(sum(n * mean for n, mean in zip(sizes, blocks, strict=True)) / self._num):
+        if is_whole(_mean_of(blocks, sizes)):
             return None
         weights = [1.0]
         for b, pair in enumerate(self._pairs(sizes, names)):
@@ -224,14 +242,21 @@ class _Proof:
             if not ratio > 0:
                 return None
             weights.append(weights[-1] * ratio)
-        mean = sum(w * m for w, m in zip(weights, blocks, strict=True)) / sum(weights)
-        if not is_whole(mean):
+        if not is_whole(_mean_of(blocks, weights)):
             return None
         return (
             "The loss is a mean over something else than the samples (non-ignored tokens,"
             " positive pairs), so means of pieces do not make up the mean of the whole: return"
             " anybatch.Loss(sum, weight) with the sum and the number of what is counted."
         )
+
+    def _is_mean_over_tokens(self, tolerance: float, names: Sequence[str]) -> bool:
+        """Whether pieces agree with the whole if each weighs as many as it has labels: all of them, or
+        those that are predicted from the token before."""
+        if self._losses([self._num], names) is None or _labels_of(self._batch) is None:
+            return False
+        ways = (partial(_by_labels, self._task.loss, first) for first in (0, 1))
+        return any(self._deviation_when(names, loss=way) <= tolerance for way in ways)
 
     def _fault_is_of_padding(self, tolerance: float) -> bool:
         """Whether pieces that are cut from the whole batch agree with it, unlike those that are
@@ -257,7 +282,7 @@ class _Proof:
         """What the loss function returns for pieces, where it returns plain means; else None."""
         model = copy.deepcopy(self._model).to(self._dtype)
         losses: list[Tensor] = []
-        with _calm(model, calmed, no_dropout=True), torch.no_grad():
+        with calm(model, calmed, no_dropout=True), torch.no_grad():
             for piece in self._cut(sizes):
                 returned = self._task.loss(model, piece)
                 if not isinstance(returned, Tensor):
@@ -272,6 +297,7 @@ class _Proof:
         *,
         calmed: Sequence[str] = (),
         no_dropout: bool = False,
+        loss: LossFunction | None = None,
         ghosts_kept: bool = True,
         seed: int = 0,
     ) -> list[Tensor]:
@@ -280,12 +306,12 @@ class _Proof:
         replica = Replica(
             model,
             lambda: task.optimizer(task.parameters_of(model)),
-            task.loss,
+            loss or task.loss,
             Choice(micro_batch=1, evaluation_batch=1, recompute=recompute or Recompute()),
             torch.device("cpu"),
             self._num,
         )
-        with torch.random.fork_rng(devices=[]), _calm(model, calmed, no_dropout):
+        with torch.random.fork_rng(devices=[]), calm(model, calmed, no_dropout):
             torch.manual_seed(seed)
             weight = 0.0
             for size, piece in zip(sizes, self._cut(sizes), strict=True):
@@ -356,6 +382,27 @@ class _Proof:
         }
 
 
+def _labels_of(batch: object) -> Tensor | None:
+    """`labels` of tokens, `[batch, tokens]`, if there are any."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    return labels if isinstance(labels, Tensor) and labels.dim() == 2 else None
+
+
+def _by_labels(loss: LossFunction, first: int, model: nn.Module, batch: object) -> Loss:
+    """What `loss` returns, as the mean over the labels from number `first` on that count."""
+    labels = _labels_of(batch)
+    count = 0 if labels is None else int((labels[:, first:] != _IGNORED).sum())
+    if not count:  # a mean over nothing is not a number
+        return Loss(torch.stack([param.sum() * 0 for param in model.parameters()]).sum(), 0)
+    mean = loss(model, batch)
+    assert isinstance(mean, Tensor)
+    return Loss(mean * count, count)
+
+
+def _mean_of(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights)
+
+
 def _group_of(name: str) -> str:
     """`h.3.attn.weight` to `h.3`, `head.weight` to `head`."""
     pieces = name.split(".")[:-1] or [name]
@@ -380,13 +427,3 @@ def _looks_across(module: nn.Module) -> bool:
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-@contextmanager
-def _calm(model: nn.Module, names: Sequence[str], no_dropout: bool) -> Iterator[None]:
-    """The model in training mode, but for the modules named, and dropout if asked for."""
-    model.train()
-    for name, module in model.named_modules():
-        if name in names or (no_dropout and isinstance(module, nn.modules.dropout._DropoutNd)):
-            module.eval()
-    yield

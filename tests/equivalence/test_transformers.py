@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from tests.equivalence.reference import assert_equal, deviation, train, train_plainly
+from tests.stand_in_datasets import datasets as datasets
 
 import anybatch as ab
 
@@ -183,8 +184,7 @@ def test_a_micro_batch_without_a_label_counts_nothing():
     assert_equal(train(task, 1), plain)
 
 
-def test_a_data_set_of_datasets_is_trained_on_as_it_is():
-    datasets = pytest.importorskip("datasets")
+def test_a_data_set_of_datasets_is_trained_on_as_it_is(datasets):
     task = task_of("bert, sequences")
     plain = train_plainly(dataclasses.replace(task, loss=mean_of_the_model))
     held = datasets.Dataset.from_list(task.train)

@@ -253,6 +253,108 @@ def test_a_mean_over_kept_tokens_is_named_a_mean_of_means():
     assert "anybatch.Loss(sum, weight)" in cause
 
 
+# ------------------------------------------------------------------------------- of transformers
+
+
+def language_model(name: str, dropout: float = 0.0) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    if name == "gpt2":
+        options = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+        options |= {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+        config = transformers.GPT2Config(vocab_size=19, **options)
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=19,
+            hidden_size=8,
+            intermediate_size=12,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            attention_dropout=dropout,
+        )
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def sequences(ignored: int = 0) -> list[dict[str, Tensor]]:
+    """Rows of 3 to 9 tokens; of the first `ignored` no label counts."""
+    draw = torch.Generator().manual_seed(5)
+    lengths = torch.randint(3, 10, (32,), generator=draw).tolist()
+    rows = [torch.randint(1, 19, (n,), generator=draw) for n in lengths]
+    return [
+        {"input_ids": ids, "labels": torch.full_like(ids, -100) if i < ignored else ids}
+        for i, ids in enumerate(rows)
+    ]
+
+
+def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    ids, labels = ([row[name] for row in rows] for name in ("input_ids", "labels"))
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": pad(ids, batch_first=True),
+        "attention_mask": pad([torch.ones_like(one) for one in ids], batch_first=True),
+        "labels": pad(labels, batch_first=True, padding_value=-100),
+    }
+
+
+def own_mean(model: nn.Module, batch: Any) -> Tensor:
+    return model(**batch).loss
+
+
+def of_language(name: str, loss: Any = own_mean, ignored: int = 0, **options: Any) -> ab.Task:
+    rows = sequences(ignored)
+    shuffled = {"train": rows, "collate": padded, "shuffle": not ignored}
+    return task(lambda: language_model(name, **options), loss, **shuffled)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("ignored", [0, 4])
+def test_a_models_own_mean_is_named_one_over_tokens(name: str, ignored: int):
+    verdict = verdict_on(of_language(name, ignored=ignored))
+    assert not verdict.exact
+    (cause,) = verdict.causes
+    assert cause.startswith("The loss is a mean over tokens (labels other than -100)")
+    assert "anybatch.model_loss (or causal_lm_loss)" in cause
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_models_own_mean_is_named_beside_dropout_in_its_attention(name: str):
+    verdict = verdict_on(of_language(name, dropout=0.2))
+    random, mean = verdict.causes
+    assert "random numbers" in random
+    assert "mean over tokens" in mean
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_dropout_of_attention_alone_is_told_as_no_error(name: str):
+    (cause,) = verdict_on(of_language(name, ab.causal_lm_loss, dropout=0.2)).causes
+    assert "Without dropout the pieces agree" in cause
+
+
+@pytest.mark.parametrize("loss", [ab.model_loss, ab.causal_lm_loss])
+def test_what_is_recommended_is_exact(loss: Any):
+    assert verdict_on(of_language("llama", loss)).exact
+
+
+def test_dropout_of_torchs_own_attention_and_of_functions_is_left_out_too():
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.read = nn.Linear(6, 8)
+            self.attend = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+            self.write = nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.read(x)[:, None].expand(-1, 3, -1)
+            attended, _ = self.attend(hidden, hidden, hidden)
+            return self.write(F.dropout(attended.sum(1), 0.3, self.training))
+
+    (cause,) = verdict_on(task(Attending)).causes
+    assert "Without dropout the pieces agree" in cause
+
+
+# ------------------------------------------------------------------------------- others
+
+
 def test_a_contrastive_loss_is_told_as_a_cause_not_among_the_known_ones():
     verdict = verdict_on(task(mlp(nn.Tanh()), contrastive))
     assert not verdict.exact

@@ -697,7 +697,8 @@ def _look(wrong: Tensor, targets: Tensor, shape: torch.Size, words: int) -> Tens
             flat = int(wrong.nonzero()[0])
             place = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape))
             where = place[0] if len(place) == 1 else place
-            raise DataError(_wrong_sentence(f"at {where}", int(targets[flat]), words))
+            row = place[0] if len(place) > 1 else None  # else all tokens are in one line
+            raise DataError(_wrong_sentence(f"at {where}", int(targets[flat]), words), row)
         return None
     return _note_wrong(wrong, targets, words)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -47,8 +48,9 @@ def model_loss(model: nn.Module, batch: Any) -> Loss:
     in memory.
 
     The first batch of a model with labels for tokens is run again on two of its samples, four times and
-    without gradients, to find what the loss is a mean over. A loss that is no such mean (one of a
-    mixture of experts that balances them, say) is told by a warning: it depends on the cut.
+    without gradients, to find what the loss is a mean over. A loss that is no such mean is told by a
+    warning, since it depends on the cut; so is one that holds a term over the whole pass, such as that
+    by which a mixture of experts balances them.
 
     Args:
         model: called with the whole batch; it returns an output with `.loss`.
@@ -57,8 +59,8 @@ def model_loss(model: nn.Module, batch: Any) -> Loss:
             to regress to, with as many for each sample.
 
     Raises:
-        DataError: `input_ids` has a token that the model does not know. On an accelerator this is not
-            looked at, since it would stop the step.
+        DataError: `input_ids` has a token that the model does not know, or `labels` a class. On an
+            accelerator this is not looked at, since it would stop the step.
         InputError: a batch without labels, a model that returns no loss, labels of a causal language
             model that are moved by one already.
     """
@@ -107,7 +109,8 @@ def check_words(model: nn.Module, ids: Any) -> None:
     raise DataError(
         f"input_ids have {wrong} at {place} of a micro-batch, and the embedding of"
         f" {type(model).__name__} has {words} words, 0 to {words - 1}: take the tokenizer of the model,"
-        " or call model.resize_token_embeddings(len(tokenizer)) if tokens were added to it."
+        " or call model.resize_token_embeddings(len(tokenizer)) if tokens were added to it.",
+        row=place[0],
     )
 
 
@@ -186,9 +189,11 @@ def _counting(model: nn.Module, inputs: dict[str, Any], labels: Tensor, ignored:
 
 @torch.no_grad()
 def _asked(model: nn.Module, inputs: dict[str, Any], labels: Tensor, ignored: int) -> Counting:
-    """What the mean of `model` is over, by its loss of two samples (one twice, if there is no other)
-    with few of their labels: the first has three and the second one, alone and together. Always four
-    passes: where a model is divided over ranks, all of them have to make as many."""
+    """What the mean of `model` is over, by its loss of two samples with few of their labels: the first
+    has three and the second one, alone and together. Always four passes: where a model is divided over
+    ranks, all of them have to make as many."""
+    if len(labels) == 1:
+        inputs, labels = _with_another(inputs), labels.expand(2, *labels.shape[1:])
     size = len(labels)
     flat = labels.where(labels != ignored, 0).flatten(1)
     last = flat.size(1) - 1
@@ -216,6 +221,8 @@ def _asked(model: nn.Module, inputs: dict[str, Any], labels: Tensor, ignored: in
         return counting
     if math.isclose(together, (several + single) / 2, rel_tol=close):
         return "samples"
+    if model in _TOLD:
+        return counting
     warnings.warn(
         f"model_loss: the loss of {type(model).__name__} on two samples together is {together:.6g}, and"
         f" {wanted:.6g} by the labels of each: it is no mean over labels (a loss that balances experts,"
@@ -230,6 +237,27 @@ def _rows(value: Any, rows: list[int], size: int) -> Any:
     return (
         value[rows] if isinstance(value, Tensor) and value.dim() and len(value) == size else value
     )
+
+
+def _with_another(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch of one sample, and of another that the model takes as well: its first token again and
+    again, or, where tokens stand for images or sound, the same backwards. The same one twice would not
+    show what looks across samples."""
+    others = {
+        name
+        for name, value in inputs.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and "mask" not in name
+    }
+
+    def doubled(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim() or len(value) != 1:
+            return value
+        another = value
+        if value.dim() > 1 and (name in others or name.endswith("input_ids")):
+            another = value.flip(-1) if others else value[..., :1].expand_as(value)
+        return torch.cat([value, another])
+
+    return {name: doubled(name, value) for name, value in inputs.items()}
 
 
 def _is_coarse(model: nn.Module, device: torch.device) -> bool:
@@ -259,11 +287,63 @@ def _mapping(batch: Any, who: str) -> dict[str, Any]:
 
 
 def _mean(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    loss = getattr(model(**inputs), "loss", None)
+    try:
+        output = model(**inputs)
+    except IndexError as error:
+        raise _named(error, model, inputs.get("labels")) from error
+    loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise InputError(
             f"{type(model).__name__} returned no loss: model_loss is for models of transformers that"
             " compute one from labels, with return_dict=True. Write the loss as a function of the model"
             " and the batch."
         )
+    if model not in _TOLD and (term := _balancing_term(model, output)):
+        _TOLD.add(model)
+        warnings.warn(term, UserWarning, stacklevel=5)
     return loss
+
+
+def _named(error: IndexError, model: nn.Module, labels: Any) -> Exception:
+    """`error`, or what it is where cross-entropy was given a label that it has no class for."""
+    found = _OUT_OF_BOUNDS.search(str(error))
+    if found is None or not isinstance(labels, Tensor):
+        return error
+    wrong = int(found[1])
+    places = (labels == wrong).nonzero()
+    if not len(places):
+        return error
+    return DataError(
+        f"labels have {wrong} at {places[0].tolist()} of a micro-batch, and {type(model).__name__} has"
+        f" no such class: give numbers from 0 to below those that its head tells apart, and {_IGNORED}"
+        " where a label counts nothing.",
+        row=int(places[0][0]),
+    )
+
+
+_OUT_OF_BOUNDS = re.compile(r"Target (-?\d+) is out of bounds")
+
+_TOLD: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+_TERMS = ("aux_loss", "encoder_aux_loss", "decoder_aux_loss", "encoder_z_loss", "decoder_z_loss")
+_FACTORS = ("router_aux_loss_coef", "router_z_loss_coef")
+
+
+def _balancing_term(model: nn.Module, output: Any) -> str:
+    """A sentence on the term for its routers in the loss of a mixture of experts; empty: there is none.
+    It is small, so that comparing losses would not show it."""
+    terms = {name: getattr(output, name, None) for name in _TERMS}
+    found = [name for name, value in terms.items() if isinstance(value, Tensor)]
+    config = getattr(model, "config", None)
+    reading = getattr(config, "get_text_config", None)  # of a model that reads images too
+    config = reading() if callable(reading) else config
+    factors = {n: getattr(config, n) for n in _FACTORS if getattr(config, n, None) is not None}
+    absent = factors and not any(factors.values())
+    if not found or absent or any(isinstance(terms[name], FakeTensor) for name in found):
+        return ""
+    away = " and ".join(f"{name}=0" for name in factors) or "output_router_logits=False"
+    return (
+        f"the own loss of {type(model).__name__} holds a term that balances experts over all samples of"
+        f" a pass ({listed(found)} of its output), so it depends on how the global batch is cut into"
+        f" micro-batches: fix micro_batch, or leave the term out ({away} in its configuration)."
+    )

@@ -29,12 +29,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from anybatch.compute.blocks import match_blocks
+from anybatch.compute.host_memory import InHostMemory
 from anybatch.compute.patch import replace_forward
 from anybatch.errors import InputError, listed
 from anybatch.plans import Recompute
@@ -81,11 +81,13 @@ def install(model: nn.Module, recompute: Recompute) -> Callable[[], None]:
     return undo
 
 
-def keeping(recompute: Recompute) -> AbstractContextManager[Any]:
-    """Where forward keeps what it keeps: on the device, or (`to_host`) in host memory."""
+def keeping(
+    recompute: Recompute, model: nn.Module, host: torch.device
+) -> AbstractContextManager[Any]:
+    """Where forward keeps what it keeps: on the device, or (`to_host`) on `host`."""
     if not recompute.to_host:
         return nullcontext()
-    return save_on_cpu(pin_memory=torch.cuda.is_available())
+    return InHostMemory(chain(model.parameters(), model.buffers()), host)
 
 
 class _Checkpointed:

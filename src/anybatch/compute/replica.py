@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from anybatch.compute import kernel_choices, recompute
 from anybatch.compute.buckets import Buckets, check_dense
 from anybatch.compute.ghost import GhostBatches
+from anybatch.compute.indices import naming_ids
 from anybatch.compute.loss import read_loss
 from anybatch.compute.optimizers import check_whole, rehearse
 from anybatch.compute.optimizers_update import Updater
@@ -38,6 +39,8 @@ from anybatch.task import Loss, LossFunction, parameters_in
 
 class Replica:
     """See the module. `close` leaves model and process as they were found, but for the training.
+
+    `host` is where what is kept in host memory goes; in a trace another device stands for it.
 
     Attributes:
         model: the user's module, with its own names and parameters.
@@ -56,10 +59,12 @@ class Replica:
         global_batch: int,
         loss_scaling: bool = True,
         kernels: KernelChoices | None = None,
+        host: torch.device | None = None,
     ) -> None:
         self.model: nn.Module = model
         self.phase: str = "setup"
         self._loss = loss
+        self._host = host or torch.device("cpu")
         with ExitStack() as undo:  # what was put on the model comes off if the rest fails
             self._numerics = Numerics(model, choice.precision, device, global_batch, loss_scaling)
             undo.callback(self._numerics.undo)
@@ -160,13 +165,18 @@ class Replica:
 
         Raises:
             LossError: if the loss function returned something that is not a loss.
+            DataError: if an embedding has no row for an id (on the CPU, where that is seen).
         """
         if batch is None:  # only other ranks have samples in this pass
             with self._ghosts.cut(()):
                 return Loss(torch.zeros(()), 0)
         self.phase = "forward"
         with self._ghosts.cut(ghosts):
-            with self._numerics.region(), recompute.keeping(self._recompute):
+            with (
+                naming_ids(self.model),
+                self._numerics.region(),
+                recompute.keeping(self._recompute, self.model, self._host),
+            ):
                 loss = read_loss(self._loss(self.model, batch), lambda: num_samples)
             self.phase = "backward"
             total = loss.sum
@@ -187,7 +197,7 @@ class Replica:
     def evaluate(self, loss: LossFunction, batch: Any, num_samples: int) -> Loss:
         """The loss of one batch without gradient. The model is in evaluation mode already."""
         self.phase = "evaluation"
-        with self._numerics.region():
+        with naming_ids(self.model), self._numerics.region():
             return read_loss(loss(self.model, batch), lambda: num_samples, training=False)
 
     def gradient_is_finite(self, loss: LossFunction, batch: Any) -> bool:
@@ -255,6 +265,10 @@ class Replica:
         at_once = self.optimizer.defaults.get("foreach")
         worked_on = sum(sizes) if at_once else max(sizes, default=0)
         return self._num_states() * new + 2 * worked_on, 3 * new + 4 * worked_on
+
+    def state_bytes(self) -> int:
+        """What the optimizer's states take once they are there, where nobody has traced it: about."""
+        return self._num_states() * sum(param.nbytes for param in self.parameters)
 
     def _num_states(self) -> int:
         """Tensors that the optimizer keeps for a parameter, as far as its class tells."""

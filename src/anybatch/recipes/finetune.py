@@ -128,6 +128,8 @@ def finetune(
     pad = tokens.pad if tokens is not None else 0
     if kind == "classification" and source.config.pad_token_id is None:
         source.config.pad_token_id = pad  # by which a decoder finds the last token of each row
+    if tokens is not None and not source.has_weights:  # what it is saved with, to be read again
+        source.config.bos_token_id, source.config.eos_token_id = tokens.begin, tokens.end
     longest = _longest(max_length, source, tokens)
     make = partial(encoded, tokens=tokens, longest=longest, words=words, classes=classes)
     train = make(rows.train, form)

@@ -34,6 +34,7 @@ _WANTED = "'text', 'prompt' with 'completion', 'text' with 'label', or 'input_id
 _LABELLED = ("label", "labelled tokens")
 _SHOWN = 12  # names of classes in a message
 _MOST_CLASSES = 100_000  # what is larger is a name that looks like a number
+_MUCH_UNKNOWN = 0.1  # part of the tokens
 _AT_ONCE = 1000  # texts that a tokenizer is given at once
 
 
@@ -202,6 +203,7 @@ def encoded(
     ids, labels = _MAKERS[form](table, tokens)
     classes_given = _targets(table, classes) if form in _LABELLED else None
     _check_words(table, "token", ids, words)
+    _tell_unknown(table, ids, tokens)
     if form == "tokens" and labels is not ids:
         _check_words(table, "label", labels, words)
     kept, made, wanted, num_cut = [], [], [], 0
@@ -337,6 +339,22 @@ def _check_words(table: Table, what: str, values: list[list[int]], words: int) -
                 f"{table.place(number)} has the {what} {value} at position {place}, and the model knows"
                 f" {words} words, 0 to {words - 1}: is it from another model's tokenizer?"
             )
+
+
+def _tell_unknown(table: Table, ids: list[list[int]], tokens: Tokens | None) -> None:
+    """Of a text of which much is unknown, little can be learned: it is another tokenizer's."""
+    if tokens is None or tokens.unknown is None:
+        return
+    counts = [one.count(tokens.unknown) for one in ids]
+    whole = sum(map(len, ids))
+    if sum(counts) > _MUCH_UNKNOWN * whole:
+        first = next(number for number, count in enumerate(counts) if count)
+        warnings.warn(
+            f"{sum(counts) / whole:.0%} of the tokens of {table.files[0]!r} are the one for what the"
+            f" tokenizer does not know (first in {table.place(first)}): is the tokenizer the model's,"
+            " and for this language?",
+            stacklevel=4,
+        )
 
 
 def _check_not_moved(table: Table, ids: list[list[int]], labels: list[list[int]]) -> None:

@@ -6,6 +6,7 @@ configuration of at least 257 words can then be trained on any text.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -28,13 +29,16 @@ class Tokens(Protocol):
     """Text to tokens and back.
 
     Attributes:
-        end: the token after a text, or None.
+        begin, end: the tokens before and after a text, or None.
+        unknown: the token that stands for what it has no word for, or None.
         pad: a token that fills up what is shorter; it is masked, so which one does not matter.
         longest: so many tokens at most, or None.
         what: in words.
     """
 
+    begin: int | None
     end: int | None
+    unknown: int | None
     pad: int
     longest: int | None
     what: str
@@ -54,7 +58,8 @@ class Tokens(Protocol):
 
 
 def tokens_of(source: Source, words: int) -> Tokens:
-    """The tokens of the model in `source`, which knows so many `words`.
+    """The tokens of the model in `source`, which knows so many `words`. A warning tells of a tokenizer
+    that contradicts the configuration of trained weights.
 
     Raises `InputError` if the folder has weights and no tokenizer, one that cannot be read, or one that
     makes tokens which the model does not know.
@@ -88,7 +93,32 @@ def tokens_of(source: Source, words: int) -> Tokens:
             f" {words}: it belongs to another model, or has had tokens added to it; give the model's"
             " own, or call model.resize_token_embeddings(len(tokenizer)) and save the model again."
         )
+    if source.has_weights:
+        _tell_contradiction(tokenizer, source, words)
     return Tokenizer(tokenizer)
+
+
+def _tell_contradiction(tokenizer: Any, source: Source, words: int) -> None:
+    """Two tokenizers of one size know other words by the same numbers. They seldom begin and end texts
+    by the same."""
+    faults = []
+    for kind in ("bos", "eos"):
+        here, told = (getattr(of, f"{kind}_token_id", None) for of in (tokenizer, source.config))
+        known = [
+            i for i in (told if isinstance(told, list) else [told]) if i is not None and i < words
+        ]
+        if here in known:
+            return
+        if here is not None and known:
+            faults.append(
+                f"{kind}_token_id {here}, where config.json has {' or '.join(map(str, known))}"
+            )
+    if faults:
+        warnings.warn(
+            f"the tokenizer in {str(source.folder)!r} has {' and '.join(faults)}: if it is another"
+            " model's, the weights know its tokens as other words; give the model's own.",
+            stacklevel=4,
+        )
 
 
 class Tokenizer:
@@ -96,7 +126,9 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self.begin: int | None = tokenizer.bos_token_id
         self.end: int | None = tokenizer.eos_token_id
+        self.unknown: int | None = tokenizer.unk_token_id
         pad = tokenizer.pad_token_id
         self.pad: int = pad if pad is not None else self.end or 0
         given = tokenizer.model_max_length
@@ -123,7 +155,9 @@ class Tokenizer:
 class ByteTokens:
     """A token is a byte, and one more ends a text."""
 
+    begin: int | None = None
     end: int | None = Bytes.end
+    unknown: int | None = None
     pad: int = Bytes.end
     longest: int | None = None
     what: str = "bytes, since it has no tokenizer"

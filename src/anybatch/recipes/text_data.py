@@ -75,7 +75,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         if self.num_tokens <= context:
             raise InputError(
                 f"{what} has {self.num_tokens:,} tokens, too few for one window of {context} tokens"
-                " and the one that follows: give more text, or a smaller context."
+                " and the one that follows: give more text (and a limit that lets it be read), or a"
+                " smaller context."
             )
         num_windows = -(-(len(tokens) - 1) // context)
         missing = num_windows * context + 1 - len(tokens)
@@ -127,7 +128,7 @@ def read(data: Path | None, limit: int) -> Text:
     named = ", ".join(left_out[:_NAMED])
     more = f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
     warnings.warn(
-        f"{count} of {str(data)!r}, since they are not text in UTF-8 or cannot be read: {named}{more}.",
+        f"{count} of {str(data)!r}, for not being text in UTF-8 or not to be read: {named}{more}.",
         stacklevel=3,
     )
     return _divided(texts, f"{data} ({count})")

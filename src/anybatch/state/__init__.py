@@ -2,6 +2,7 @@
 
 from anybatch.state.adapters import has_adapters as has_adapters
 from anybatch.state.adapters import save_adapters as save_adapters
+from anybatch.state.base import frozen_checksums as frozen_checksums
 from anybatch.state.checkpoints import Checkpoints as Checkpoints
 from anybatch.state.checkpoints import Failed as Failed
 from anybatch.state.checkpoints import Found as Found

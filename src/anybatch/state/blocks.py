@@ -109,6 +109,13 @@ def write_tensor(descriptor: int, tensor: Tensor) -> list[int]:
     return checksums
 
 
+def checksum_of(tensor: Tensor, before: int = 0) -> int:
+    """CRC-32 of the bytes of `tensor`, after those that gave `before`."""
+    for run in _runs(tensor):
+        before = zlib.crc32(run, before)
+    return before
+
+
 def _runs(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of `tensor`, some blocks at a time; they are gone when the next ones are asked for."""
     if not tensor.numel():

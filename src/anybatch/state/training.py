@@ -13,11 +13,13 @@ What need not be saved is not: random state and the order of samples are functio
 learning rate is one of the task's schedule, or of as many steps of its scheduler. Of an optimizer's
 options only those are kept that training has changed: the others are the task's to say, also when a
 run is resumed.
+
+What nothing trains is the task's to build again, where it has a function for that: see `base.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -30,6 +32,7 @@ from anybatch.data import num_samples_of
 from anybatch.engine import LearningRate
 from anybatch.errors import InputError
 from anybatch.parallel import Group
+from anybatch.state.base import Base
 from anybatch.state.checkpoints import Found
 from anybatch.state.content import Content
 from anybatch.task import Task
@@ -51,6 +54,7 @@ class Facts(BaseModel):
         shares: of the ranks.
         plan: that was followed.
         versions: of the software.
+        base: checksums of the parameters that are left out, since the task builds them, by name.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=True)
@@ -67,6 +71,7 @@ class Facts(BaseModel):
     shares: list[float] = []
     plan: dict[str, Any] = {}
     versions: dict[str, str] = {}
+    base: dict[str, int] = {}
 
     @classmethod
     def of(cls, found: Found) -> Facts:
@@ -91,10 +96,19 @@ class TrainingState:
         replica: adopted by `group`, before its first step.
         group: the ranks.
         rates: of its optimizer.
+        built: `frozen_checksums` of the model as it was built, on rank 0.
     """
 
-    def __init__(self, task: Task, replica: Replica, group: Group, rates: LearningRate) -> None:
+    def __init__(
+        self,
+        task: Task,
+        replica: Replica,
+        group: Group,
+        rates: LearningRate,
+        built: Mapping[str, int],
+    ) -> None:
         self._task = task
+        self._base = Base(task, replica, group, built)
         self._replica = replica
         self._group = group
         self._rates = rates
@@ -105,7 +119,7 @@ class TrainingState:
 
     def content(self, facts: Mapping[str, Any]) -> Content:
         """All of it, between two steps, settled; the tensors are those in use. `facts` are further
-        fields of `Facts`.
+        fields of `Facts`. All ranks call it, but for those of one process, of which the first does.
 
         Raises `InputError` if the optimizer remembers something that cannot be saved.
         """
@@ -116,7 +130,12 @@ class TrainingState:
                 "the optimizer remembers plain values, and each rank others, since they take steps by"
                 " themselves: a checkpoint holds only tensors of each rank."
             )
-        tensors = {f"weights/{name}": tensor for name, tensor in self._replica.weights.items()}
+        base = self._base.left_out()
+        tensors = {
+            f"weights/{name}": tensor
+            for name, tensor in self._replica.weights.items()
+            if name not in base
+        }
         tensors |= {f"{own}optimizer/{name}": tensor for name, tensor in mine.items()}
         tensors |= self._others()
         groups = [
@@ -133,6 +152,7 @@ class TrainingState:
             states=states,
             scaler=self._replica.scaler_state(),
             shares=list(self._group.shares),
+            base=base,
             **facts,
         )
         return Content(tensors, told.model_dump(mode="json"))
@@ -141,13 +161,18 @@ class TrainingState:
         """For the names in the checkpoint the tensors to be filled. Makes the optimizer remember what
         it did.
 
-        Raises `InputError` if the checkpoint is of another task or model.
+        Raises `InputError` if the checkpoint is of another task or model, or of another base.
         """
         facts = Facts.of(found)
         self._check_task(found, facts)
-        tensors = {f"weights/{name}": tensor for name, tensor in self._replica.weights.items()}
+        self._base.check(facts.base, found.folder, facts.versions)
+        tensors = {
+            f"weights/{name}": tensor
+            for name, tensor in self._replica.weights.items()
+            if name not in facts.base
+        }
         tensors |= self._others(found)
-        self._check_model(found, tensors)
+        self._check_model(found, tensors, facts.base)
         parameters = self._replica.parameters
         for name, (shape, dtype) in found.tensors.items():
             kind, _, rest = self._of_this_rank(name, found).partition("/")
@@ -208,10 +233,14 @@ class TrainingState:
                 " before, or begin anew (from its weights, if you like) in another folder."
             )
 
-    def _check_model(self, found: Found, tensors: Mapping[str, Tensor]) -> None:
+    def _check_model(
+        self, found: Found, tensors: Mapping[str, Tensor], base: Iterable[str]
+    ) -> None:
         saved = {name for name in found.tensors if name.startswith(("weights/", "parameters/"))}
         faults = [f"{_short(name)} is missing" for name in tensors if name not in found.tensors]
         faults += [f"{_short(name)} is not in the model" for name in saved if name not in tensors]
+        known = self._replica.weights
+        faults += [f"{name!r} is not in the model" for name in base if name not in known]
         faults += [
             f"{_short(name)} has the shape {found.tensors[name][0]} there and {tuple(tensor.shape)} in"
             " the model"

@@ -54,7 +54,7 @@ def batch(rows=4, length=6):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(WORDS, (rows, length), generator=generator)
     labels = torch.randint(WORDS, (rows, length), generator=generator)
-    labels[0, 3:] = labels[2, 1:] = -100
+    labels[0, 3:] = labels[2:3, 1:] = -100
     return {"input_ids": ids, "labels": labels}
 
 
@@ -112,9 +112,17 @@ def test_sequences_too_short_to_compare_are_counted_by_their_first_label(length)
     )
 
 
-def test_a_loss_that_is_no_mean_over_labels_is_told():
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_a_loss_that_is_no_mean_over_labels_is_told(rows):
     with pytest.warns(UserWarning, match=r"loss of Own on two samples .* no mean over labels"):
-        ab.model_loss(Own(balanced), batch())
+        ab.model_loss(Own(balanced), batch(rows))
+
+
+def test_the_first_batch_may_be_one_sample():
+    for mean, weight in ((over_all, 3), (over_next, 2), (over_samples, 1)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert float(ab.model_loss(Own(mean), batch(1)).weight) == weight
 
 
 def test_labels_of_samples_and_numbers_are_weighed_by_samples():
@@ -135,6 +143,26 @@ def test_without_warnings_in_an_ordinary_case():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ab.model_loss(Own(over_next), batch())
+
+
+@pytest.mark.parametrize("wrong", [WORDS, -1])
+def test_a_label_that_the_model_has_no_class_for_is_named(wrong):
+    for mean, shape in ((over_all, [4, 6]), (lambda x, y: F.cross_entropy(x.mean(1), y), [4])):
+        labels = torch.zeros(shape, dtype=torch.int64)
+        labels[2] = wrong
+        place = r"\[2, 0\]" if len(shape) > 1 else r"\[2\]"
+        with pytest.raises(
+            ab.DataError, match=rf"labels have {wrong} at {place} .* Own has no such"
+        ):
+            ab.model_loss(Own(mean), {**batch(), "labels": labels})
+
+
+def test_another_index_error_of_the_model_is_raised_as_it_is():
+    def beyond(logits, labels):
+        return logits[9].sum()
+
+    with pytest.raises(IndexError, match="index 9 is out of bounds"):
+        ab.model_loss(Own(beyond), batch())
 
 
 def moved(name):
@@ -199,7 +227,7 @@ def test_a_token_that_the_model_does_not_know_is_named(loss, wrong):
         loss(model, given)
 
 
-def test_a_mixture_of_experts_that_balances_them_is_told():
+def mixtral(**options):
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
         vocab_size=WORDS,
@@ -209,9 +237,33 @@ def test_a_mixture_of_experts_that_balances_them_is_told():
         num_attention_heads=2,
         num_key_value_heads=1,
         num_local_experts=4,
-        output_router_logits=True,
-        router_aux_loss_coef=1.0,
+        **options,
     )
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.warns(UserWarning, match="no mean over labels"):
-        ab.model_loss(model, batch())
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("factor", [1.0, 1e-6])
+def test_a_mixture_of_experts_that_balances_them_is_told(rows, factor):
+    model = mixtral(output_router_logits=True, router_aux_loss_coef=factor)
+    with pytest.warns(UserWarning, match=r"balances experts .*router_aux_loss_coef=0 in its conf"):
+        ab.model_loss(model, batch(rows))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_mixture_of_experts_that_balances_them_is_told_in_place_of_a_loss_by_the_head(rows):
+    model = mixtral(output_router_logits=True, router_aux_loss_coef=0.02)
+    with pytest.warns(UserWarning, match="balances experts over all samples"):
+        ab.causal_lm_loss(model, batch(rows))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"output_router_logits": True, "router_aux_loss_coef": 0.0}]
+)
+def test_a_mixture_of_experts_that_does_not_is_exact(options):
+    model, whole = mixtral(**options), batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = ab.model_loss(model, whole)
+        parts = [ab.model_loss(model, part) for part in pieces(whole)]
+    torch.testing.assert_close(found.sum, sum(part.sum for part in parts))

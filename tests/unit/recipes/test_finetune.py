@@ -7,11 +7,13 @@ import math
 import pickle
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.stand_in_datasets import datasets as datasets
 
 import anybatch as ab
 from anybatch.errors import DataError, InputError
@@ -261,8 +263,7 @@ def test_weights_may_be_held_in_half_and_adapters_are_not(folder, data):
         assert param.dtype == (torch.float32 if "lora_" in name else torch.bfloat16), name
 
 
-def test_classes_have_the_names_that_a_data_set_gives_them(folder, tmp_path):
-    datasets = pytest.importorskip("datasets")
+def test_classes_have_the_names_that_a_data_set_gives_them(folder, tmp_path, datasets):
     features = datasets.Features(
         {
             "text": datasets.Value("string"),
@@ -354,6 +355,81 @@ def test_a_tokenizer_of_another_model(tmp_path, data):
         InputError, match=r"has 13 tokens, and the model's embedding 12: it belongs to"
     ):
         finetune(tmp_path / "m", data([{"text": "a b"}] * 3))
+
+
+def with_weights(folder, data, **special):
+    """A model with trained weights, and with a tokenizer whose texts begin with 0 and end with 1."""
+    tokenizer_of().save_pretrained(folder)
+    model = finetune(folder, data([{"text": "a b"}] * 3)).build_model()
+    for name, value in special.items():
+        setattr(model.config, name, value)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "special",
+    [
+        {"bos_token_id": 7, "eos_token_id": 8},
+        {"bos_token_id": None, "eos_token_id": [8, 9]},
+    ],
+)
+def test_a_tokenizer_that_contradicts_trained_weights_is_told(folder, data, special):
+    with_weights(folder, data, **special)
+    said = r"eos_token_id 1, where config.json has 8.*: if it is another model's"
+    with pytest.warns(UserWarning, match=said):
+        finetune(folder, data([{"text": "a b"}] * 3))
+
+
+@pytest.mark.parametrize(
+    "special",
+    [
+        {"bos_token_id": 0, "eos_token_id": 8},
+        {"bos_token_id": 7, "eos_token_id": [8, 1]},
+        {"bos_token_id": None, "eos_token_id": None},
+        {"bos_token_id": None, "eos_token_id": WORDS + 5},
+    ],
+)
+def test_a_tokenizer_that_agrees_with_trained_weights_is_not_told(folder, data, special):
+    with_weights(folder, data, **special)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        finetune(folder, data([{"text": "a b"}] * 3))
+
+
+def test_texts_that_the_tokenizer_does_not_know_are_told(folder, data):
+    tokenizer_of().save_pretrained(folder)
+    rows = [{"text": "a b"}, {"text": "a z y x"}, {"text": "a b"}]
+    with pytest.warns(
+        UserWarning, match=r"\d+% of the tokens of .* does not know \(first in line 2 of"
+    ):
+        finetune(folder, data(rows), valid=data(rows[:1], "valid.jsonl"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        finetune(folder, data([{"text": "a b c d"}] * 9 + [{"text": "z"}]))
+
+
+def test_new_weights_begin_and_end_texts_as_the_tokenizer_does(folder, data):
+    tokenizer_of().save_pretrained(folder)
+    config = finetune(folder, data([{"text": "a b"}] * 3)).build_model().config
+    assert (config.bos_token_id, config.eos_token_id) == (0, 1)
+
+
+def test_a_head_that_is_the_embedding_trains_exactly_and_stays_it(tmp_path, data):
+    config = transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True)
+    config.save_pretrained(tmp_path / "tied")
+    task = finetune(tmp_path / "tied", data(SUMS), global_batch=16, lr=1e-2)
+    exact = replace(task, model=lambda: task.model().double())
+    (whole, there), (cut, here) = (first_step(exact, size) for size in (16, 3))
+    assert cut.loss == pytest.approx(whole.loss, rel=1e-12)
+    for one, other in zip(here, there, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    model = task.build_model()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path / "saved")
+    again = finetune(tmp_path / "saved", data([{"input_ids": [1, 2, 3]}] * 3)).build_model()
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
 
 
 def test_too_few_words_for_bytes(tmp_path, data):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.stand_in_datasets import datasets as datasets
 
 from anybatch.errors import InputError
 from anybatch.recipes.finetune_data import read
@@ -140,8 +141,7 @@ def test_what_is_not_there(tmp_path):
         read(tmp_path, None)
 
 
-def test_a_folder_of_datasets(tmp_path):
-    datasets = pytest.importorskip("datasets")
+def test_a_folder_of_datasets(tmp_path, datasets):
     label = datasets.ClassLabel(names=["no", "yes"])
     one = datasets.Dataset.from_dict(
         {"text": ["a", "b", "c"], "label": [0, 1, 0]},

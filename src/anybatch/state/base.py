@@ -1,0 +1,126 @@
+"""Base: the parameters that a run does not train, which its checkpoints leave out.
+
+Of adapters over a large model nearly all is the model below them, which the task's own function builds
+again to the bit: it would only be copied to the disk, every ten minutes. So a checkpoint holds the
+checksum of each such parameter instead, and a run is not resumed over another base.
+
+What counts are the values, not `requires_grad`: a parameter that no optimizer has but that was written
+to since (a teacher that follows the model, say) is saved. So is everything where the task was given a
+module: nobody knows how that was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from anybatch.compute import Replica
+from anybatch.compute.optimizers import parts_of
+from anybatch.errors import InputError
+from anybatch.parallel import Group
+from anybatch.state.blocks import checksum_of
+from anybatch.task import Task, parameters_in
+
+_SHOWN = 3  # names in a message
+
+
+def frozen_checksums(task: Task, model: nn.Module) -> dict[str, int]:
+    """Checksums of the parameters of `model` that `task` does not train, by name, as it was built: not
+    yet in the precision of a plan, nor divided over ranks."""
+    trained = {id(param) for param in parameters_in(task.parameters_of(model))}
+    return {
+        name: _checksum(param)
+        for name, param in model.named_parameters()
+        if id(param) not in trained and param.layout is torch.strided
+    }
+
+
+@final
+class Base:
+    """The frozen parameters of one rank's model.
+
+    Args:
+        task: that builds the model.
+        replica: of the model, adopted by `group`.
+        group: the ranks. All of them make this, and call `left_out`, at the same time.
+        built: `frozen_checksums`, on rank 0, whose values all ranks have.
+
+    Attributes:
+        checksums: `built`, on all ranks.
+    """
+
+    def __init__(
+        self, task: Task, replica: Replica, group: Group, built: Mapping[str, int]
+    ) -> None:
+        self.checksums: dict[str, int] = group.exchange(dict(built))[0]
+        self._group = group
+        self._names = replica.weights.keys()
+        self._frozen: dict[str, Tensor] = {}
+        if not isinstance(task.model, nn.Module):
+            trained = {id(param) for param in replica.parameters}
+            self._frozen = {
+                name: tensor
+                for name, tensor in replica.weights.items()
+                if name in self.checksums and id(tensor) not in trained
+            }
+        # In the precision of the plan, and this rank's part: what it can be compared with later.
+        self._begun = {name: _checksum(tensor) for name, tensor in self._frozen.items()}
+
+    def left_out(self) -> dict[str, int]:
+        """Checksums of those that are on all ranks as they were built. Reads them all."""
+        if not self._frozen:
+            return {}
+        changed = {
+            name for name, was in self._begun.items() if _checksum(self._frozen[name]) != was
+        }
+        # The ranks of one process save as one.
+        everyone = [changed] if self._group.in_one_process else self._group.exchange(changed)
+        return {
+            name: self.checksums[name] for name in self._begun if name not in set().union(*everyone)
+        }
+
+    def check(self, left_out: Mapping[str, int], folder: Path, versions: Mapping[str, str]) -> None:
+        """Raises `InputError` if what the checkpoint in `folder` has left out is not here to the bit.
+        Names that the model does not have are not looked at."""
+        trained = [name for name in left_out if name in self._names and name not in self.checksums]
+        if trained:
+            raise InputError(
+                f"the checkpoint {folder} does not hold {_some(trained)}: nothing trained"
+                f" {_them(trained)} when it was written, and now the task does. Train what was trained"
+                " before, or begin anew from the weights of the run in another folder."
+            )
+        known = self.checksums
+        differing = [name for name, was in left_out.items() if known.get(name, was) != was]
+        if differing:
+            made = " and ".join(f"{name} {number}" for name, number in versions.items())
+            raise InputError(
+                f"the checkpoint {folder} is of another base: nothing trains {_some(differing)}, so it"
+                f" does not hold {_them(differing)}, and the task builds other values than when it was"
+                " written. Let it build those again: from the same file, or by the same code and seed"
+                f"{f' under {made}' if made else ''}."
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, names[:_SHOWN])) + more
+
+
+def _them(names: Sequence[str]) -> str:
+    return "it" if len(names) == 1 else "them"
+
+
+@torch.no_grad()
+def _checksum(tensor: Tensor) -> int:
+    """Of the bytes of `tensor`: of this rank's part, where it is divided over ranks."""
+    own = tensor.detach()
+    own = own.to_local() if isinstance(own, DTensor) else own
+    found = 0
+    for part in parts_of(own).values():
+        found = checksum_of(part, found)
+    return found
