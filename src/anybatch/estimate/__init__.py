@@ -5,6 +5,7 @@ from anybatch.estimate.footprint import Footprint as Footprint
 from anybatch.estimate.footprint import Peak as Peak
 from anybatch.estimate.footprint import evaluation_peak as evaluation_peak
 from anybatch.estimate.footprint import footprint as footprint
+from anybatch.estimate.garbage import few_collections as few_collections
 from anybatch.estimate.ledger import Holding as Holding
 from anybatch.estimate.ledger import LayerBytes as LayerBytes
 from anybatch.estimate.ledger import Ledger as Ledger

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -352,7 +353,7 @@ def passing_bytes(timeline: Timeline, threshold: int) -> int:
     return max(accumulate(changes[moment] for moment in sorted(changes)), default=0)
 
 
-def _moments(timeline: Timeline) -> list[tuple[int, list[Block], list[Block]]]:
+def _moments(timeline: Timeline) -> Iterator[tuple[int, Sequence[Block], Sequence[Block]]]:
     """Every moment with the blocks born at it and, after those, the blocks that died at it."""
     births: dict[int, list[Block]] = {}
     deaths: dict[int, list[Block]] = {}
@@ -360,10 +361,8 @@ def _moments(timeline: Timeline) -> list[tuple[int, list[Block], list[Block]]]:
         births.setdefault(block.born, []).append(block)
         if block.died is not None:
             deaths.setdefault(block.died, []).append(block)
-    return [
-        (moment, births.get(moment, []), deaths.get(moment, []))
-        for moment in range(timeline.num_moments + 2)
-    ]
+    for moment in range(timeline.num_moments + 2):
+        yield moment, births.get(moment, ()), deaths.get(moment, ())
 
 
 def _round_up(size: int, unit: int) -> int:

@@ -12,18 +12,16 @@ a value) is left to torch every time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _PLAIN = frozenset(
@@ -39,12 +37,20 @@ _PLAIN = frozenset(
         torch.memory_format,
     )
 )
-_DEVICE_OF: Any = torch.ops.prim.device.default
+DEVICE_OF: Any = torch.ops.prim.device.default
+"""Asks a tensor for its device, and computes nothing: most of what passes by here."""
+
 _FUSED = frozenset(
     getattr(torch.ops.aten, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad")
 )
 """Updates in place that make nothing; not all of them run on fake tensors."""
+_RNN_MODE, _LSTM = 14, 2
+"""Where oneDNN's recurrent layers are told their kind, and which is the LSTM."""
+
+_META = torch.device("meta")
 _NoFunctions: Any = torch._C.DisableTorchFunction
+_NoModes: Any = torch._C._DisableTorchDispatch
+_protect: Any = torch._C._set_throw_on_mutable_data_ptr
 
 Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype, torch.device]
 """Shape, strides, offset, dtype and device."""
@@ -62,10 +68,18 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What an operation returns: results in a container, or one without, or None."""
+    """What an operation returns: results in a container, or one without; each may be None."""
 
-    results: tuple[_Result, ...]
+    results: tuple[_Result | None, ...]
     container: type | None
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode whose operations go by `Recall`: torch's own memory would only take time. Real tensors are
+    taken for fake ones."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    return mode
 
 
 class Recalling(TorchDispatchMode):
@@ -88,34 +102,74 @@ class Recall:
 
     def __init__(self) -> None:
         self._known: dict[Any, _Answer | None] = {}
+        self._states: dict[tuple[int, torch.device], dict[str, Any]] = {}
 
     def run(self, fake: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """What `func` returns on tensors of `fake`, which is the mode that runs it. Raises whatever it
         raises."""
-        if func is _DEVICE_OF and type(args[0]) is FakeTensor:
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        if getattr(func, "_overloadpacket", None) in _FUSED:
-            return None
         kwargs = kwargs or {}
         given: list[FakeTensor] = []
         with _NoFunctions():  # what is asked of tensors here concerns no mode around
             asked = _key(func, args, kwargs, given)
             answer = self._known.get(asked)
             if answer is not None:
-                return _made(fake, answer, given)
+                return self._made(fake, answer, given)
+        if getattr(func, "_overloadpacket", None) in _FUSED:
+            return None
         if asked is None or asked in self._known:
             return func(*args, **kwargs)
+        if (rule := _RULES.get(func)) is not None and not kwargs:
+            with _NoFunctions():
+                answer = rule(*args)
+                if answer is not None:
+                    self._known[asked] = answer
+                    return self._made(fake, answer, given)
         before = [_geometry(tensor) for tensor in given]
         result = func(*args, **kwargs)
         self._known[asked] = _answer(result, given, before)
         return result
+
+    def _made(self, fake: FakeTensorMode, answer: _Answer, given: Sequence[FakeTensor]) -> Any:
+        if answer.container is None:
+            return self._one(fake, answer.results[0], given)
+        return answer.container(self._one(fake, one, given) for one in answer.results)
+
+    def _one(self, fake: FakeTensorMode, one: _Result | None, given: Sequence[FakeTensor]) -> Any:
+        if one is None:
+            return None
+        return given[one.given] if one.geometry is None else self._tensor(fake, one, given)
+
+    def _tensor(
+        self, fake: FakeTensorMode, one: _Result, given: Sequence[FakeTensor]
+    ) -> FakeTensor:
+        """A new fake tensor, made as its class makes one, whose way takes four times as long."""
+        assert one.geometry is not None
+        shape, strides, offset, dtype, device = one.geometry
+        with _NoModes():
+            elem = torch.empty_strided(shape, strides, dtype=dtype, device=_META)
+            if one.view:
+                elem.set_(given[0].untyped_storage(), offset, shape, strides)
+            state = self._states.get((id(fake), device))
+            if state is None:
+                made = FakeTensor(fake, elem, device)
+                self._states[id(fake), device] = dict(made.__dict__)  # holds `fake`, and so its id
+                return made
+            made: Any = Tensor._make_subclass(
+                FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device
+            )
+        _protect(made)
+        made.__dict__.update(state)
+        return made
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: Any, given: list[FakeTensor]) -> Any:
     """All that the result depends on, or None if that is not plain. Tensors are added to `given`."""
     if type(func) is not OpOverload:
         return None
-    key: list[Any] = [func, torch.get_default_dtype()]
+    # By its number, as torch keeps operations for good, and takes long to hash them.
+    key: list[Any] = [id(func), torch.get_default_dtype()]
     if not _read(args, key, given) or (kwargs and not _read(_flat(kwargs), key, given)):
         return None
     if len(given) > 1:
@@ -164,9 +218,7 @@ def _answer(result: Any, given: Sequence[FakeTensor], before: list[Geometry]) ->
     """How to make `result` again, or None if that is not plain."""
     if before != [_geometry(tensor) for tensor in given]:
         return None
-    if result is None:
-        return _Answer((), None)
-    if type(result) is FakeTensor:
+    if result is None or type(result) is FakeTensor:
         parts, container = [result], None
     elif type(result) in (list, tuple):
         parts, container = list(result), type(result)
@@ -174,10 +226,10 @@ def _answer(result: Any, given: Sequence[FakeTensor], before: list[Geometry]) ->
         return None
     theirs = {tensor.untyped_storage()._cdata for tensor in given}
     new: set[int] = set()
-    found: list[_Result] = []
+    found: list[_Result | None] = []
     for part in parts:
-        one = _plain(part, given, theirs, new)
-        if one is None:
+        one = None if part is None else _plain(part, given, theirs, new)
+        if one is None and part is not None:
             return None
         found.append(one)
     return _Answer(tuple(found), container)
@@ -202,6 +254,85 @@ def _plain(
     return _Result(-1, _geometry(part))
 
 
+def _batch_norm(
+    inputs: FakeTensor,
+    weight: FakeTensor | None,
+    bias: FakeTensor | None,
+    mean: FakeTensor | None,
+    _variance: FakeTensor | None,
+    training: bool,
+    *_rest: Any,
+) -> _Answer | None:
+    """The result, and the mean and deviation of each channel."""
+    if not training or not _are_simple(inputs, weight, bias, mean):
+        return None
+    if inputs.numel() <= inputs.size(1):  # nothing to take a deviation of, says torch
+        return None
+    return _channels(inputs)
+
+
+def _batch_norm_backward(
+    gradient: FakeTensor,
+    inputs: FakeTensor,
+    weight: FakeTensor | None,
+    _mean: FakeTensor | None,
+    _variance: FakeTensor | None,
+    saved_mean: FakeTensor | None,
+    saved_deviation: FakeTensor | None,
+    training: bool,
+    _epsilon: float,
+    wanted: Sequence[bool],
+) -> _Answer | None:
+    """The gradients of the inputs, of the weight and of the bias."""
+    if not (training and all(wanted)):
+        return None
+    if not _are_simple(inputs, gradient, weight, saved_mean, saved_deviation):
+        return None
+    return _channels(inputs)
+
+
+def _lstm_backward(*args: Any) -> _Answer | None:
+    """The gradients of the inputs, of both weights and biases, and of both states."""
+    if args[_RNN_MODE] != _LSTM:
+        return None
+    inputs, recurrent, hidden, bias, _, *states = args[:7]
+    given = inputs, recurrent, hidden, bias, bias, *states
+    return _Answer(tuple(_new(tensor.shape, tensor) for tensor in given), tuple)
+
+
+def _are_simple(*tensors: FakeTensor | None) -> bool:
+    return all(
+        tensor is not None
+        and tensor.dtype == torch.float32
+        and tensor.stride() == _contiguous(tensor.shape)  # several strides are, where sizes are 1
+        for tensor in tensors
+    )
+
+
+def _channels(inputs: FakeTensor) -> _Answer:
+    each = inputs.shape[1:2]
+    return _Answer((_new(inputs.shape, inputs), _new(each, inputs), _new(each, inputs)), tuple)
+
+
+def _new(shape: torch.Size, like: FakeTensor) -> _Result:
+    """A contiguous tensor of float32 on the device of `like`."""
+    return _Result(-1, (shape, _contiguous(shape), 0, torch.float32, like.fake_device))
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides that torch gives a new tensor."""
+    return tuple(accumulate(reversed((*shape[1:], 1)), mul))[::-1]
+
+
+_RULES: dict[Any, Callable[..., _Answer | None]] = {
+    torch.ops.aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
+    torch.ops.aten.native_batch_norm.default: _batch_norm,
+    torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
+}
+"""Norms, which torch works out in twenty operations, each time for several milliseconds; and the LSTM,
+whose biases it says to have one gradient in common, which they have not when it runs."""
+
+
 def _spanned(tensor: Tensor) -> int:
     """Bytes of the storage that a new tensor of this geometry gets; -1: not at its beginning."""
     if tensor.storage_offset():
@@ -210,28 +341,3 @@ def _spanned(tensor: Tensor) -> int:
         return 0
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return (reach + 1) * tensor.element_size()
-
-
-def _made(fake: FakeTensorMode, answer: _Answer, given: Sequence[FakeTensor]) -> Any:
-    results = answer.results
-    if answer.container is None:
-        if not results:
-            return None
-        one = results[0]
-        if one.geometry is None:
-            return given[one.given]
-        return _tensor(fake, one, given)
-    return answer.container(
-        given[one.given] if one.geometry is None else _tensor(fake, one, given) for one in results
-    )
-
-
-def _tensor(fake: FakeTensorMode, one: _Result, given: Sequence[FakeTensor]) -> FakeTensor:
-    assert one.geometry is not None
-    shape, strides, offset, dtype, device = one.geometry
-    storage = given[0].untyped_storage() if one.view else None
-    with in_kernel_invocation_manager(fake):
-        elem = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        if storage is not None:
-            elem.set_(storage, offset, shape, strides)
-    return FakeTensor(fake, elem, device)

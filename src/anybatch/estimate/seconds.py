@@ -8,11 +8,13 @@ started ahead while earlier ones run, so the longer of the two sums counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from anybatch.estimate.calibration import Speeds, product_rate, rate_at
-from anybatch.estimate.seconds_work import Counting, Operation, Work, work_of
+from anybatch.estimate.seconds_operations import Operation
+from anybatch.estimate.seconds_work import Counting, Work, work_of
 from anybatch.estimate.subject import Subject
 from anybatch.machine import MMAP_THRESHOLD, Device
 from anybatch.plans import Choice, Precision, Recompute, StatesOn, Update
@@ -36,6 +38,30 @@ _PASS_SECONDS = 3e-4
 
 _KERNEL_SECONDS = 2e-6
 """The shortest time of a kernel on CUDA."""
+
+
+@dataclass(slots=True)
+class _Spent:
+    """Seconds of some operations of one micro-batch.
+
+    Attributes:
+        work, calls: to compute, and to start them.
+        apart: what they would take if each were waited for.
+    """
+
+    work: float = 0.0
+    calls: float = 0.0
+    apart: float = 0.0
+
+    def add(self, other: _Spent, count: int = 1) -> None:
+        """Operations as `other` has them, so many times."""
+        self.work += count * other.work
+        self.calls += count * other.calls
+        self.apart += count * other.apart
+
+
+_Place = tuple[str, int, bool]
+"""Of operations: their phase, their block, and whether they are products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +130,11 @@ class Pace:
         self._device = device
         self._ghost = subject.identity.ghost_batch
         self._blocks = subject.blocks
+        self._lines = _lines(self._first, self._second)
+        self._tables: dict[int, dict[_Place, _Spent]] = {}
         self._memo: dict[tuple[int, Recompute], tuple[float, float, float]] = {}
-        self.update_seconds: float = self._sum(
-            [o for o in self._first.operations if o.phase == "update"]
+        self.update_seconds: float = self._in_a_row(
+            self._spent([o for o in self._first.operations if o.phase == "update"])
         )
 
     @property
@@ -123,20 +151,38 @@ class Pace:
         """Seconds of forward, backward and recompute of one micro-batch."""
         found = self._memo.get((micro_batch, recompute))
         if found is None:
-            operations = self._at(micro_batch)
-            forward = [o for o in operations if o.phase == "forward"]
+            table = self._table(micro_batch)
+            forward = {place: spent for place, spent in table.items() if place[0] == "forward"}
+            backward = [spent for place, spent in table.items() if place[0] == "backward"]
+            moved = self._crossing(micro_batch) if recompute.to_host else 0.0
             found = self._memo[micro_batch, recompute] = (
-                self._sum(forward) + _PASS_SECONDS,
-                self._sum([o for o in operations if o.phase == "backward"]),
+                self._in_a_row(_added(forward.values())) + _PASS_SECONDS + moved,
+                self._in_a_row(_added(backward)) + moved,
                 self._again(forward, recompute),
             )
         return found
+
+    def _crossing(self, micro_batch: int) -> float:
+        """Seconds in which what forward saves goes to host memory, or comes back: queued between the
+        kernels, so they add up. More than it is where blocks are recomputed too."""
+        if not self.has_host:
+            return 0.0
+        low, high = self._first, self._second
+        saved = _line(
+            low.micro_batch, low.saved_bytes, high.micro_batch, high.saved_bytes, micro_batch
+        )
+        return saved / _bus_bytes(self._device)
+
+    @property
+    def has_host(self) -> bool:
+        """Whether the host has a memory that is not the device's."""
+        return self._device.kind == "cuda"
 
     @property
     def can_offload(self) -> bool:
         """Whether the optimizer's states can lie in host memory, and that is another than the
         device's."""
-        return self._can_part and self._device.kind == "cuda"
+        return self._can_part and self.has_host
 
     def step(
         self,
@@ -147,7 +193,7 @@ class Pace:
         states_on: StatesOn = "device",
     ) -> StepSeconds:
         """Seconds of a step of `num_samples` in micro-batches of at most `micro_batch`."""
-        offloaded = states_on == "host" and self._device.kind == "cuda"
+        offloaded = states_on == "host" and self.has_host
         whole, rest = divmod(num_samples, micro_batch)
         forward, backward, again = self.micro(micro_batch, recompute)
         last = self.micro(rest, recompute) if rest else (0.0, 0.0, 0.0)
@@ -162,11 +208,10 @@ class Pace:
 
     def block_seconds(self, micro_batch: int, keep_matmuls: bool = False) -> list[float]:
         """Seconds to compute each block once more."""
-        forward = [o for o in self._at(micro_batch) if o.phase == "forward"]
         seconds = [0.0] * len(self._blocks)
-        for operation in forward:
-            if operation.block >= 0 and not (keep_matmuls and _is_product(operation)):
-                seconds[operation.block] += self._sum([operation])
+        for (phase, block, is_product), spent in self._table(micro_batch).items():
+            if phase == "forward" and block >= 0 and not (keep_matmuls and is_product):
+                seconds[block] += spent.apart
         return seconds
 
     def block_bytes(self, micro_batch: int) -> list[tuple[float, float, float]]:
@@ -181,57 +226,67 @@ class Pace:
             for a, b in zip(self._first.blocks, self._second.blocks, strict=True)
         ]
 
-    def _at(self, micro_batch: int) -> list[Operation]:
-        """The operations of one micro-batch of that size."""
+    def _table(self, micro_batch: int) -> dict[_Place, _Spent]:
+        """What the operations of one micro-batch of that size take, by their places."""
+        found = self._tables.get(micro_batch)
+        if found is None:
+            found = self._tables[micro_batch] = {}
+            for (one, other), blocks in self._lines.items():
+                spent = self._spent(self._between(one, other, micro_batch))
+                for block, count in blocks.items():
+                    place = one.phase, block, _is_product(one)
+                    found.setdefault(place, _Spent()).add(spent, count)
+        return found
+
+    def _between(self, one: Operation, other: Operation, micro_batch: int) -> list[Operation]:
+        """The operation that is `one` and `other` at the two micro-batches, at another."""
         low, high = self._first.micro_batch, self._second.micro_batch
 
         def between(a: float, b: float) -> float:
             return _line(low, a, high, b, micro_batch)
 
-        scaled = [
-            replace(
-                one,
-                narrow=between(one.narrow, other.narrow),
-                flops=between(one.flops, other.flops),
-                num_bytes=between(one.num_bytes, other.num_bytes),
-                fresh_bytes=between(one.fresh_bytes, other.fresh_bytes),
-            )
-            for one, other in zip(self._first.operations, self._second.operations, strict=True)
-            if one.phase != "update"
-        ]
+        scaled = replace(
+            one,
+            narrow=between(one.narrow, other.narrow),
+            flops=between(one.flops, other.flops),
+            num_bytes=between(one.num_bytes, other.num_bytes),
+            fresh_bytes=between(one.fresh_bytes, other.fresh_bytes),
+        )
         if not self._ghost or micro_batch <= self._ghost:
-            return scaled
-        return [part for one in scaled for part in _over_ghosts(one, micro_batch / self._ghost)]
+            return [scaled]
+        return _over_ghosts(scaled, micro_batch / self._ghost)
 
-    def _again(self, forward: Sequence[Operation], recompute: Recompute) -> float:
+    def _again(self, forward: Mapping[_Place, _Spent], recompute: Recompute) -> float:
         """Seconds of what is computed a second time (and, as a tree, more often)."""
         if not recompute.blocks:
             return 0.0
+        whole = self._in_a_row(_added(forward.values()))
         if recompute.nested or "." in recompute.blocks:
             # A tree over n layers computes each log2(n) times more.
-            times = self._first.tree_levels if recompute.nested else 1
-            return self._sum(forward) * times
+            return whole * (self._first.tree_levels if recompute.nested else 1)
         names = set(recompute.blocks)
         numbers = {i for i, name in enumerate(self._blocks) if _named(name, names)}
         if not numbers:  # blocks of the user's own naming: as much of forward as there are names
-            return self._sum(forward) * min(
-                1.0, len(names) / max(1, len(self._blocks) or len(names))
+            return whole * min(1.0, len(names) / max(1, len(self._blocks) or len(names)))
+        return self._in_a_row(
+            _added(
+                spent
+                for (_, block, is_product), spent in forward.items()
+                if block in numbers and not (recompute.keep == "matmuls" and is_product)
             )
-        return self._sum(
-            [
-                o
-                for o in forward
-                if o.block in numbers and not (recompute.keep == "matmuls" and _is_product(o))
-            ]
         )
 
-    def _sum(self, operations: Iterable[Operation]) -> float:
-        """Seconds of `operations` in a row."""
-        work = calls = 0.0
+    def _in_a_row(self, spent: _Spent) -> float:
+        """Seconds of operations that are started one after the other."""
+        return max(spent.work, spent.calls) if self._speeds.overlap else spent.work + spent.calls
+
+    def _spent(self, operations: Iterable[Operation]) -> _Spent:
+        total = _Spent()
         for operation in operations:
-            work += self._work_seconds(operation)
-            calls += self._call_seconds(operation)
-        return max(work, calls) if self._speeds.overlap else work + calls
+            spent = _Spent(self._work_seconds(operation), self._call_seconds(operation))
+            spent.apart = self._in_a_row(spent)
+            total.add(spent)
+        return total
 
     def _call_seconds(self, operation: Operation) -> float:
         if self._stands_in and operation.phase == "update":
@@ -281,10 +336,15 @@ def exchange_seconds(num_bytes: int, device: Device, num_ranks: int) -> float:
 
 def crossing_seconds(state_bytes: int, device: Device) -> float:
     """Time for the optimizer's states to come from host memory to `device` and go back, one after the
-    other, at the rate of the bus of its generation."""
+    other."""
+    return 2 * state_bytes / _bus_bytes(device)
+
+
+def _bus_bytes(device: Device) -> float:
+    """Bytes per second between the host's memory and `device`, by the bus of its generation."""
     major = device.capability.partition(".")[0]
     bus = _PCIE_BYTES.get(major, _PCIE_BYTES["9"] if major.isdigit() else _PCIE_BYTES["8"])
-    return 2 * state_bytes / min(bus, device.rates.link_bytes)
+    return min(bus, device.rates.link_bytes)
 
 
 def meeting_seconds(num_norms: int, num_passes: int, recompute: Recompute) -> float:
@@ -292,6 +352,28 @@ def meeting_seconds(num_norms: int, num_passes: int, recompute: Recompute) -> fl
     computed again."""
     per_norm = 3 if recompute.blocks else 2
     return per_norm * num_norms * num_passes * _MEETING_SECONDS
+
+
+def _lines(first: Work, second: Work) -> dict[tuple[Operation, Operation], Counter[int]]:
+    """Every operation of a micro-batch at both sizes, without its block, and how often each block has
+    it: equal blocks have equal ones."""
+    found: dict[tuple[Operation, Operation], Counter[int]] = {}
+    for one, other in zip(first.operations, second.operations, strict=True):
+        if one.phase != "update":
+            pair = _of_no_block(one), _of_no_block(other)
+            found.setdefault(pair, Counter())[one.block] += 1
+    return found
+
+
+def _of_no_block(operation: Operation) -> Operation:
+    return operation if operation.block < 0 else replace(operation, block=-1)
+
+
+def _added(parts: Iterable[_Spent]) -> _Spent:
+    total = _Spent()
+    for part in parts:
+        total.add(part)
+    return total
 
 
 def _are_alike(one: Work, other: Work) -> bool:

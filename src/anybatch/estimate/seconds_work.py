@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,79 +20,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from anybatch.compute import Replica
 from anybatch.compute.optimizers import is_compiled, uncompiled
 from anybatch.compute.optimizers_update import can_part, leanest_update
-from anybatch.estimate.recall import Recall
+from anybatch.estimate.recall import Recall, fake_mode
+from anybatch.estimate.seconds_operations import Operation, bytes_of, operation_of
 from anybatch.estimate.subject import Subject
-from anybatch.estimate.trace import has_parts
+from anybatch.estimate.trace import has_parts, value_of
 from anybatch.estimate.updates import moved_bytes
 from anybatch.machine import Device
 from anybatch.plans import Choice, Recompute, Update
 
 _aten: Any = torch.ops.aten
-
-Family = Literal[
-    "matmul", "convolution", "plain", "special", "random", "norm", "gather", "pool", "reduction"
-]
-"""Operations whose speed is of one kind. The first two are limited by arithmetic or by memory, the
-others by memory, each at its own rate."""
-
-_FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot"), "matmul"),
-    **dict.fromkeys(("convolution", "convolution_backward"), "convolution"),
-    **dict.fromkeys(("bernoulli", "bernoulli_", "native_dropout", "rand_like"), "random"),
-    **dict.fromkeys(("normal_", "uniform_", "random_", "randn_like", "exponential_"), "random"),
-    **dict.fromkeys(("embedding", "embedding_dense_backward", "index", "index_put"), "gather"),
-    **dict.fromkeys(("index_select", "gather", "scatter", "scatter_add", "index_add"), "gather"),
-    **dict.fromkeys(("_unsafe_index_put", "index_put_", "_index_put_impl_", "take"), "gather"),
-    **dict.fromkeys(("sum", "mean", "linalg_vector_norm", "amax", "argmax", "any"), "reduction"),
-    **dict.fromkeys(("max", "min", "all", "var", "std", "cumsum", "sort", "topk"), "reduction"),
-}
-_FREE = {
-    "device", "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias",
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
-}  # fmt: skip
-"""Operations that touch no bytes."""
-
-_SPECIAL = (
-    "gelu", "silu", "tanh", "sigmoid", "softmax", "exp", "expm1", "log", "log1p", "erf", "pow",
-    "softplus", "mish", "sin", "cos", "logsumexp", "elu", "hardswish", "rsqrt", "sqrt",
-)  # fmt: skip
-_NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm", "batch_norm_backward")
-_POOLS = ("pool", "upsample", "grid_sampler", "im2col", "col2im")
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One operation at one micro-batch.
-
-    Attributes:
-        name: as torch has it.
-        family: whose speed it has.
-        dtype: of its largest tensor, which says what arithmetic it is.
-        flops: floating-point operations; 0 where only bytes count.
-        num_bytes: read and written.
-        fresh_bytes: written to storage that it made itself.
-        narrow: smallest dim of a product: a tall or flat one is slower than a cube of the same work.
-        num_tensors: results; a `foreach` operation has many.
-        phase: `"forward"`, `"backward"` or `"update"`.
-        block: number of the block of the model in whose forward it ran, or -1.
-    """
-
-    name: str
-    family: Family
-    dtype: torch.dtype
-    flops: float
-    num_bytes: float
-    fresh_bytes: float
-    narrow: float
-    num_tensors: int
-    phase: str
-    block: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +61,8 @@ class Work:
         operations: of one micro-batch that adds to gradients, and of the update.
         blocks: of the subject, in order.
         parameter_bytes: of what is trained: what ranks exchange.
+        saved_bytes: of what forward saves for backward, tensor by tensor: what would be moved to host
+            memory, were it not for small ones.
         state_bytes: of what the optimizer remembers in the shapes of parameters.
         tree_levels: how often a tree of checkpoints computes each layer of the longest chain again.
     """
@@ -128,6 +71,7 @@ class Work:
     operations: tuple[Operation, ...]
     blocks: tuple[BlockBytes, ...]
     parameter_bytes: int
+    saved_bytes: float
     state_bytes: int
     tree_levels: int
 
@@ -155,7 +99,7 @@ class Counting:
         usable = device.kind == "cuda" and device.present and torch.cuda.is_available()
         self._target = torch.device(device.torch_name if usable else "cpu")
         self._subject = subject
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = fake_mode()
         self._watch = _Watch(self._fake, subject.recall)
         self._update: list[Operation] = []
         plain = choice.model_copy(update={"recompute": Recompute()})
@@ -204,6 +148,7 @@ class Counting:
             (*passes, *self._update),
             blocks.found(),
             sum(p.numel() * p.element_size() for p in replica.parameters),
+            blocks.saved_bytes,
             sum(
                 value.nbytes
                 for param, state in replica.optimizer.state.items()
@@ -236,22 +181,6 @@ class Counting:
                 Operation("update", "special", param.dtype, 0.0, moved, 0.0, 0.0, 1, phase, -1)
                 for param, moved in moved_bytes(replica.optimizer, self._kind).items()
             ]
-
-
-def family_of(name: str) -> Family:
-    """The family of the operation `name`, an aten operation without its overload."""
-    plain = name.removeprefix("_foreach_")
-    if plain in _FAMILIES:
-        return _FAMILIES[plain]
-    if "scaled_dot_product" in plain:
-        return "matmul"
-    if any(part in plain for part in _NORMS):
-        return "norm"
-    if any(part in plain for part in _POOLS):
-        return "pool"
-    if any(word in _SPECIAL for word in plain.strip("_").split("_")):
-        return "special"
-    return "plain"
 
 
 def _path(name: str) -> str:
@@ -298,7 +227,7 @@ class _Watch(TorchDispatchMode):
         if has_parts(types):
             return NotImplemented  # what it does to each of them passes by here next
         if func is _aten._local_scalar_dense.default:
-            return _one(args[0])
+            return value_of(args[0])
         kwargs = kwargs or {}
         result = self._recall.run(self._fake, func, args, kwargs)
         if self.phase and not func.is_view:
@@ -306,37 +235,14 @@ class _Watch(TorchDispatchMode):
         return result
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        tensors = [*inputs, *outputs]
-        if not tensors:
+        block = self.block if self.phase == "forward" else -1
+        operation = operation_of(func, args, kwargs, result, self.phase, block)
+        if operation is None:
             return
-        packet = func._overloadpacket
-        name = packet.__name__
-        if name in _FREE:
-            return
-        flops = _flops(packet, name, args, kwargs, result)
-        given = {id(t.untyped_storage()) for t in inputs}
-        fresh = sum(_bytes(t) for t in outputs if id(t.untyped_storage()) not in given)
-        largest = max(tensors, key=lambda t: t.numel() if t.is_floating_point() else -1)
-        family = family_of(name)
-        moved = _gathered(inputs, outputs) if family == "gather" else sum(map(_bytes, tensors))
-        self.operations.append(
-            Operation(
-                name=name,
-                family=family,
-                dtype=largest.dtype,
-                flops=flops,
-                num_bytes=moved,
-                fresh_bytes=fresh,
-                narrow=_narrow(name, inputs),
-                num_tensors=max(1, len(outputs), len(inputs) if "_foreach_" in name else 0),
-                phase=self.phase,
-                block=self.block if self.phase == "forward" else -1,
-            )
-        )
-        if self.phase == "forward" and family in ("matmul", "convolution"):
-            kept = sum(map(_bytes, outputs[:1]))
+        self.operations.append(operation)
+        if self.phase == "forward" and operation.family in ("matmul", "convolution"):
+            first = result if isinstance(result, Tensor) else result[0]
+            kept = bytes_of(first)
             self.matmul_bytes[self.block] = self.matmul_bytes.get(self.block, 0) + kept
 
 
@@ -351,6 +257,7 @@ class _Blocks:
         self._kept: dict[int, dict[int, int]] = {i: {} for i in range(len(names))}
         self._inputs: dict[int, float] = dict.fromkeys(range(len(names)), 0.0)
         self._constants = {id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
+        self.saved_bytes: float = 0.0
         self._hooks = saved_tensors_hooks(self._save, self._take)
         self._handles: list[RemovableHandle] = []
 
@@ -398,6 +305,8 @@ class _Blocks:
     def _save(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         key, block = id(storage), self._watch.block
+        if key not in self._constants:
+            self.saved_bytes += tensor.nbytes
         if block >= 0 and key not in self._constants:
             self._held.append(storage)
             if self._made.setdefault(key, block) == block:
@@ -408,43 +317,3 @@ class _Blocks:
         self._watch.phase = "backward"  # the first to ask for what was saved
         self._watch.block = -1
         return tensor
-
-
-def _narrow(name: str, inputs: Sequence[Tensor]) -> float:
-    """The smallest of the three dims of a product, as a matrix product; 0 for another operation."""
-    if name.startswith("convolution"):
-        weight = next((t for t in reversed(inputs) if t.dim() >= 3), None)
-        return float(min(len(weight), weight[0].numel())) if weight is not None else 0.0
-    if family_of(name) != "matmul":
-        return 0.0
-    sides = [side for t in inputs if t.dim() >= 2 for side in t.shape[-2:]]
-    return float(min(sides, default=1))
-
-
-def _flops(packet: Any, name: str, args: tuple[Any, ...], kwargs: Any, result: Any) -> float:
-    counter = flop_registry.get(packet)
-    if counter is not None:
-        return float(counter(*args, **kwargs, out_val=result))
-    if name.startswith("_scaled_dot_product"):  # those of the CPU are not in torch's table
-        backward = "backward" in name
-        query, key = (args[1], args[2]) if backward else (args[0], args[1])
-        pairs = query.numel() // query.size(-1) * key.size(-2)
-        # Two products in forward, five in backward, which computes the weights anew.
-        return float((10 if backward else 4) * pairs * query.size(-1))
-    return 0.0
-
-
-def _gathered(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
-    """Bytes of an operation that reads as many rows of a table as it returns, not all of it."""
-    result = sum(map(_bytes, outputs))
-    return 2.0 * result + sum(_bytes(t) for t in inputs if not t.is_floating_point())
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _one(tensor: Tensor) -> Any:
-    if tensor.dtype == torch.bool:
-        return True
-    return 1.0 if tensor.is_floating_point() else 1

@@ -16,34 +16,25 @@ that its first pass made, say), steps are traced from the beginning, each on a s
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import Optimizer
 
-from anybatch.compute import Replica
-from anybatch.compute.optimizers import check_whole, is_compiled, parts_of, uncompiled
-from anybatch.data import ghosts
-from anybatch.estimate.cuda import is_overlaid, laid_over, update_together
-from anybatch.estimate.family import Part, Traced
+from anybatch.compute.optimizers import is_compiled, parts_of, uncompiled
+from anybatch.estimate.cuda import laid_over
+from anybatch.estimate.family import Traced
 from anybatch.estimate.kernels import Kernels, ShapeBytes, kernels_on
+from anybatch.estimate.recall import fake_mode
+from anybatch.estimate.splice import Left, Tail, growth, moved, since
+from anybatch.estimate.stage_setup import cut_of, fake_device, parts_of_model, set_up
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import Block, Timeline, Tracer, recording
 from anybatch.estimate.updates import kernel_bytes, scratch_bytes
 from anybatch.machine import Device
 from anybatch.plans import Choice, Recompute
-from anybatch.task import parameters_in
-
-_MOST_GHOSTS = 4
-
-Owners = dict[torch.Tensor, str]
-"""Names of the modules that parameters belong to, the first where several share one."""
 
 
 def trace_step(subject: Subject, choice: Choice, device: Device) -> Traced:
@@ -86,40 +77,6 @@ def _on_stage(
     return traced
 
 
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """What passes have left behind, where that is nothing but gradients.
-
-    Attributes:
-        signature: which parameters have one, and their layouts and storages.
-        blocks: storages that the passes made, in the order of these parameters.
-    """
-
-    signature: tuple[Any, ...]
-    blocks: tuple[Block, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Tail:
-    """The update of a step. Its moments are counted from the end of the passes.
-
-    Attributes:
-        signature: of the gradients that it was traced with.
-        gradients_died: when each of their storages was freed.
-        head: blocks of the head, with what passes say of them.
-        head_died: when it freed some of these, by their place.
-        timeline: what else there is.
-        commit_bytes: what it adds at its peak.
-    """
-
-    signature: tuple[Any, ...]
-    gradients_died: tuple[int, ...]
-    head: tuple[Block, ...]
-    head_died: dict[int, int]
-    timeline: Timeline
-    commit_bytes: int
-
-
 class Stage:
     """See the module. A stage serves any way to recompute and any sizes of batches.
 
@@ -134,11 +91,11 @@ class Stage:
         self._subject = subject
         self._device = device
         self._kernels = kernels_on(device.kind)
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = fake_mode()
         self._tracer = tracer = Tracer(self._kernels, self._fake, subject.recall)
         plain = choice.model_copy(update={"recompute": Recompute()})
         with self._open():
-            self._replica, self._owners, self._copies = _set_up(subject, plain, device, tracer)
+            self._replica, self._owners, self._copies = set_up(subject, plain, device, tracer)
             self._replica.model.train()
             before = _kept(self._kernels)
             self._make_gradients()
@@ -147,20 +104,20 @@ class Stage:
         head = tracer.timeline
         # What kernels keep may depend on what ran before them, and then an update is not always one.
         self._is_steady = _kept(self._kernels) == before
-        self._first_commit = _growth(head, begun)
-        self._parts = _parts(self._replica.model, self._owners)
+        self._first_commit = growth(head, begun)
+        self._parts = parts_of_model(self._replica.model, self._owners)
         optimizer = self._replica.optimizer
         on_host = device.kind == "cpu" and is_compiled(optimizer)
         self._compiled_bytes = kernel_bytes(optimizer) if on_host else 0
         self._live = head.blocks
         self._head = Timeline(
-            [_moved(block, 0) for block in head.blocks],
+            [moved(block, 0) for block in head.blocks],
             head.scratch,
             head.operations,
             head.num_moments,
         )
         self._settled = [block for block in head.blocks if block.died is None]
-        self._tail: _Tail | None = None
+        self._tail: Tail | None = None
         self._is_fresh = True
 
     def step(self, choice: Choice) -> Traced | None:
@@ -203,7 +160,7 @@ class Stage:
         self.reusable = left is not None and not any(left.signature)
         if not self.reusable and not is_fresh:
             return None
-        head = [_moved(block, 0) for block in self._live] if is_fresh else self._head.blocks
+        head = [moved(block, 0) for block in self._live] if is_fresh else self._head.blocks
         return self._traced(self._after_head(head, passes), 0, count=2)
 
     # ------------------------------------------------------------------------------ what is traced
@@ -226,7 +183,7 @@ class Stage:
             self._tracer.phase = "input"
             batch = self._subject.batch(choice.micro_batch, target)
             self._tracer.phase = "compute"
-            cut = _cut(self._subject, choice.micro_batch)
+            cut = cut_of(self._subject, choice.micro_batch)
             self._replica.accumulate(batch, choice.micro_batch, cut)
             del batch
             for param in self._replica.parameters:
@@ -266,37 +223,37 @@ class Stage:
 
     # ------------------------------------------------------------------------------ putting together
 
-    def _with_update(self, passes: Timeline, left: _Left | None, count: int) -> Traced:
+    def _with_update(self, passes: Timeline, left: Left | None, count: int) -> Traced:
         """The first step of the stage: its update is traced, and becomes the tail of others if nothing
         speaks against it."""
         end, num_blocks = passes.num_moments, len(passes.blocks)
         kept = _kept(self._tracer.kernels)
         self._tracer.settle(())
         self._update()
-        commit = _growth(passes, end)
-        whole = self._after_head([_moved(block, 0) for block in self._live], passes)
+        commit = growth(passes, end)
+        whole = self._after_head([moved(block, 0) for block in self._live], passes)
         traced = self._traced(whole, commit, count)
         own, later = passes.blocks[:num_blocks], passes.blocks[num_blocks:]
         if left is None or any(b.died is None for b in own):
             return traced
         if not self._is_steady or _kept(self._tracer.kernels) != kept:
             return traced
-        self._tail = _Tail(
+        self._tail = Tail(
             signature=left.signature,
-            gradients_died=tuple(_since(end, block.died) for block in left.blocks),
+            gradients_died=tuple(since(end, block.died) for block in left.blocks),
             head=tuple(
                 replace(then, kind=live.kind, module=live.module)
                 for then, live in zip(self._head.blocks, self._live, strict=True)
             ),
             head_died={
-                place: _since(end, live.died)
+                place: since(end, live.died)
                 for place, (then, live) in enumerate(
                     zip(self._head.blocks, self._live, strict=True)
                 )
                 if then.died is None and live.died is not None
             },
             timeline=Timeline(
-                [_moved(block, -end) for block in later],
+                [moved(block, -end) for block in later],
                 {at - end: size for at, size in passes.scratch.items() if at > end},
                 passes.operations[end - self._head.num_moments :],
                 passes.num_moments - end,
@@ -307,17 +264,17 @@ class Stage:
         self.reusable = True
         return traced
 
-    def _joined(self, passes: Timeline, left: _Left, tail: _Tail) -> Timeline:
+    def _joined(self, passes: Timeline, left: Left, tail: Tail) -> Timeline:
         """Head, passes and tail in a row."""
         end, after = passes.num_moments, tail.timeline
         for block, died in zip(left.blocks, tail.gradients_died, strict=True):
             block.died = end + died
         head = list(tail.head)
         for place, died in tail.head_died.items():
-            head[place] = _moved(head[place], 0)
+            head[place] = moved(head[place], 0)
             head[place].died = end + died
         whole = self._after_head(head, passes)
-        whole.blocks += [_moved(block, end) for block in after.blocks]
+        whole.blocks += [moved(block, end) for block in after.blocks]
         whole.scratch |= {at + end: size for at, size in after.scratch.items()}
         whole.operations += after.operations
         whole.num_moments += after.num_moments
@@ -350,7 +307,7 @@ class Stage:
         every = dict.fromkeys([*self._replica.parameters, *self._replica.model.parameters()])
         return [param.grad for param in every]
 
-    def _left_by(self, passes: Timeline) -> _Left | None:
+    def _left_by(self, passes: Timeline) -> Left | None:
         """What is left of `passes`, or None if something else is, or something else is gone."""
         alive = {id(block): block for block in passes.blocks if block.died is None}
         found: dict[int, Block] = {}
@@ -369,118 +326,8 @@ class Stage:
             signature.append((layout, block.num_bytes, key in alive, places.get(key, key)))
         if self._tracer.disturbed or found.keys() != alive.keys():
             return None
-        return _Left(tuple(signature), tuple(found.values()))
-
-
-def _set_up(
-    subject: Subject, choice: Choice, device: Device, tracer: Tracer
-) -> tuple[Replica, Owners, list[torch.Tensor]]:
-    target = fake_device(device)
-    with target:
-        model: nn.Module = subject.build_model()
-    tracer.watch(model)
-    owners: Owners = {}
-    buffers: dict[torch.Tensor, str] = {}
-    for name, module in model.named_modules():
-        for param in module.parameters(recurse=False):
-            owners.setdefault(param, name or ".")
-        for buffer in module.buffers(recurse=False):
-            buffers.setdefault(buffer, name or ".")
-    for param, owner in owners.items():
-        tracer.see(param, "parameters", owner)
-    for buffer, owner in buffers.items():
-        tracer.see(buffer, "buffers", owner)
-    trained: list[nn.Parameter] = []
-
-    def make_optimizer() -> Optimizer:
-        optimizer = subject.make_optimizer(model)
-        if device.kind == "cuda" and choice.update != "fused":
-            update_together(optimizer)
-        trained.extend(parameters_in(optimizer.param_groups))
-        return optimizer
-
-    replica = Replica(
-        model,
-        make_optimizer,
-        subject.loss,
-        choice,
-        target,
-        subject.whole,
-        # Whether a gradient overflowed has no answer here, and the scaler's own bytes are few.
-        loss_scaling=False,
-    )
-    if subject.division is not None:
-        check_whole(replica.optimizer)
-    if subject.flat:
-        buckets = replica.flatten()
-        for flat in buckets.flats:
-            tracer.see(flat, "gradients")
-        buckets.attach()
-    # Where the optimizer works on float32 copies, they stand in the places of what they are copies of.
-    for copied, param in zip(trained, replica.parameters, strict=True):
-        owners.setdefault(param, owners.get(copied, ""))
-    for param, owner in owners.items():
-        tracer.see(param, "parameters", owner)
-    copies: list[torch.Tensor] = []  # kept for putting back
-    for buffer, owner in buffers.items():
-        copies.append(buffer.detach().clone())
-        tracer.see(copies[-1], "buffers", owner)
-    return replica, owners, copies
-
-
-def _parts(model: nn.Module, owners: Owners) -> dict[str, Part]:
-    numbers: Counter[str] = Counter()
-    for param, owner in owners.items():
-        numbers[owner] += param.numel()
-    return {
-        name or ".": Part(type(module).__name__, numbers[name or "."])
-        for name, module in model.named_modules()
-    }
-
-
-def _cut(subject: Subject, num_samples: int) -> list[int]:
-    """Ghost batches for a trace. More than a few take as much memory, and longer to trace."""
-    size = subject.identity.ghost_batch
-    if not size:
-        return []
-    cut = ghosts(num_samples, size)
-    if len(cut) <= _MOST_GHOSTS:
-        return cut
-    return ghosts(num_samples, -(-num_samples // _MOST_GHOSTS))
-
-
-def _growth(timeline: Timeline, start: int) -> int:
-    """The most bytes alive at once from `start` on, beyond those alive at `start`."""
-    changes: Counter[int] = Counter()
-    for block in timeline.blocks:
-        if block.born > start:
-            changes[block.born] += block.num_bytes
-            if block.died is not None:
-                changes[block.died + 1] -= block.num_bytes
-    most = now = 0
-    for moment in sorted(changes):
-        now += changes[moment]
-        most = max(most, now)
-    return most
-
-
-def fake_device(device: Device) -> torch.device:
-    """The device of the fake tensors: the real one where it is present. Fake CUDA tensors do not carry
-    through a backward pass on a machine without CUDA, so there the trace is one of CPU tensors, with
-    CUDA's rules laid over it."""
-    return torch.device("cpu" if is_overlaid(device) else device.torch_name)
+        return Left(tuple(signature), tuple(found.values()))
 
 
 def _kept(kernels: Kernels) -> tuple[int, ShapeBytes]:
     return kernels.kept_bytes, kernels.shape_bytes
-
-
-def _moved(block: Block, by: int) -> Block:
-    """A copy of `block`, so many moments later."""
-    died = None if block.died is None else block.died + by
-    return Block(block.num_bytes, block.born + by, block.phase, died, block.kind, block.module)
-
-
-def _since(end: int, died: int | None) -> int:
-    assert died is not None
-    return died - end

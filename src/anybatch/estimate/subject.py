@@ -1,7 +1,7 @@
 """Subject: a task made ready to be traced, without data and weights of its own.
 
-The model is built on fake tensors where the task builds it, or copied onto them; a batch of any size
-is made from the shape of a few real samples.
+The model is built on fake tensors where the task builds it and they allow it, or copied onto them; a
+batch of any size is made from the shape of a few real samples.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from anybatch.compute import DEFAULT_GHOST_BATCH, batch_norms, find_blocks, find_chains
@@ -31,11 +31,11 @@ from anybatch.data import (
 )
 from anybatch.data.cut import positions
 from anybatch.data.failure import BadSamples
-from anybatch.errors import DataError
+from anybatch.errors import AnybatchError, DataError
 from anybatch.estimate.course import Course, course_of
 from anybatch.estimate.fake_modules import converting_fake_modules
 from anybatch.estimate.family import Family
-from anybatch.estimate.recall import Recall, Recalling
+from anybatch.estimate.recall import Recall, Recalling, fake_mode
 from anybatch.estimate.sharding import Division
 from anybatch.plans import TaskIdentity
 from anybatch.task import LossFunction, Task, parameters_in
@@ -102,10 +102,11 @@ class Subject:
 
 
 def subject_of(task: Task) -> Subject:
-    """The subject of `task`. A task that builds its model is not made to build it for real.
+    """The subject of `task`. A task that builds its model is not made to build it for real, unless
+    that cannot be done on fake tensors (it looks at the values of its weights, say).
 
     Raises `DataError` if the first samples cannot be read or collated, `InputError` if the model has
-    nothing to train, and whatever the model function raises on fake tensors.
+    nothing to train, and whatever the model function raises.
     """
     source = task.model
     recall = Recall()
@@ -114,15 +115,22 @@ def subject_of(task: Task) -> Subject:
         build = partial(fake_copy, source)
     else:
 
-        def build() -> nn.Module:
+        def on_fake_tensors() -> nn.Module:
             with converting_fake_modules():
                 made = task.checked_model(source())
             # A function that reads weights from a file returns real ones.
             return made if _is_fake(made) else fake_copy(made)
 
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake, Recalling(fake, recall):
-            model = build()
+        build = on_fake_tensors
+        fake = fake_mode()
+        try:
+            with fake, Recalling(fake, recall):
+                model = build()
+        except AnybatchError:
+            raise
+        except Exception:
+            model = _without_values(task.build_model())
+            build = partial(fake_copy, model)
     identity = identify(task, model)
     course = course_of(task, identity.ghost_batch)
     return Subject(
@@ -168,7 +176,7 @@ def ghost_batch_of(task: Task, model: nn.Module) -> int | None:
 
 def fake_copy(model: nn.Module) -> nn.Module:
     """A copy of `model` whose parameters and buffers are fake, on the default device; called inside a
-    trace.
+    trace (elsewhere they are empty).
 
     Nothing is allocated: the copy is given empty tensors where it would copy real ones.
     """
@@ -183,6 +191,12 @@ def fake_copy(model: nn.Module) -> nn.Module:
                 else empty
             )
     return copy.deepcopy(model, memo)
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """`model` on the meta device, where it takes no memory, to be copied onto fake tensors."""
+    with torch.device("meta"):
+        return fake_copy(model)
 
 
 def fake_optimizer(optimizer: Optimizer, model: nn.Module, fake: nn.Module) -> Optimizer:

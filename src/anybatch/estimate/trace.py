@@ -32,13 +32,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from anybatch.estimate.kernels import Kernels
-from anybatch.estimate.recall import Recall
+from anybatch.estimate.recall import DEVICE_OF, Recall, fake_mode
 
 _aten: Any = torch.ops.aten
 _autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 _node: Callable[[], Any] = torch._C._current_autograd_node
-_NAMES: dict[Any, str] = {}
-"""Of operations: torch puts a name together each time."""
+_NoFunctions: Any = torch._C.DisableTorchFunction
+_READ: Any = _aten._local_scalar_dense.default
 
 
 @dataclass(slots=True)
@@ -87,6 +87,14 @@ class Timeline:
     num_moments: int = 0
 
 
+class _Life(weakref.ref):
+    """A storage that is alive, its block, and its number."""
+
+    __slots__ = ("block", "key")
+    block: Block
+    key: int
+
+
 class Tracer(TorchDispatchMode):
     """Records operations on fake tensors into a `Timeline`. Use `tracing`.
 
@@ -107,7 +115,8 @@ class Tracer(TorchDispatchMode):
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.calls: dict[str, int] = {}
         self._kernels = kernels
-        self._known: weakref.WeakKeyDictionary[Any, Block] = weakref.WeakKeyDictionary()
+        self._known: dict[int, _Life] = {}  # by the number of the storage
+        self._made: dict[Any, Operation] = {}  # one object for all that are equal
         self._names: dict[nn.Module, str] = {}
         self._running: list[str] = []
         self._made_by: dict[int, str] = {}  # number of a node in the graph -> module
@@ -137,33 +146,38 @@ class Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operation on fake tensors and record it."""
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         if has_parts(types):
             return NotImplemented  # what it does to each of them passes by here next
-        if func is _aten._local_scalar_dense.default:
-            return _one(args[0])
+        if func is _READ:
+            return value_of(args[0])
         result = self._recall.run(self._fake, func, args, kwargs)
-        if self._in_kernel:
+        if self._in_kernel or func is DEVICE_OF:
             return result
-        if func.namespace == "prim":  # asks a tensor for its device, computes nothing
-            return result
-        module = self._count(func, args, result)
-        for leaf in _tensors_of(result):
-            self.see(leaf, module=module)
-        if found := self._kernels.workspace(func, args, result):
-            tensor, num_bytes = found
-            self._known[tensor.untyped_storage()].num_bytes = num_bytes
+        with _NoFunctions():  # what is asked of tensors here concerns no mode around
+            module = self._count(func, args, result)
+            for leaf in (result,) if type(result) is FakeTensor else _tensors_of(result):
+                self.see(leaf, module=module)
+            if found := self._kernels.workspace(func, args, result):
+                tensor, num_bytes = found
+                self.block_of(tensor).num_bytes = num_bytes
         return result
 
     def see(self, tensor: Tensor, kind: str = "", module: str = "") -> None:
         """Take in the storage of `tensor`, if it is new. `kind` and `module` say what it holds, and
         whose."""
         storage = tensor.untyped_storage()
-        block = self._known.get(storage)
-        if block is None:
-            block = Block(storage.nbytes(), self.timeline.num_moments, self.phase, module=module)
-            self._known[storage] = block
+        life = self._known.get(id(storage))
+        if life is not None:
+            block = life.block
+        else:
+            size = 0 if _is_in_host_memory(tensor) else storage.nbytes()
+            block = Block(size, self.timeline.num_moments, self.phase, module=module)
+            life = _Life(storage, self._free)
+            life.block, life.key = block, id(storage)
+            self._known[life.key] = life
             self.timeline.blocks.append(block)
-            weakref.finalize(storage, self._free, block).atexit = False
         if kind:
             block.kind = kind
             block.module = module or block.module
@@ -190,7 +204,7 @@ class Tracer(TorchDispatchMode):
 
     def block_of(self, tensor: Tensor) -> Block:
         """The storage of `tensor`, which was seen."""
-        return self._known[tensor.untyped_storage()]
+        return self._known[id(tensor.untyped_storage())].block
 
     def watch(self, model: nn.Module) -> None:
         """Know the modules of `model` by name from now on."""
@@ -214,11 +228,13 @@ class Tracer(TorchDispatchMode):
                 self._mark_result(leaf)
 
     def _mark_result(self, tensor: Tensor) -> None:
-        block = self._known.get(tensor.untyped_storage())
-        if block is not None and not block.kind and block.phase == "compute":
-            block.kind = "loss and logits"
+        life = self._known.get(id(tensor.untyped_storage()))
+        if life is not None and not life.block.kind and life.block.phase == "compute":
+            life.block.kind = "loss and logits"
 
-    def _free(self, block: Block) -> None:
+    def _free(self, life: _Life) -> None:
+        del self._known[life.key]
+        block = life.block
         block.died = self.timeline.num_moments
         if id(block) in self._settled:
             self.disturbed = True
@@ -228,8 +244,11 @@ class Tracer(TorchDispatchMode):
         timeline.num_moments += 1
         node = _node()
         module = self._whose(node)
-        name = _NAMES.get(func) or _NAMES.setdefault(func, str(func))
-        timeline.operations.append(Operation(name, self.phase, node is not None, module))
+        key = id(func), self.phase, node is not None, module
+        operation = self._made.get(key)
+        if operation is None:
+            operation = self._made[key] = Operation(str(func), self.phase, node is not None, module)
+        timeline.operations.append(operation)
         if func.is_view:
             return module
         if extra := self._kernels.scratch(func, args, result):
@@ -250,7 +269,7 @@ class Tracer(TorchDispatchMode):
 @contextmanager
 def tracing(kernels: Kernels) -> Iterator[tuple[Tracer, FakeTensorMode]]:
     """Trace what runs inside, on fake tensors."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fake_mode()
     tracer = Tracer(kernels, fake, Recall())
     with recording(tracer, fake):
         yield tracer, fake
@@ -269,6 +288,11 @@ def recording(tracer: Tracer, fake: FakeTensorMode) -> Iterator[None]:
         leaving.remove()
 
 
+def _is_in_host_memory(tensor: Tensor) -> bool:
+    """Whether `tensor` is no part of the device: `meta` stands for the host's memory in a trace."""
+    return type(tensor) is FakeTensor and tensor.fake_device.type == "meta"
+
+
 def alive(timeline: Timeline, moment: int) -> list[Block]:
     """The blocks alive at `moment`: while its operation ran, its arguments and results included."""
     return [
@@ -280,9 +304,10 @@ def alive(timeline: Timeline, moment: int) -> list[Block]:
 
 def has_parts(types: Iterable[type]) -> bool:
     """Whether one of `types`, of the arguments of an operation, is a tensor that consists of others."""
-    return any(
-        made is not FakeTensor and is_traceable_wrapper_subclass_type(made) for made in types
-    )
+    for made in types:  # noqa: SIM110 - a loop, since it is asked for every operation
+        if made is not FakeTensor and is_traceable_wrapper_subclass_type(made):
+            return True
+    return False
 
 
 def _tensors_of(value: Any) -> Iterator[Tensor]:
@@ -294,7 +319,8 @@ def _tensors_of(value: Any) -> Iterator[Tensor]:
             yield from _tensors_of(part)
 
 
-def _one(tensor: Tensor) -> Any:
+def value_of(tensor: Tensor) -> Any:
+    """What whoever reads a number is told; see the module."""
     if tensor.dtype == torch.bool:
         return True
     return 1.0 if tensor.is_floating_point() else 1

@@ -15,7 +15,8 @@ import anybatch as ab
 from anybatch.estimate import subject_of
 from anybatch.estimate.calibration import Speeds, nominal, product_rate, rate_at
 from anybatch.estimate.seconds import Pace, exchange_seconds
-from anybatch.estimate.seconds_work import Work, family_of, work_of
+from anybatch.estimate.seconds_operations import family_of
+from anybatch.estimate.seconds_work import Work, work_of
 from anybatch.machine import Machine
 from anybatch.plans import Choice, Recompute
 

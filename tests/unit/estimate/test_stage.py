@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import anybatch as ab
 from anybatch.estimate import Subject, subject_of
 from anybatch.estimate.family import Traced
-from anybatch.estimate.recall import Recall, Recalling
+from anybatch.estimate.recall import Recall, Recalling, fake_mode
 from anybatch.estimate.seconds_work import Counting, work_of
 from anybatch.estimate.stage import Stage, trace_evaluation, trace_step
 from anybatch.machine import Device, Machine
@@ -113,6 +113,68 @@ def test_what_is_put_together_is_what_is_traced(
     assert [stage.reusable for stage in one.stages.values()] == [True]
 
 
+class Recurrent(nn.Module):
+    """An LSTM, which keeps a workspace for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 16, batch_first=True)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x.view(-1, 8, 8))[0][:, -1])
+
+
+class Experts(nn.Module):
+    """Each expert computes the samples that want it most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(64, 2)
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        want = self.gate(x).softmax(-1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            weight, index = want[:, i].topk(len(x) // 2)
+            out = out.index_add(0, index, expert(x[index]) * weight[:, None])
+        return self.head(out)
+
+
+class UNet(nn.Module):
+    """What was on the way down is put beside what is on the way up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(1, 4, 3, padding=1)
+        self.deep = nn.Sequential(nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8))
+        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
+        self.join = nn.Sequential(nn.Conv2d(8, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU())
+        self.head = nn.Linear(4 * 64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.down(x.view(-1, 1, 8, 8)).relu()
+        back = self.up(self.deep(kept).relu())
+        return self.head(self.join(torch.cat([back, kept], 1)).flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "block"), [(Recurrent, "head"), (Experts, "experts.1"), (UNet, "deep")]
+)
+@pytest.mark.parametrize("device", [CPU, ABSENT], ids=["cpu", "gpu-elsewhere"])
+def test_what_is_put_together_is_what_is_traced_of_other_kinds_of_models(
+    model: Callable[[], nn.Module], block: str, device: Device
+):
+    one = subject(model)
+    for way in (Recompute(), Recompute(blocks=(block,))):
+        for size in (8, 16):
+            asked, alone = choice(size, way), replace(anew(one), recall=Recall())
+            assert seen(trace_step(one, asked, device)) == seen(trace_step(alone, asked, device))
+    assert [stage.reusable for stage in one.stages.values()] == [True]
+
+
 def test_the_model_is_built_and_updated_once(monkeypatch: pytest.MonkeyPatch):
     updates: list[int] = []
     real = Stage._update
@@ -158,6 +220,19 @@ def test_work_is_the_same_at_the_second_micro_batch():
 
 # ------------------------------------------------------------------------------------------ recall
 
+
+def batch_norm(x: Tensor, training: bool = True) -> Any:
+    w, b, mean, variance = (x.new_ones(x.size(1)) for _ in range(4))
+    norm = torch.ops.aten.native_batch_norm
+    return norm(x, w, b, mean, variance, training, 0.1, 1e-5)
+
+
+def batch_norm_backward(x: Tensor, wanted: tuple[bool, ...] = (True, True, True)) -> Any:
+    w, mean, variance, saved, deviation = (x.new_ones(x.size(1)) for _ in range(5))
+    norm = torch.ops.aten.native_batch_norm_backward
+    return norm(x, x, w, mean, variance, saved, deviation, True, 1e-5, list(wanted))
+
+
 OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "new": lambda x: x + 1,
     "another dtype": lambda x: x > 0,
@@ -179,13 +254,31 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "resized": lambda x: x.clone().resize_(2, 2),
     "complex": lambda x: torch.view_as_real(torch.complex(x, x).conj().resolve_conj()),
     "nothing in it": lambda x: x[:0].clone(),
-}
+    "nothing among several": lambda x: torch.ops.aten.convolution_backward(
+        x.view(1, 4, 6), x.view(1, 4, 6), x.new_ones(4, 4, 1), None, [1], [0], [1], False, [0], 1,
+        [True, True, False],
+    ),
+    "norm over a batch": lambda x: batch_norm(x.view(2, 3, 4)),
+    "norm of images": lambda x: batch_norm(x.view(1, 3, 2, 4)),
+    "norm of what is turned": lambda x: batch_norm(x.t()),
+    "norm of pixels": lambda x: batch_norm(x.view(4, 6, 1, 1)),
+    "norm of pixels, channels last": lambda x: batch_norm(
+        x.view(4, 6, 1, 1).to(memory_format=torch.channels_last)
+    ),
+    "norm in half": lambda x: batch_norm(x.bfloat16()),
+    "norm that does not learn": lambda x: batch_norm(x, training=False),
+    "norm, backward": lambda x: batch_norm_backward(x.view(2, 3, 4)),
+    "norm of what is turned, backward": lambda x: batch_norm_backward(x.t()),
+    "norm, backward of some": lambda x: batch_norm_backward(x, wanted=(True, False, False)),
+}  # fmt: skip
 
 
 def facts(result: Any, x: Tensor) -> Any:
     """Of a result: what it is, and whose storage it has."""
+    if result is None:
+        return None
     if not isinstance(result, Tensor):
-        return [facts(one, x) for one in result] if result is not None else None
+        return [facts(one, x) for one in result]
     storage = result.untyped_storage()
     shared = storage._cdata == x.untyped_storage()._cdata
     layout = (result.shape, result.stride(), result.storage_offset(), result.dtype)
@@ -205,3 +298,29 @@ def test_what_is_recalled_is_what_torch_works_out(operation: Callable[[Tensor], 
             found.append((facts(result, x), facts(x, x)))
     assert found[1] == found[0]
     assert found[2] == found[0]
+
+
+def test_gradients_of_an_lstm_have_storages_of_their_own_as_when_it_runs():
+    class Backward(TorchDispatchMode):
+        found: Any = None
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+                storages = {one.untyped_storage()._cdata for one in result}
+                self.found = len(storages), [(one.shape, one.stride()) for one in result]
+            return result
+
+    def run() -> Any:
+        with Backward() as mode:
+            nn.LSTM(8, 16)(torch.ones(5, 4, 8))[0].sum().backward()
+        return mode.found
+
+    real, fake = run(), fake_mode()
+    if real is None:
+        pytest.skip("this torch has no oneDNN")
+    with fake, Recalling(fake, Recall()):
+        assert run() == real
+        assert run() == real

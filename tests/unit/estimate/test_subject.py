@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -43,3 +44,80 @@ def test_a_model_function_that_reads_weights_from_a_file_is_traced_without_them(
         assert all(isinstance(p, FakeTensor) for p in made.parameters())
     kinds = ab.plan(task).prediction.by_kind
     assert kinds["parameters"] == 4 * 4  # bytes, of four numbers
+
+
+def with_float(weight: torch.Tensor) -> None:
+    weight.data.mul_(2.0 if float(weight.detach().sum()) > 0 else 1.0)
+
+
+def with_item(weight: torch.Tensor) -> None:
+    weight.data.div_(weight.norm().item())
+
+
+def with_numpy(weight: torch.Tensor) -> None:
+    weight.data.copy_(torch.from_numpy(weight.detach().numpy()[::-1].copy()))
+
+
+class LooksAtItsWeights(nn.Module):
+    """What cannot be built on fake tensors, and can be run on them."""
+
+    def __init__(self, look: Any) -> None:
+        super().__init__()
+        self.first, self.tied = nn.Linear(3, 4), nn.Linear(3, 4, bias=False)
+        self.tied.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 1).double()
+        look(self.first.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x) + self.tied(x)).double())
+
+
+def task_of(model: Any) -> ab.Task:
+    return ab.Task(
+        model=model,
+        loss=squares,
+        optimizer=lambda params: torch.optim.Adam(params, lr=0.1),
+        train=TensorDataset(torch.randn(8, 3)),
+        global_batch=8,
+        steps=1,
+    )
+
+
+@pytest.mark.parametrize("look", [with_float, with_item, with_numpy])
+def test_a_model_that_cannot_be_built_on_fake_tensors_is_planned_as_one_that_is_given(look: Any):
+    planned = ab.plan(task_of(lambda: LooksAtItsWeights(look)))
+    given = ab.plan(task_of(LooksAtItsWeights(look)))
+    assert planned.prediction is not None
+    assert planned.prediction.by_kind == given.prediction.by_kind
+    assert planned.task == given.task
+    with ab.Session(task_of(lambda: LooksAtItsWeights(look)), planned) as session:
+        assert [event.step for event in session.steps()] == [1]
+
+
+def test_what_was_built_for_real_is_not_kept():
+    made = []
+
+    def build() -> nn.Module:
+        made.append(LooksAtItsWeights(with_item))
+        return made[-1]
+
+    subject = subject_of(task_of(build))
+    assert len(made) == 1  # the other ones raised
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        found = subject.build_model()
+        tensors = [*found.parameters(), *found.buffers()]
+    assert len(made) == 1
+    assert all(isinstance(one, FakeTensor) and one.device.type == "cpu" for one in tensors)
+    wanted = [(n, p.shape, p.dtype, p.requires_grad) for n, p in made[0].named_parameters()]
+    assert [(n, p.shape, p.dtype, p.requires_grad) for n, p in found.named_parameters()] == wanted
+
+
+def test_a_model_function_that_fails_is_told_by_its_own_error():
+    def build() -> nn.Module:
+        raise KeyError("no such layer")
+
+    with pytest.raises(KeyError, match="no such layer"):
+        ab.plan(task_of(build))
+    with pytest.raises(ab.InputError, match="returned a value of type int"):
+        ab.plan(task_of(lambda: 3))

@@ -1,0 +1,159 @@
+"""One operation of a step: whose speed it has, its floating-point operations and its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+Family = Literal[
+    "matmul", "convolution", "plain", "special", "random", "norm", "gather", "pool", "reduction"
+]
+"""Operations whose speed is of one kind. The first two are limited by arithmetic or by memory, the
+others by memory, each at its own rate."""
+
+_FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot"), "matmul"),
+    **dict.fromkeys(("convolution", "convolution_backward"), "convolution"),
+    **dict.fromkeys(("bernoulli", "bernoulli_", "native_dropout", "rand_like"), "random"),
+    **dict.fromkeys(("normal_", "uniform_", "random_", "randn_like", "exponential_"), "random"),
+    **dict.fromkeys(("embedding", "embedding_dense_backward", "index", "index_put"), "gather"),
+    **dict.fromkeys(("index_select", "gather", "scatter", "scatter_add", "index_add"), "gather"),
+    **dict.fromkeys(("_unsafe_index_put", "index_put_", "_index_put_impl_", "take"), "gather"),
+    **dict.fromkeys(("sum", "mean", "linalg_vector_norm", "amax", "argmax", "any"), "reduction"),
+    **dict.fromkeys(("max", "min", "all", "var", "std", "cumsum", "sort", "topk"), "reduction"),
+}
+_FREE = {
+    "device", "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias",
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
+}  # fmt: skip
+"""Operations that touch no bytes."""
+
+_SPECIAL = (
+    "gelu", "silu", "tanh", "sigmoid", "softmax", "exp", "expm1", "log", "log1p", "erf", "pow",
+    "softplus", "mish", "sin", "cos", "logsumexp", "elu", "hardswish", "rsqrt", "sqrt",
+)  # fmt: skip
+_NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm", "batch_norm_backward")
+_POOLS = ("pool", "upsample", "grid_sampler", "im2col", "col2im")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation at one micro-batch.
+
+    Attributes:
+        name: as torch has it.
+        family: whose speed it has.
+        dtype: of its largest tensor, which says what arithmetic it is.
+        flops: floating-point operations; 0 where only bytes count.
+        num_bytes: read and written.
+        fresh_bytes: written to storage that it made itself.
+        narrow: smallest dim of a product: a tall or flat one is slower than a cube of the same work.
+        num_tensors: results; a `foreach` operation has many.
+        phase: `"forward"`, `"backward"` or `"update"`.
+        block: number of the block of the model in whose forward it ran, or -1.
+    """
+
+    name: str
+    family: Family
+    dtype: torch.dtype
+    flops: float
+    num_bytes: float
+    fresh_bytes: float
+    narrow: float
+    num_tensors: int
+    phase: str
+    block: int
+
+
+def operation_of(
+    func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, phase: str, block: int
+) -> Operation | None:
+    """What calling the aten overload `func` is, or None if it touches no bytes.
+
+    Args:
+        func: an overload.
+        args, kwargs, result: on fake tensors.
+        phase, block: where; see `Operation`.
+    """
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    tensors = [*inputs, *outputs]
+    if not tensors:
+        return None
+    packet = func._overloadpacket
+    name = packet.__name__
+    if name in _FREE:
+        return None
+    given = {id(t.untyped_storage()) for t in inputs}
+    fresh = sum(bytes_of(t) for t in outputs if id(t.untyped_storage()) not in given)
+    largest = max(tensors, key=lambda t: t.numel() if t.is_floating_point() else -1)
+    family = family_of(name)
+    moved = _gathered(inputs, outputs) if family == "gather" else sum(map(bytes_of, tensors))
+    return Operation(
+        name=name,
+        family=family,
+        dtype=largest.dtype,
+        flops=_flops(packet, name, args, kwargs, result),
+        num_bytes=moved,
+        fresh_bytes=fresh,
+        narrow=_narrow(name, inputs),
+        num_tensors=max(1, len(outputs), len(inputs) if "_foreach_" in name else 0),
+        phase=phase,
+        block=block,
+    )
+
+
+def family_of(name: str) -> Family:
+    """The family of the operation `name`, an aten operation without its overload."""
+    plain = name.removeprefix("_foreach_")
+    if plain in _FAMILIES:
+        return _FAMILIES[plain]
+    if "scaled_dot_product" in plain:
+        return "matmul"
+    if any(part in plain for part in _NORMS):
+        return "norm"
+    if any(part in plain for part in _POOLS):
+        return "pool"
+    if any(word in _SPECIAL for word in plain.strip("_").split("_")):
+        return "special"
+    return "plain"
+
+
+def _narrow(name: str, inputs: Sequence[Tensor]) -> float:
+    """The smallest of the three dims of a product, as a matrix product; 0 for another operation."""
+    if name.startswith("convolution"):
+        weight = next((t for t in reversed(inputs) if t.dim() >= 3), None)
+        return float(min(len(weight), weight[0].numel())) if weight is not None else 0.0
+    if family_of(name) != "matmul":
+        return 0.0
+    sides = [side for t in inputs if t.dim() >= 2 for side in t.shape[-2:]]
+    return float(min(sides, default=1))
+
+
+def _flops(packet: Any, name: str, args: tuple[Any, ...], kwargs: Any, result: Any) -> float:
+    counter = flop_registry.get(packet)
+    if counter is not None:
+        return float(counter(*args, **kwargs, out_val=result))
+    if name.startswith("_scaled_dot_product"):  # those of the CPU are not in torch's table
+        backward = "backward" in name
+        query, key = (args[1], args[2]) if backward else (args[0], args[1])
+        pairs = query.numel() // query.size(-1) * key.size(-2)
+        # Two products in forward, five in backward, which computes the weights anew.
+        return float((10 if backward else 4) * pairs * query.size(-1))
+    return 0.0
+
+
+def _gathered(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
+    """Bytes of an operation that reads as many rows of a table as it returns, not all of it."""
+    result = sum(map(bytes_of, outputs))
+    return 2.0 * result + sum(bytes_of(t) for t in inputs if not t.is_floating_point())
+
+
+def bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
