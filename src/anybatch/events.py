@@ -112,6 +112,23 @@ class Replanned(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tried(Event):
+    """Choices were tried on the first passes of `step`, nothing of which remains.
+
+    `choices` are told in words, the planned one first; `pass_seconds` is what the passes of a step of
+    one rank would take under each (None: it failed, or was far slower); `taken` is the one followed
+    from now on; `seconds` is what the trial took.
+    """
+
+    kind: ClassVar[str] = "tried"
+    step: int
+    choices: tuple[str, ...]
+    pass_seconds: tuple[float | None, ...]
+    taken: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rebalanced(Event):
     """The shares of the ranks changed; `step` is the first step done under the new ones."""
 
@@ -247,6 +264,7 @@ _KINDS: dict[str, type[Event]] = {
         Evaluated,
         OutOfMemory,
         Replanned,
+        Tried,
         Rebalanced,
         Overflowed,
         Skipped,

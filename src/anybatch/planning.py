@@ -1,5 +1,7 @@
 """Planning: from a task and the devices at hand to a plan, on one rank or on many together.
 
+A model that no trace can follow is measured instead, on the device that is here.
+
 With several ranks every rank describes its own device to the others; rank 0 plans, and the others are
 given its plan, so that no rounding or setting can make them differ.
 """
@@ -12,14 +14,14 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from anybatch.data import num_samples_of
+from anybatch.data import is_map_style, num_samples_of
 from anybatch.errors import InputError, NoPlanFits, PeerFailed
-from anybatch.estimate import Subject, subject_of
+from anybatch.estimate import Subject, few_collections, subject_of
 from anybatch.launch import find
 from anybatch.machine import Device, Machine
 from anybatch.parallel import exchange as tell
 from anybatch.parallel.told import Told
-from anybatch.planner import Wishes, default_ghost_notice, layout_of, make_plan
+from anybatch.planner import Wishes, default_ghost_notice, layout_of, make_plan, unpredicted
 from anybatch.plans import (
     Balancing,
     Exchange,
@@ -31,6 +33,7 @@ from anybatch.plans import (
     parse_norms,
     parse_precision,
 )
+from anybatch.session import Session
 from anybatch.task import Task, check_task
 
 
@@ -98,6 +101,7 @@ def plan(
             shapes_vary=task.lengths is not None or task.collate is not None,
         )
 
+        @few_collections()
         def shared(way: Parallel | None, *more: str) -> Plan:
             return make_plan(
                 subject,
@@ -117,6 +121,8 @@ def plan(
 
         try:
             made = shared(parallel)
+            if machine is None and not together and wishes.micro_batch is None:
+                made = _measured(task, made)
             return made if exchange is None else made.exchanging(exchange)
         except NoPlanFits as error:
             if parallel is not None or exchange is not None or len(devices) == 1:
@@ -127,6 +133,29 @@ def plan(
                 raise error from None
 
     return _by_rank_0(make) if together else make()
+
+
+def _measured(task: Task, plan: Plan) -> Plan:
+    """`plan`; if nothing is predicted in it, with what passes over real samples tell, where there are
+    some to spare: a stream may give each but once.
+
+    Raises what the data, the model or the loss raises.
+    """
+    alone = plan.num_ranks == 1 and plan.parallel == "single"
+    if plan.prediction is not None or not alone or not is_map_style(task.train):
+        return plan
+    with Session(task, plan) as session:
+        found = session.measured()
+    if found is None:
+        return plan
+    before = unpredicted(plan.choice.micro_batch)
+    notices = (
+        "Bytes and seconds are measured instead, in passes over the first samples on this device."
+        if notice == before
+        else notice
+        for notice in plan.notices
+    )
+    return found.model_copy(update={"notices": tuple(notices)})
 
 
 def serves_again(

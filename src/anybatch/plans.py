@@ -296,6 +296,21 @@ class FrontierPoint(_Frozen):
     step_seconds: float = Field(ge=0)
 
 
+class Rival(_Frozen):
+    """Another choice that fits, and is predicted to be nearly as fast: so nearly that a trial on the
+    device is to decide.
+
+    Attributes:
+        choice, ladder, prediction: as those of a plan.
+        kernel_bytes: what a trial of it leaves in the process: kernels for its shapes.
+    """
+
+    choice: Choice
+    ladder: tuple[Choice, ...] = ()
+    prediction: Prediction
+    kernel_bytes: int = Field(default=0, ge=0)
+
+
 class TaskIdentity(_Frozen):
     """The parts of a task by which a plan recognises it."""
 
@@ -331,6 +346,8 @@ class Plan(_Frozen):
         choice: the knobs.
         ladder: leaner choices, in order; the next one is taken when memory runs out.
         prediction: bytes and seconds of `choice`.
+        rivals: choices that are predicted to be nearly as fast, the fastest first; see
+            `Session.trial`.
         rejected: the other candidates.
         frontier: what memory buys in time, leanest first; with what does not fit the budget.
         notices: sentences that the user should read before the run.
@@ -352,6 +369,7 @@ class Plan(_Frozen):
     choice: Choice
     ladder: tuple[Choice, ...] = ()
     prediction: Prediction | None = None
+    rivals: tuple[Rival, ...] = ()
     rejected: tuple[Candidate, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
     notices: tuple[str, ...] = ()
@@ -363,7 +381,12 @@ class Plan(_Frozen):
         self._check_kernels()
         ghost = self.task.ghost_batch
         unit = min(ghost or 1, self.task.global_batch)
-        for place, choice in (("choice", self.choice), *_numbered("ladder", self.ladder)):
+        rivals = tuple(rival.choice for rival in self.rivals)
+        for place, choice in (
+            ("choice", self.choice),
+            *_numbered("ladder", self.ladder),
+            *_numbered("rivals", rivals),
+        ):
             if choice.micro_batch > self.task.global_batch:
                 raise ValueError(
                     f"{place}.micro_batch is {choice.micro_batch}, more than the global batch of"
@@ -517,6 +540,11 @@ class Plan(_Frozen):
             }
         )
         return self.model_copy(update={"choice": choice})
+
+    def taking(self, rival: Rival) -> Plan:
+        """This plan with the choice of `rival`."""
+        told = {name: getattr(rival, name) for name in ("choice", "ladder", "prediction")}
+        return self.model_copy(update=told)
 
     def exchanging(self, exchange: Exchange) -> Plan:
         """This plan with another `exchange` between its ranks. Raises `InputError` if they cannot have

@@ -87,6 +87,7 @@ def train(
     exchange: Exchange | None = None,
     balance: Balancing | None = None,
     compile: bool = False,
+    trial: bool | None = None,
     resume: bool = False,
     checkpoint_every: int | str | None = DEFAULT_EVERY,
     keep: int = 3,
@@ -113,6 +114,8 @@ def train(
             and the address `HOST:PORT` of one of them where they meet; each makes the same call.
         parallel: how the ranks share a step, see `plans.Parallel`; None: chosen.
         precision, micro_batch, recompute, exchange, balance, compile: see `plan`.
+        trial: whether choices that are predicted to be nearly as fast as the plan's are tried before
+            the first step, see `Session`. None: unless `plan` is given.
         resume: go on with the run in `out`, from its newest intact checkpoint; at the beginning where
             there is none. On another number of ranks, under another plan or precision, if you like.
         checkpoint_every: steps (`500`), or time (`"10min"`), between checkpoints; None: only when
@@ -136,6 +139,7 @@ def train(
     checked_ranks(ranks, parallel)
     keeping = Keeping(resume, checkpoint_every, keep, restarts, stall_seconds)
     keeping.check(out)
+    tries = plan is None if trial is None else trial
     options = {
         "memory": memory,
         "parallel": parallel,
@@ -156,7 +160,7 @@ def train(
     wanted = num_processes(plan, ranks, parallel)
     least, most = (nodes, nodes) if isinstance(nodes, int) else nodes
     if here is None and (wanted > 1 or most > 1):
-        job = _Job(task, plan, None if out is None else str(out), options, keeping)
+        job = _Job(task, plan, None if out is None else str(out), options, keeping, tries)
         return _started(job, wanted, nodes, rendezvous, sinks)
     size = here.world_size if here else 1
     alone = parallel == "in-process" or least < most
@@ -166,7 +170,7 @@ def train(
             " ranks out."
         )
     with joined():
-        return _train(task, plan, out, ranks, options, keeping, sinks)
+        return _train(task, plan, out, ranks, options, keeping, tries, sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +237,7 @@ def _train(
     ranks: int | None,
     options: Mapping[str, Any],
     keeping: Keeping,
+    tries: bool,
     sinks: Sequence[Sink],
 ) -> Result:
     """Train on this rank."""
@@ -242,6 +247,7 @@ def _train(
             folder = stack.enter_context(output_folder(Path(out), resume=keeping.resumes))
         if plan is None:
             plan = choose_plan(task, out, keeping.resumes, ranks, options)
+        plan = plan if tries else plan.model_copy(update={"rivals": ()})
         return _train_into(folder, out, task, plan, keeping, sinks)
 
 
@@ -272,9 +278,11 @@ def _train_into(
         if folder is not None:
             _report(folder)
     result = recorder.result(model.eval(), last, folder)
+    plans = (chosen, *(chosen.taking(rival) for rival in chosen.rivals))
+    followed = next((plan for plan in plans if plan.choice == last.choice), None)
     # Else what was measured is not what was predicted.
-    if last.choice == chosen.choice and not chosen.kernels.compile:
-        remember(chosen, result.ended.measured_peak_bytes, result.ended.step_seconds)
+    if followed is not None and not chosen.kernels.compile:
+        remember(followed, result.ended.measured_peak_bytes, result.ended.step_seconds)
     return result
 
 
@@ -323,6 +331,7 @@ class _Job:
     out: str | None
     options: Mapping[str, Any]
     keeping: Keeping
+    tries: bool
 
     def run(self, log: str) -> tuple[dict[str, Tensor], Result] | None:
         """On a rank: train, and give the first of each machine what the caller is to have."""
@@ -331,7 +340,14 @@ class _Job:
             with contextlib.ExitStack() as stack:
                 sinks = [stack.enter_context(EventLog(log))] if leads() else []
                 result = _train(
-                    self.task, self.plan, self.out, None, self.options, self.keeping, sinks
+                    self.task,
+                    self.plan,
+                    self.out,
+                    None,
+                    self.options,
+                    self.keeping,
+                    self.tries,
+                    sinks,
                 )
             state = whole_state(result.model)
         if not first:
@@ -405,7 +421,7 @@ def _run(
     begun = time.perf_counter()
     checkpoints = None if out is None else Path(out) / CHECKPOINTS
     survival = keeping.keep, keeping.stall_seconds
-    with Session(task, chosen, readers, checkpoints, *survival) as session:
+    with Session(task, chosen, readers, checkpoints, *survival, trial=True) as session:
 
         def tell(event: Event) -> None:
             recorder(event)

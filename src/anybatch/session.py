@@ -48,6 +48,9 @@ class Session:
             and ended if it was started as one of several. None: 300 s, or 20 times the longest that
             it ever stood still before it went on, and half an hour for what is done for the first
             time.
+        trial: before the first step, try the plan's rivals beside it on the samples of that step, and
+            follow the fastest, if that takes at most a fiftieth of the run. Else the plan is followed
+            as it is.
 
     Attributes:
         plan: as it is now: leaner than the one given if memory ran out.
@@ -64,13 +67,14 @@ class Session:
         checkpoints: str | Path | None = None,
         keep: int = 3,
         stall_seconds: float | None = None,
+        trial: bool = False,
     ) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise InputError(f"keep is {keep!r}: give a whole number of at least 1.")
         self._folder = None if checkpoints is None else Path(checkpoints)
         self._keep = keep
         self._task = task
-        self._given = plan
+        self._given = plan if trial else plan.model_copy(update={"rivals": ()})
         self._sinks = tuple(sinks)
         self._stall_seconds = checked_seconds(stall_seconds)
         self._running: Rank | Crew | None = None
@@ -203,6 +207,19 @@ class Session:
             for stalled in self._watchdog.stalled():
                 self.emit(stalled)
             yield event
+
+    def measured(self) -> Plan | None:
+        """The plan with a micro-batch and a prediction from passes that are run over the first samples,
+        on one device and before the first step; nothing of them remains. For a model that no trace
+        can follow.
+
+        Returns None if not even the smallest micro-batch fitted the budget. Raises what the data, the
+        model or the loss raises.
+        """
+        rank = self._rank
+        if not isinstance(rank, Rank) or self._given.num_ranks > 1:
+            raise InputError("measuring is for a plan on one device: plan for one rank.")
+        return rank.measured()
 
     def save(self, wait: bool = False) -> None:
         """Save everything that outlives a step. All ranks call it, after the same step. The bytes are

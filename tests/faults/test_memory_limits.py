@@ -75,3 +75,13 @@ def test_nothing_fits():
     assert found["steps"] == []
     assert [f["micro_batch"] for f in found["failures"]] == [16, 8, 4, 2, 1]
     assert "too small even for the leanest plan (micro-batch 1" in found["message"]
+
+
+def test_a_model_that_no_trace_can_follow_is_planned_by_passes_under_the_limit():
+    found = run("untraced")
+    assert_survived(found)
+    assert not found["failures"]
+    assert "measured" in found["method"]
+    assert found["predicted"] <= found["budget"]
+    assert 0.75 * found["predicted"] < found["measured"] <= found["predicted"]
+    assert found["final"] >= 64

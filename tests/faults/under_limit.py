@@ -158,7 +158,28 @@ def nothing_fits():
     return told(events) | {"message": message, "same": same}
 
 
+class Branching(nn.Module):
+    """What a trace on fake tensors cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = layers()
+
+    def forward(self, x):
+        return self.layers(x) if x.detach().numpy().any() else self.layers(-x)
+
+
+def untraced():
+    """Planned by passes over real samples."""
+    task = dataclasses.replace(mlp(8192), model=Branching)
+    plan = ab.plan(task, memory="36MiB")
+    assert plan.prediction is not None
+    found = compared(task, dataclasses.replace(mlp(8192), model=Branching), plan=plan)
+    return found | {"predicted": plan.prediction.peak_bytes, "method": plan.prediction.method}
+
+
 RUNS = {
+    "untraced": untraced,
     "far too large": micro_batch_far_too_large,
     "pinned": planned_but_pinned,
     "digits": digits_pinned,

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 import anybatch as ab
 from anybatch.estimate import identify
 from anybatch.events import OutOfMemory
-from anybatch.plans import Choice, Plan
+from anybatch.plans import Choice, Plan, Recompute
 
 pytestmark = pytest.mark.gpu
 
@@ -75,6 +75,31 @@ def test_lower_precision_follows_float32(precision):
     _, exact, _ = trained(task, "cuda:0", 64)
     _, losses, _ = trained(task, "cuda:0", 64, precision)
     assert losses == pytest.approx(exact, rel=0.05)
+
+
+def test_activations_in_host_memory_change_nothing_and_leave_the_device():
+    task = ab.Task(
+        model=lambda: nn.Sequential(
+            *[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(12)]
+        ),
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train=TensorDataset(torch.randn(8192, 512)),
+        global_batch=8192,
+        steps=3,
+    )
+    found = []
+    for to_host in (False, True):
+        choice = Choice(micro_batch=8192, evaluation_batch=64, recompute=Recompute(to_host=to_host))
+        plan = Plan(task=identify(task, task.build_model()), device="cuda:0", choice=choice)
+        torch.manual_seed(0)
+        torch.cuda.reset_peak_memory_stats()
+        with ab.Session(task, plan) as session:
+            losses = [step.loss for step in session.steps()]
+        found.append((losses, torch.cuda.max_memory_allocated()))
+    (plain, most), (moved, less) = found
+    assert moved == plain
+    assert less < most - 8 * 8192 * 512 * 4  # of 24 tensors that are kept
 
 
 def test_out_of_memory_is_redone_under_a_leaner_plan():

@@ -28,6 +28,7 @@ BY_TYPE = {
     "float | None": st.none() | NUMBERS,
     "tuple[str, ...]": st.lists(TEXTS, max_size=3).map(tuple),
     "tuple[float, ...]": st.lists(NUMBERS, max_size=3).map(tuple),
+    "tuple[float | None, ...]": st.lists(st.none() | NUMBERS, max_size=3).map(tuple),
     "tuple[int, ...]": st.lists(COUNTS, max_size=3).map(tuple),
     "Mapping[str, Any]": st.dictionaries(TEXTS, JSON, max_size=3),
     "Mapping[str, str]": st.dictionaries(TEXTS, TEXTS, max_size=3),

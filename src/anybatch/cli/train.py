@@ -86,6 +86,13 @@ def train(
     plan_file: Annotated[
         Path | None, typer.Option("--plan", metavar="FILE", help="Run this plan.")
     ] = None,
+    trial: Annotated[
+        bool,
+        typer.Option(
+            "--trial/--no-trial",
+            help="Try choices that are predicted to be nearly as fast, and follow the fastest.",
+        ),
+    ] = True,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Run folder. Default: a new one in runs/."),
@@ -185,6 +192,7 @@ def train(
             result = run_training(
                 loaded,
                 plan=chosen,
+                trial=trial and given is None,
                 out=folder,
                 resume=resume,
                 checkpoint_every=checkpoint_every,

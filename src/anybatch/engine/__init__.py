@@ -11,6 +11,7 @@ from anybatch.engine.meter import Meter as Meter
 from anybatch.engine.pulse import Pulse as Pulse
 from anybatch.engine.randomness import Ambient as Ambient
 from anybatch.engine.randomness import Keyed as Keyed
+from anybatch.engine.rehearsal import Rehearsed as Rehearsed
 from anybatch.engine.skips import Skips as Skips
 from anybatch.engine.source import MicroBatch as MicroBatch
 from anybatch.engine.straggler import Stragglers as Stragglers
@@ -18,5 +19,6 @@ from anybatch.engine.transaction import Committed as Committed
 from anybatch.engine.transaction import PassedOver as PassedOver
 from anybatch.engine.transaction import Transactions as Transactions
 from anybatch.engine.transaction import to_reserve as to_reserve
+from anybatch.engine.trial import Trial as Trial
 from anybatch.engine.watchdog import Watchdog as Watchdog
 from anybatch.engine.watchdog import checked_seconds as checked_seconds

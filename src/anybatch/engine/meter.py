@@ -23,6 +23,14 @@ class Meter(ABC):
         """Bytes in use now."""
 
     @abstractmethod
+    def begin_lap(self) -> None:
+        """Measure the peak from here on, too; the one before is remembered."""
+
+    @abstractmethod
+    def lap_bytes(self) -> int:
+        """Most bytes in use since the lap began."""
+
+    @abstractmethod
     def fragmented_bytes(self) -> int | None:
         """Bytes that the allocator holds in pieces that nobody uses; None where it does not tell."""
 
@@ -56,7 +64,7 @@ class CpuMeter(Meter):
         return free_in_heap()
 
     def begin_lap(self) -> None:
-        """Measure the peak from here on; the one before is remembered."""
+        """See `Meter`."""
         self.peak_bytes()
         reset_peak()
 
@@ -65,7 +73,7 @@ class CpuMeter(Meter):
         reset_peak()
 
     def lap_bytes(self) -> int:
-        """Most bytes in use since the lap began."""
+        """See `Meter`."""
         now = status("VmHWM") if self._exact else self._process.memory_info().rss
         return max(0, now - self._baseline - self._code_bytes())
 
@@ -84,15 +92,28 @@ class CudaMeter(Meter):
         torch.empty(1, device=device)  # creates the context, which counts
         held = _process_bytes_on(device) - torch.cuda.memory_reserved(device)
         self.beside_bytes: int = max(0, held)
+        self._highest = 0
         torch.cuda.reset_peak_memory_stats(device)
 
     def peak_bytes(self) -> int:
         """See `Meter`."""
-        return self.beside_bytes + torch.cuda.max_memory_reserved(self._device)
+        self._highest = max(self._highest, self.lap_bytes())
+        return self._highest
 
     def used_bytes(self) -> int:
         """See `Meter`."""
         return self.beside_bytes + torch.cuda.memory_reserved(self._device)
+
+    def begin_lap(self) -> None:
+        """See `Meter`. What the allocator keeps and nobody uses is given back, so that it is not taken
+        for the lap's."""
+        self.peak_bytes()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def lap_bytes(self) -> int:
+        """See `Meter`."""
+        return self.beside_bytes + torch.cuda.max_memory_reserved(self._device)
 
     def fragmented_bytes(self) -> int | None:
         """See `Meter`: what is reserved and not allocated."""

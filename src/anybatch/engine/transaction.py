@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +30,7 @@ from anybatch.engine.ladder import Ladder
 from anybatch.engine.limit import Limit
 from anybatch.engine.meter import Meter
 from anybatch.engine.randomness import Randomness
+from anybatch.engine.rehearsal import Rehearsal
 from anybatch.engine.rollback import SavedBuffers
 from anybatch.engine.room import Crossing, Room
 from anybatch.engine.sentences import nothing_leaner, too_late
@@ -37,7 +38,7 @@ from anybatch.engine.skips import Skips
 from anybatch.engine.source import Blame, Source
 from anybatch.engine.totals import Means, Names, Totals
 from anybatch.engine.watch import Watch
-from anybatch.errors import LossError, NoPlanFits, PeerLost, RankLost
+from anybatch.errors import DataError, LossError, NoPlanFits, PeerLost, RankLost
 from anybatch.events import Overflowed, Replanned, Sink
 from anybatch.oom import as_memory_failure, is_limited
 from anybatch.parallel import Agreed, Group, PassAbandoned, Wish
@@ -117,6 +118,7 @@ class Transactions:
 
     Attributes:
         bench: where steps are computed.
+        rehearsal: passes that are undone.
         crossing: around what ranks do together.
         wish: what this rank wishes; all know with the next step's vote.
         failed_together: whether the error that `run` raised last was met by all ranks at the same
@@ -158,6 +160,16 @@ class Transactions:
         self.bench: Bench = Bench()
         self._names = Names(group)
         self._watch = Watch(device)
+        self.rehearsal: Rehearsal = Rehearsal(
+            replica,
+            group,
+            randomness=randomness,
+            limit=limit,
+            meter=meter,
+            bench=self.bench,
+            buffers=self._buffers,
+            watch=self._watch,
+        )
         self.wish: Wish = Wish.NOTHING
         self.failed_together: bool = False
         self._step = 0
@@ -198,6 +210,13 @@ class Transactions:
             if result.bad and not self._leave_out(result.bad, source):
                 return PassedOver("each of its samples is bad")
             self._randomness.redo(step)
+
+    def follow(self, plan: Plan, step: int, reason: str) -> None:
+        """From `step` on, follow `plan`. Told, if its choice is another."""
+        if plan.choice == self.plan.choice:
+            self.plan = plan
+        else:
+            self._change(plan, step, reason)
 
     def grow(self) -> bool:
         """Between two steps: take the plan again that ran out of memory, if it is time to. All ranks
@@ -315,6 +334,7 @@ class Transactions:
         with self._watch.running():
             for number, micro in enumerate(source.micro_batches(choice)):
                 with (
+                    _naming(source, number),
                     self._limit.first_pass(choice.recompute, micro.batch),
                     group.last_pass() if micro.last else nullcontext(),
                 ):
@@ -501,6 +521,26 @@ class Transactions:
                 plan=plan.model_dump(mode="json"),
             )
         )
+
+
+@contextmanager
+def _naming(source: Source, number: int) -> Iterator[None]:
+    """Around micro-batch `number`: what is wrong in a row of it is said of its sample too."""
+    try:
+        yield
+    except DataError as error:
+        if isinstance(error, BadSamples):
+            raise
+        places = source.places(number)
+        alone = error.row is not None and error.row < len(places)
+        names = [place.name for place in (places[error.row or 0 :][:1] if alone else places)]
+        if not names:
+            raise
+        where = (
+            f"{'Row ' + str(error.row) + ' of micro-batch' if alone else 'Micro-batch'} {number}"
+        )
+        told = f"{error} {where} is {told_samples(names)}."
+        raise DataError(told, error.row) from error
 
 
 def by_rank(lists: Iterable[Iterable[Bad]]) -> list[tuple[int, Bad]]:

@@ -40,3 +40,9 @@ class Watch:
             self._seconds = begin.elapsed_time(end) / 1e3
             self._marks = None
         return self._seconds
+
+    def wait(self) -> float:
+        """The last time; waits for the device."""
+        if self._marks is not None:
+            self._marks[1].synchronize()
+        return self.last_seconds

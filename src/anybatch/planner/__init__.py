@@ -5,6 +5,7 @@ from anybatch.planner.accounting import account as account
 from anybatch.planner.accounting import smallest_micro_batch as smallest_micro_batch
 from anybatch.planner.make import default_ghost_notice as default_ghost_notice
 from anybatch.planner.make import make_plan as make_plan
+from anybatch.planner.make import unpredicted as unpredicted
 from anybatch.planner.ranks import Layout as Layout
 from anybatch.planner.ranks import layout_of as layout_of
 from anybatch.planner.setting import Wishes as Wishes

@@ -22,9 +22,9 @@ from anybatch.planner.ranks import (
     of_one_rank,
     pass_of,
 )
-from anybatch.planner.search import Found, search
+from anybatch.planner.search import Found, Option, search
 from anybatch.planner.setting import Setting, Wishes
-from anybatch.plans import Choice, Norms, Plan, Prediction, Recompute
+from anybatch.plans import Choice, Norms, Plan, Prediction, Recompute, Rival
 from anybatch.units import format_bytes, format_seconds
 
 _PAYS = 1.05
@@ -176,14 +176,14 @@ def _make(
         raise NoPlanFits(
             f"no plan fits the budget of {format_bytes(device.budget_bytes)}: a pass of"
             f" {found.choice.micro_batch} samples, the part of a rank of one ghost batch, is predicted"
-            f" to need {format_bytes(found.footprint.peak.num_bytes)} at the least. Give it more"
-            " memory, more ranks, or a smaller ghost batch, which changes BatchNorm's result.",
-            least_bytes=found.footprint.peak.num_bytes,
+            f" to need {format_bytes(found.option.footprint.peak.num_bytes)} at the least. Give it"
+            " more memory, more ranks, or a smaller ghost batch, which changes BatchNorm's result.",
+            least_bytes=found.option.footprint.peak.num_bytes,
         )
     if not found.fits:
         told.append(
             f"The micro-batch of {found.choice.micro_batch} that was asked for is predicted to need"
-            f" {format_bytes(found.footprint.peak.num_bytes)}, more than the budget of"
+            f" {format_bytes(found.option.footprint.peak.num_bytes)}, more than the budget of"
             f" {format_bytes(device.budget_bytes)}: expect it to be replaced when memory runs out."
         )
     return Plan(
@@ -191,17 +191,33 @@ def _make(
         task=whole.identity,
         enforced=enforced,
         choice=found.choice,
-        ladder=tuple(rung for rung in found.ladder if _is_rung(rung, found, layout)),
-        prediction=_prediction(found, setting, _meetings(whole, layout, found)),
+        ladder=_rungs(found.option, layout),
+        prediction=_prediction(found.option, setting, _meetings(whole, layout, found)),
+        rivals=tuple(
+            Rival(
+                choice=rival.choice,
+                ladder=_rungs(rival, layout),
+                prediction=_prediction(rival, setting, 0.0),
+                kernel_bytes=rival.footprint.kernel_bytes,
+            )
+            for rival in (found.rivals if _can_try(layout) else ())
+        ),
         rejected=found.rejected,
         frontier=found.frontier,
         notices=tuple(told),
     )
 
 
-def _is_rung(rung: Choice, found: Found, layout: Layout) -> bool:
-    """Whether it can be run: a pass is one ghost batch where they are divided."""
-    return layout.norms == "ghosts" or rung.micro_batch == found.choice.micro_batch
+def _rungs(option: Option, layout: Layout) -> tuple[Choice, ...]:
+    """Those of the ladder that can be run: a pass is one ghost batch where they are divided."""
+    if layout.norms == "ghosts":
+        return option.ladder
+    return tuple(r for r in option.ladder if r.micro_batch == option.choice.micro_batch)
+
+
+def _can_try(layout: Layout) -> bool:
+    """Whether a rank can run passes without the others."""
+    return layout.norms == "ghosts" and layout.parallel in ("single", "replicate", "ddp")
 
 
 def _meetings(subject: Subject, layout: Layout, found: Found) -> float:
@@ -269,29 +285,29 @@ def setting_of(
     return Setting(device, num_ranks, pace, mapped, correction(device, subject.identity))
 
 
-def _prediction(found: Found, setting: Setting, meetings: float) -> Prediction:
+def _prediction(option: Option, setting: Setting, meetings: float) -> Prediction:
     learned = setting.correction
-    training, evaluation = found.footprint.peak, found.evaluation
+    training, evaluation = option.footprint.peak, option.evaluation
     higher = max(training, evaluation, key=lambda peak: peak.num_bytes)
     by_kind = dict(higher.by_kind)
     peak = int(higher.num_bytes * learned.bytes)
     if peak > higher.num_bytes:
         by_kind["as in earlier runs"] = peak - higher.num_bytes
     seconds = {
-        "forward": found.seconds.forward,
-        "backward": found.seconds.backward,
-        "recompute": found.seconds.recompute,
-        "update": found.seconds.update,
-        "exchange of gradients": found.seconds.exchange,
+        "forward": option.seconds.forward,
+        "backward": option.seconds.backward,
+        "recompute": option.seconds.recompute,
+        "update": option.seconds.update,
+        "exchange of gradients": option.seconds.exchange,
         "norms over ranks": meetings,
     }
     return Prediction(
         peak_bytes=peak,
         evaluation_peak_bytes=int(evaluation.num_bytes * learned.bytes),
-        commit_bytes=found.footprint.commit_bytes,
-        step_seconds=(found.seconds.total + meetings) * learned.seconds,
+        commit_bytes=option.footprint.commit_bytes,
+        step_seconds=(option.seconds.total + meetings) * learned.seconds,
         by_kind=by_kind,
-        method=found.footprint.method,
+        method=option.footprint.method,
         step_parts={part: time * learned.seconds for part, time in seconds.items() if time},
         seconds_method=_told_of_time(setting),
         bytes_corrected_by=learned.bytes,
@@ -325,10 +341,10 @@ def _untraced(
     unit = min(identity.ghost_batch or 1, identity.global_batch)
     size = wishes.micro_batch or min(subject.whole, max(unit, _UNTRACED_MICRO_BATCH // unit * unit))
     reason = str(error).splitlines()[0] if str(error) else ""
-    told.append(
-        f"The model could not be traced on fake tensors ({type(error).__name__}: {reason}), so nothing"
-        f" is predicted: the run begins with a micro-batch of {size}."
-    )
+    told += [
+        f"The model could not be traced on fake tensors ({type(error).__name__}: {reason}).",
+        unpredicted(size),
+    ]
     return Plan(
         **layout.fields(device),
         task=whole.identity,
@@ -341,3 +357,8 @@ def _untraced(
         ),
         notices=tuple(told),
     )
+
+
+def unpredicted(micro_batch: int) -> str:
+    """What to say where nothing is known of bytes and seconds."""
+    return f"Nothing is predicted: the run begins with a micro-batch of {micro_batch}."

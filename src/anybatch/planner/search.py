@@ -10,7 +10,7 @@ looked at stays in the plan with the reason for which it was not taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -35,21 +35,51 @@ _MOST_TRIES = 4
 """Subsets of blocks that are traced for one micro-batch, each somewhat leaner than the last."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The choice taken, what it costs, and the others.
+_CLOSE = 1.5
+"""A choice that is predicted to take up to so many times as long as the fastest may be the faster one:
+measured beside each other, predictions of one task were off by less."""
 
-    `fits` is False only for a micro-batch that the user fixed against the prediction.
-    """
+_MOST_RIVALS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A choice, what it costs, and what is leaner."""
 
     choice: Choice
     footprint: Footprint
     evaluation: Peak
     seconds: StepSeconds
     ladder: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The choice taken, and the others.
+
+    Attributes:
+        option: the one taken.
+        rivals: nearly as fast by prediction, the fastest first.
+        rejected: all others, with reasons.
+        frontier: see `Plan`.
+        fits: False only for a micro-batch that the user fixed against the prediction.
+    """
+
+    option: Option
+    rivals: tuple[Option, ...]
     rejected: tuple[Candidate, ...]
     frontier: tuple[FrontierPoint, ...]
     fits: bool
+
+    @property
+    def choice(self) -> Choice:
+        """The one taken."""
+        return self.option.choice
+
+    @property
+    def seconds(self) -> StepSeconds:
+        """Of the one taken."""
+        return self.option.seconds
 
 
 def reserve_of(budget_bytes: int) -> int:
@@ -81,10 +111,11 @@ def search(subject: Subject, setting: Setting, wishes: Wishes) -> Found:
             if other.fits and (not found.fits or other.seconds.total < found.seconds.total):
                 passed = search.compared(found.choice, other)
                 return replace(other, rejected=(*other.rejected, *found.rejected, passed))
-    last = (found.choice, *found.ladder)[-1]
+    last = (found.choice, *found.option.ladder)[-1]
     leaner = last.model_copy(update={"optimizer_states": "host"})
     rejected = (*found.rejected, offloading.compared(found.choice, found))
-    return replace(found, ladder=(*found.ladder, leaner), rejected=rejected)
+    option = replace(found.option, ladder=(*found.option.ladder, leaner))
+    return replace(found, option=option, rejected=rejected)
 
 
 class Search:
@@ -254,6 +285,8 @@ class Search:
             yield Recompute(blocks=blocks)
         if self._subject.chains:
             yield Recompute(blocks=self._subject.chains, nested=True)
+        if self._pace.has_host:
+            yield Recompute(to_host=True)
 
     def _largest(self, way: Recompute) -> int | None:
         """The largest micro-batch that fits, or None if the smallest does not."""
@@ -419,18 +452,44 @@ class Search:
             for choice, peak in sorted(weighed.items(), key=lambda item: order(item[0]))
             if choice != best
         )
-        size, evaluation = self._evaluation_batch(best)
-        chosen = best.model_copy(update={"evaluation_batch": size})
         return Found(
-            choice=chosen,
-            footprint=self._look(best),
-            evaluation=evaluation,
-            seconds=self.seconds(best),
-            ladder=tuple(self._ladder(chosen, ways)),
+            option=self._option(best, ways),
+            rivals=tuple(self._rivals(best, weighed, ways)) if fits else (),
             rejected=rejected,
             frontier=self._frontier(weighed),
             fits=fits,
         )
+
+    def _option(self, choice: Choice, ways: list[Recompute]) -> Option:
+        size, evaluation = self._evaluation_batch(choice)
+        chosen = choice.model_copy(update={"evaluation_batch": size})
+        ladder = tuple(self._ladder(chosen, ways))
+        return Option(chosen, self._look(choice), evaluation, self.seconds(choice), ladder)
+
+    def _rivals(
+        self, best: Choice, weighed: dict[Choice, int], ways: list[Recompute]
+    ) -> Iterator[Option]:
+        """What a trial on the device may show to be faster than `best`. There has to be room for what
+        the trials of all of them leave behind."""
+        open_to = self._wishes.micro_batch is None and not self._subject.long
+        if not (self._device.present and open_to and self._subject.division is None):
+            return
+        slowest = _CLOSE * self._seconds(best)
+        close = [
+            choice
+            for choice, peak in weighed.items()
+            if choice != best and peak <= self._room and self._seconds(choice) <= slowest
+        ]
+        taken, highest, left = 0, self._peak(best), 0
+        for choice in sorted(close, key=lambda c: (self._seconds(c), order(c))):
+            found = self._look(choice)
+            higher = max(highest, found.peak.num_bytes)
+            if higher + left + found.kernel_bytes > self._room:
+                continue
+            taken, highest, left = taken + 1, higher, left + found.kernel_bytes
+            yield self._option(choice, ways)
+            if taken == _MOST_RIVALS:
+                return
 
     def _corrected(self, seconds: float) -> float:
         return seconds * self._setting.correction.seconds

@@ -41,6 +41,7 @@ from anybatch.engine import (
     SetAside,
     Skips,
     Transactions,
+    Trial,
     make_limit,
     to_reserve,
 )
@@ -59,10 +60,11 @@ from anybatch.parallel.told import together
 from anybatch.plans import Plan
 from anybatch.rank.archive import Archive
 from anybatch.rank.checks import check_alike, check_can_skip, versions
+from anybatch.rank.measuring import Measuring
 from anybatch.rank.pace import Pace
 from anybatch.rank.passes import Cutting, GlobalStep
 from anybatch.rank.position import Position
-from anybatch.state import Checkpoints, TrainingState
+from anybatch.state import Checkpoints, TrainingState, frozen_checksums
 from anybatch.task import Progress, Task
 
 P = ParamSpec("P")
@@ -214,6 +216,28 @@ class Rank:
         self._engine.settle()
         return None
 
+    @_at_work("measuring")
+    def measured(self) -> Plan | None:
+        """The plan with the micro-batch, and the prediction, that passes over the first samples tell;
+        nothing of them remains. None: not even the smallest fitted, or there are no samples. For one
+        rank by itself, before its first step.
+
+        Raises what the data, the model or the loss raises.
+        """
+        self.begin()
+        data = self._next()
+        if data is None:
+            return None
+        source = GlobalStep(self._loader, data, self._cutting.passes, self._device, self.pulse)
+        plan, run = self._engine.plan, self._engine.rehearsal.run
+        recompute = plan.choice.recompute
+        return Measuring(
+            plan,
+            self._replica,
+            lambda choice: run(data.step, source, choice, recompute, most=2),
+            self._meter.used_bytes(),
+        ).plan()
+
     @_at_work("saving")
     def save(self, at_once: bool = False) -> None:
         """Save everything that outlives a step; all ranks call it. Training goes on meanwhile where
@@ -334,7 +358,10 @@ class Rank:
 
     def _set_up(self, checkpoints: Checkpoints | None) -> None:
         task, plan, group, device = self._task, self._given, self._group, self._device
-        self.model: nn.Module = group.build(lambda: self._built(device))
+        frozen: dict[str, int] = {}
+        self.model: nn.Module = group.build(
+            lambda: self._built(device, None if checkpoints is None else frozen)
+        )
         self._replica = together(
             group,
             lambda: Replica(
@@ -397,7 +424,7 @@ class Rank:
         if checkpoints is not None:
             self._archive = Archive(
                 checkpoints,
-                TrainingState(task, self._replica, group, self._rates),
+                TrainingState(task, self._replica, group, self._rates, frozen),
                 self._position,
                 self._skips,
                 group,
@@ -412,9 +439,12 @@ class Rank:
         if not self.model.training:  # else each part is in the mode that the task left it in
             self.model.train()
 
-    def _built(self, device: torch.device) -> nn.Module:
+    def _built(self, device: torch.device, frozen: dict[str, int] | None) -> nn.Module:
+        """The model on `device`; `frozen` is filled with what checkpoints have to know of it."""
         model = place(self._task.build_model(), device)
         self._given.check_fits(identify(self._task, model))
+        if frozen is not None and self._group.rank == 0:
+            frozen.update(frozen_checksums(self._task, model))
         return model
 
     def _next(self) -> StepData | None:
@@ -443,6 +473,10 @@ class Rank:
             total_samples=self._steps.total_samples,
         )
         source = GlobalStep(self._loader, data, self._cutting.passes, self._device, self.pulse)
+        tried = bool(self._given.rivals)
+        if tried:
+            self._try_rivals(data.step, source)
+            begun = time.perf_counter()
         done = self._engine.run(data.step, source, partial(self._rates.before_update, progress))
         if isinstance(done, PassedOver):
             self._pass_over(data, source.kept.num_samples, done.reason)
@@ -477,11 +511,19 @@ class Rank:
             self._skips.learned()
             self._skips.done(data.num_samples, data.epoch, data.epoch_end)
         moved = self._pace.observe(self._position.step, source.kept, done.rank_seconds)
-        if self._engine.grow() or moved:
+        if self._engine.grow() or moved or tried:
             self.begin()  # workers fetch ahead by the old choice or shares
         if self._evaluation_due(data):
             self.evaluate()
         return event
+
+    def _try_rivals(self, step: int, source: GlobalStep) -> None:
+        """Follow the fastest of the plan and its rivals from now on."""
+        total = self._steps.total_steps
+        left = None if total is None else total - self._position.step
+        self._given = Trial(self._given, self._engine, self._group, left, self._sink).run(
+            step, source
+        )
 
     def _pass_over(self, data: StepData, num_kept: int, reason: str) -> None:
         """The step is left out whole: its samples are taken, the schedule goes on, that is all."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from anybatch.errors import InputError
-from anybatch.events import Event, Replanned, RunEnded, RunStarted, Said, StepDone
+from anybatch.events import Event, Replanned, RunEnded, RunStarted, Said, StepDone, Tried
 from anybatch.plans import Plan
 from anybatch.report.log import EventLog, iterate
 
@@ -82,6 +82,8 @@ def last_plan(folder: Path) -> Plan | None:
         for event in iterate(folder / EVENTS_FILE):
             if isinstance(event, RunStarted | Replanned):
                 plan = event.plan
+            elif isinstance(event, Tried) and plan is not None:
+                plan = {**plan, "rivals": ()}  # it has been found out
         return None if plan is None else Plan.from_json(json.dumps(plan))
     return None
 

@@ -29,6 +29,7 @@ from anybatch.events import (
     Skipped,
     Stalled,
     Straggler,
+    Tried,
 )
 from anybatch.plans import Plan
 from anybatch.report import figures, sheet
@@ -46,6 +47,7 @@ _LABELS: dict[type[Event], tuple[str, str]] = {
     Evaluated: ("evaluation", "plain"),
     OutOfMemory: ("out of memory", "bad"),
     Replanned: ("new plan", "warn"),
+    Tried: ("trial", "plain"),
     Overflowed: ("overflow", "warn"),
     Resumed: ("resumed", "plain"),
     CheckpointSaved: ("saved", "plain"),

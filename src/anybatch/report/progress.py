@@ -35,6 +35,7 @@ from anybatch.events import (
     Stalled,
     StepDone,
     Straggler,
+    Tried,
 )
 from anybatch.report.sentences import describe, format_number, format_scores
 from anybatch.units import format_bytes, format_count, format_seconds
@@ -45,6 +46,7 @@ LINE_SECONDS = 2.0
 _STYLES: dict[type[Event], str] = {
     OutOfMemory: "bold red",
     Replanned: "yellow",
+    Tried: "",
     Overflowed: "yellow",
     Skipped: "yellow",
     Straggler: "yellow",

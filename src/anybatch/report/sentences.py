@@ -22,6 +22,7 @@ from anybatch.events import (
     Stalled,
     StepDone,
     Straggler,
+    Tried,
 )
 from anybatch.units import format_bytes, format_count, format_seconds
 
@@ -48,6 +49,8 @@ def describe(event: Event) -> str:
                 f"New plan from step {format_count(event.step)} on ({event.reason.rstrip('.')}):"
                 f" {event.after}; before: {event.before}."
             )
+        case Tried():
+            return _tried(event)
         case Overflowed():
             return (
                 f"Gradients overflowed in step {format_count(event.step)}: it is redone with loss"
@@ -87,6 +90,19 @@ def describe(event: Event) -> str:
             return f"Training stopped {done}: {(event.reason or 'no reason given').rstrip('.')}."
         case _:
             return f"{event.kind.replace('_', ' ').capitalize()}."
+
+
+def _tried(event: Tried) -> str:
+    """The fastest first; the passes of a step, since the update is the same for all."""
+    known = zip(event.choices, event.pass_seconds, strict=True)
+    times = [(seconds, choice) for choice, seconds in known if seconds is not None]
+    told = [f"{choice} {format_seconds(seconds)}" for seconds, choice in sorted(times)]
+    rest = len(event.choices) - len(told)
+    more = f", {rest} far slower or without room" if rest else ""
+    return (
+        f"A trial of {counted(len(event.choices), 'plan')} took {format_seconds(event.seconds)}; passes"
+        f" of a step: {'; '.join(told)}{more}. Taken: {event.taken}."
+    )
 
 
 def _out_of_memory(event: OutOfMemory) -> str:

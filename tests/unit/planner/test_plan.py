@@ -287,7 +287,8 @@ def test_a_task_that_branches_on_values_trains_all_the_same(changes: dict[str, A
     task = deep_task(train=data, global_batch=48, steps=4, **changes)
     result = ab.train(task)
     assert result.ended.steps == 4
-    told = any("could not be traced" in notice for notice in result.plan.notices)
-    assert told == (result.plan.prediction is None)
-    if told:
-        assert any("nothing is predicted" in notice for notice in result.plan.notices)
+    prediction, notices = result.plan.prediction, result.plan.notices
+    assert prediction is not None
+    untraced = any("could not be traced" in notice for notice in notices)
+    assert untraced == any("measured instead" in notice for notice in notices)
+    assert untraced == ("measured" in prediction.method)

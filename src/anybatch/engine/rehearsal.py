@@ -1,0 +1,116 @@
+"""Rehearsal: passes over real samples that are timed, measured and undone.
+
+They are what a step that fails leaves behind, which is nothing: gradients are dropped, buffers are put
+back, and random state is set anew where the next step begins. Ranks do not meet in them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import final
+
+from anybatch.compute import Replica
+from anybatch.engine.bench import Bench
+from anybatch.engine.limit import Limit
+from anybatch.engine.meter import Meter
+from anybatch.engine.randomness import Randomness
+from anybatch.engine.rollback import SavedBuffers
+from anybatch.engine.source import Source
+from anybatch.engine.watch import Watch
+from anybatch.oom import MemoryFailure, as_memory_failure
+from anybatch.parallel import Group
+from anybatch.plans import Choice, Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """What passes took.
+
+    Attributes:
+        num_samples: of the last one.
+        seconds: that it took, per sample.
+        peak_bytes: most that was in use in any of them, above the baseline.
+    """
+
+    num_samples: int
+    seconds: float
+    peak_bytes: int
+
+
+@final
+class Rehearsal:
+    """Runs passes on a replica between two steps. The arguments are those of `Transactions`, whose
+    buffers, watch and bench it shares."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        group: Group,
+        *,
+        randomness: Randomness,
+        limit: Limit,
+        meter: Meter,
+        bench: Bench,
+        buffers: SavedBuffers,
+        watch: Watch,
+    ) -> None:
+        self._replica = replica
+        self._group = group
+        self._randomness = randomness
+        self._limit = limit
+        self._meter = meter
+        self._bench = bench
+        self._buffers = buffers
+        self._watch = watch
+
+    def run(
+        self, step: int, source: Source, choice: Choice, after: Recompute, most: int = 1
+    ) -> Rehearsed | None:
+        """Run the first passes of `step` under `choice`, at most so many, and leave the model as it
+        recomputes `after`. None: memory ran out, or there are no samples.
+
+        Raises what the data, the model or the loss raises.
+        """
+        self._randomness.begin(step)
+        self._replica.switch(choice.recompute)
+        try:
+            found = self._bench.run(lambda: self._passes(source, choice, most))
+        finally:
+            self._replica.switch(after)
+        if isinstance(found, MemoryFailure):
+            self._bench.recover(found, self._limit)
+            return None
+        return found
+
+    def _passes(
+        self, source: Source, choice: Choice, most: int
+    ) -> Rehearsed | MemoryFailure | None:
+        self._buffers.forget()
+        found: Rehearsed | None = None
+        try:
+            self._group.begin()
+            self._buffers.save()
+            self._replica.drop()
+            self._meter.begin_lap()
+            for micro in itertools.islice(source.micro_batches(choice), most):
+                if not micro.num_samples:
+                    break
+                with (
+                    self._watch.running(),
+                    self._limit.first_pass(choice.recompute, micro.batch),
+                ):
+                    self._replica.accumulate(micro.batch, micro.num_samples, micro.ghosts)
+                each = self._watch.wait() / micro.num_samples
+                found = Rehearsed(micro.num_samples, each, self._meter.lap_bytes())
+                del micro
+            return found
+        except Exception as error:
+            failure = as_memory_failure(error)
+            if failure is None:
+                raise
+            return failure
+        finally:
+            self._bench.clear()
+            self._replica.drop()
+            self._buffers.put_back()

@@ -1,0 +1,207 @@
+"""A trial takes the fastest choice by the clock, leaves no trace, and is made only where it pays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.equivalence.reference import plan_for
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import anybatch as ab
+from anybatch.engine.trial import ROUNDS, affordable
+from anybatch.events import OutOfMemory, Replanned, Tried
+from anybatch.plans import Prediction, Rival
+
+SAMPLES, BATCH = 24, 12
+
+
+class Noisy(nn.Module):
+    """Whatever a pass changes or draws: BatchNorm, dropout, a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+        self.drop, self.second = nn.Dropout(0.5), nn.Linear(8, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += len(x)
+        return self.second(self.drop(self.norm(self.first(x))))
+
+
+def loss(model, batch):
+    return ab.Loss((model(batch[0]) - batch[1]).square().sum(), len(batch[0]))
+
+
+@pytest.fixture
+def task():
+    draw = torch.Generator().manual_seed(0)
+    data = TensorDataset(
+        torch.randn(SAMPLES, 4, generator=draw), torch.randn(SAMPLES, 3, generator=draw)
+    )
+    return ab.Task(
+        model=Noisy,
+        loss=loss,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
+        train=data,
+        global_batch=BATCH,
+        ghost_batch=2,
+        steps=600,
+    )
+
+
+def told(seconds: float = 1.0) -> Prediction:
+    return Prediction(peak_bytes=1000, evaluation_peak_bytes=500, step_seconds=seconds)
+
+
+def with_rivals(task, micro_batch, others, **changes):
+    """A plan of `micro_batch` whose rivals have the others; all are predicted alike."""
+    plan = plan_for(task, micro_batch)
+    rivals = tuple(
+        Rival(
+            choice=plan.choice.model_copy(update={"micro_batch": size}),
+            prediction=told(),
+            kernel_bytes=size,
+        )
+        for size in others
+    )
+    return plan.model_copy(update={"rivals": rivals, "prediction": told(), **changes})
+
+
+class Clock:
+    """Passes of so many samples take so many seconds by it."""
+
+    def __init__(self, seconds):
+        self.seconds, self.now = seconds, 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def run(monkeypatch, task, plan, seconds, num_steps=3, trial=True, failing=None):
+    """The weights after some steps, what was told, and the plan that was followed."""
+    clock, events = Clock(seconds), []
+    monkeypatch.setattr("anybatch.engine.watch.time", SimpleNamespace(perf_counter=clock))
+
+    def counted(model, batch):
+        size = len(batch[0])
+        clock.now += clock.seconds.get(size, 0.0)
+        if size == failing:
+            raise MemoryError
+        return loss(model, batch)
+
+    task = dataclasses.replace(task, loss=counted)
+    with ab.Session(task, plan, [events.append], trial=trial) as session:
+        for _, _ in zip(range(num_steps), session.steps(), strict=False):
+            pass
+        state = {name: t.detach().clone() for name, t in session.model.state_dict().items()}
+        return state, events, session.plan
+
+
+def of_kind(events, kind):
+    return [event for event in events if isinstance(event, kind)]
+
+
+def test_the_fastest_is_followed_and_nothing_of_the_trial_remains(monkeypatch, task):
+    plan = with_rivals(task, 2, (4, 6, 12))
+    # Per sample: 1.0, 0.75, 0.5, 0.6.
+    seconds = {2: 2.0, 4: 3.0, 6: 3.0, 12: 7.2}
+    state, events, followed = run(monkeypatch, task, plan, seconds)
+    assert followed.choice.micro_batch == 6
+    assert followed.rivals == ()
+    (tried,) = of_kind(events, Tried)
+    assert tried.taken == followed.choice.describe()
+    assert len(tried.choices) == 4
+    # Passes of a step of 12 samples; those that were slower by a third were tried no further.
+    assert tried.pass_seconds == pytest.approx((None, None, 6.0, 7.2))
+    (new,) = of_kind(events, Replanned)
+    assert new.plan["choice"]["micro_batch"] == 6
+    # To the bit the run that had this plan from the beginning.
+    plain, _, _ = run(monkeypatch, task, plan_for(task, 6), seconds)
+    assert all(torch.equal(state[name], plain[name]) for name in plain)
+    assert followed.prediction is not None
+    assert followed.prediction.peak_bytes == 1000 + 4 + 12  # kernels of the others are there
+
+
+def test_what_is_faster_by_chance_is_not_followed(monkeypatch, task):
+    plan = with_rivals(task, 2, (4,))
+    _, events, followed = run(monkeypatch, task, plan, {2: 2.0, 4: 3.95})
+    assert followed.choice.micro_batch == 2
+    assert of_kind(events, Tried)
+    assert not of_kind(events, Replanned)
+
+
+def test_a_rival_without_room_is_not_followed(monkeypatch, task):
+    plan = with_rivals(task, 2, (4,))
+    state, events, followed = run(monkeypatch, task, plan, {2: 2.0, 4: 1.0}, failing=4)
+    assert followed.choice.micro_batch == 2
+    assert of_kind(events, Tried)[0].pass_seconds == pytest.approx((12.0, None))
+    assert not of_kind(events, OutOfMemory)  # nothing was to be done again
+    plain, _, _ = run(monkeypatch, task, plan_for(task, 2), {})
+    assert all(torch.equal(state[name], plain[name]) for name in plain)
+
+
+def test_a_plan_that_fails_its_trial_is_replaced(monkeypatch, task):
+    plan = with_rivals(task, 2, (4,))
+    _, events, followed = run(monkeypatch, task, plan, {2: 1.0, 4: 9.0}, failing=2)
+    assert followed.choice.micro_batch == 4
+    assert not of_kind(events, OutOfMemory)
+
+
+def test_a_given_plan_is_followed_as_it_is(monkeypatch, task):
+    plan = with_rivals(task, 2, (4,))
+    _, events, followed = run(monkeypatch, task, plan, {2: 9.0, 4: 1.0}, trial=False)
+    assert followed.choice.micro_batch == 2
+    assert not of_kind(events, Tried)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "expected"),
+    [(100, ()), (140, (4,)), (400, (4, 6)), (600, (4, 6, 12)), (None, (4, 6, 12))],
+)
+def test_a_trial_takes_a_fiftieth_of_the_run_at_most(task, num_steps, expected):
+    plan = with_rivals(task, 2, (4, 6, 12))
+    taken = affordable(plan, num_steps)
+    assert tuple(rival.choice.micro_batch for rival in taken) == expected
+    if num_steps is not None and taken:
+        passes = [BATCH // size for size in (2, *expected)]
+        assert sum((1 + ROUNDS) / each for each in passes) <= 0.02 * num_steps
+
+
+def test_a_plan_with_rivals_is_read_back_and_its_faults_are_named(task):
+    plan = with_rivals(task, 2, (4,))
+    assert ab.Plan.from_json(plan.to_json()) == plan
+    edited = plan.to_json().replace('"micro_batch": 4', '"micro_batch": 5')
+    with pytest.raises(ab.InputError, match=r"rivals\.0\.micro_batch is 5, which would cut"):
+        ab.Plan.from_json(edited)
+
+
+def test_ranks_follow_the_choice_that_is_fastest_for_the_slowest_of_them(crew):
+    found = crew(2, functools.partial(on_a_rank, {0: {2: 2.0, 4: 2.0}, 1: {2: 2.2, 4: 9.0}}))
+    assert [sizes for sizes, _ in found] == [2, 2]
+    other = crew(2, functools.partial(on_a_rank, {0: {2: 2.0, 4: 4.1}, 1: {2: 3.2, 4: 4.2}}))
+    assert [sizes for sizes, _ in other] == [4, 4]
+    assert torch.equal(other[0][1], other[1][1])
+
+
+def on_a_rank(seconds, rank, size):
+    """The micro-batch followed, and a weight."""
+    draw = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(48, 4, generator=draw), torch.randn(48, 3, generator=draw))
+    task = ab.Task(
+        model=functools.partial(nn.Linear, 4, 3),
+        loss=loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+        train=data,
+        global_batch=24,
+        steps=600,
+    )
+    plan = with_rivals(task, 2, (4,), parallel="replicate", shares=(1.0, 1.0))
+    with pytest.MonkeyPatch.context() as patch:
+        state, _, followed = run(patch, task, plan, seconds[rank])
+    return followed.choice.micro_batch, state["weight"]
