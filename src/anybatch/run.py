@@ -114,7 +114,7 @@ def train(
             and the address `HOST:PORT` of one of them where they meet; each makes the same call.
         parallel: how the ranks share a step, see `plans.Parallel`; None: chosen.
         precision, micro_batch, recompute, exchange, balance, compile: see `plan`.
-        trial: whether choices that are predicted to be nearly as fast as the plan's are tried before
+        trial: whether the plan, and choices that are predicted to be nearly as fast, are tried before
             the first step, see `Session`. None: unless `plan` is given.
         resume: go on with the run in `out`, from its newest intact checkpoint; at the beginning where
             there is none. On another number of ranks, under another plan or precision, if you like.
@@ -247,8 +247,7 @@ def _train(
             folder = stack.enter_context(output_folder(Path(out), resume=keeping.resumes))
         if plan is None:
             plan = choose_plan(task, out, keeping.resumes, ranks, options)
-        plan = plan if tries else plan.model_copy(update={"rivals": ()})
-        return _train_into(folder, out, task, plan, keeping, sinks)
+        return _train_into(folder, out, task, plan, keeping, tries, sinks)
 
 
 def _train_into(
@@ -257,6 +256,7 @@ def _train_into(
     task: Task,
     chosen: Plan,
     keeping: Keeping,
+    tries: bool,
     sinks: Sequence[Sink],
 ) -> Result:
     recorder = _Recorder()
@@ -265,7 +265,7 @@ def _train_into(
         if folder is not None:
             readers.append(stack.enter_context(RunFolder(folder, chosen, keeping.resumes)))
         try:
-            model, last = _run(task, chosen, recorder, readers, out, keeping)
+            model, last = _run(task, chosen, recorder, readers, out, keeping, tries)
             if task.tell is not None and leads():
                 said = _said(task, model.eval(), last, folder)
                 for reader in readers:
@@ -417,11 +417,12 @@ def _run(
     readers: Sequence[Sink],
     out: str | Path | None,
     keeping: Keeping,
+    tries: bool,
 ) -> tuple[nn.Module, Plan]:
     begun = time.perf_counter()
     checkpoints = None if out is None else Path(out) / CHECKPOINTS
     survival = keeping.keep, keeping.stall_seconds
-    with Session(task, chosen, readers, checkpoints, *survival, trial=True) as session:
+    with Session(task, chosen, readers, checkpoints, *survival, tries) as session:
 
         def tell(event: Event) -> None:
             recorder(event)

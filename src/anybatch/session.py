@@ -48,9 +48,9 @@ class Session:
             and ended if it was started as one of several. None: 300 s, or 20 times the longest that
             it ever stood still before it went on, and half an hour for what is done for the first
             time.
-        trial: before the first step, try the plan's rivals beside it on the samples of that step, and
+        trial: before the first step, try the plan and its rivals on the samples of that step, and
             follow the fastest, if that takes at most a fiftieth of the run. Else the plan is followed
-            as it is.
+            as it is. On one device, or where each rank has the whole model in a process of its own.
 
     Attributes:
         plan: as it is now: leaner than the one given if memory ran out.
@@ -74,7 +74,8 @@ class Session:
         self._folder = None if checkpoints is None else Path(checkpoints)
         self._keep = keep
         self._task = task
-        self._given = plan if trial else plan.model_copy(update={"rivals": ()})
+        self._given = plan
+        self._trial = trial
         self._sinks = tuple(sinks)
         self._stall_seconds = checked_seconds(stall_seconds)
         self._running: Rank | Crew | None = None
@@ -104,7 +105,16 @@ class Session:
             pulse = self._watchdog.pulse(group.rank)
             checkpoints = self._open_checkpoints(group)
             with pulse.at_work("set-up"):
-                rank = Rank(self._task, self._given, group, device, self.emit, pulse, checkpoints)
+                rank = Rank(
+                    self._task,
+                    self._given,
+                    group,
+                    device,
+                    self.emit,
+                    pulse,
+                    checkpoints,
+                    self._trial,
+                )
             self._running = rank
             self._model = rank.model
             self._stack = stack.pop_all()

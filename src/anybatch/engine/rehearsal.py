@@ -6,7 +6,6 @@ back, and random state is set anew where the next step begins. Ranks do not meet
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import final
 
@@ -28,12 +27,11 @@ class Rehearsed:
     """What passes took.
 
     Attributes:
-        num_samples: of the last one.
-        seconds: that it took, per sample.
+        seconds: per sample, with the time to fetch them; of all passes but the first, which has no
+            gradients to add to, if there were more.
         peak_bytes: most that was in use in any of them, above the baseline.
     """
 
-    num_samples: int
     seconds: float
     peak_bytes: int
 
@@ -65,7 +63,7 @@ class Rehearsal:
         self._watch = watch
 
     def run(
-        self, step: int, source: Source, choice: Choice, after: Recompute, most: int = 1
+        self, step: int, source: Source, choice: Choice, after: Recompute, most: int
     ) -> Rehearsed | None:
         """Run the first passes of `step` under `choice`, at most so many, and leave the model as it
         recomputes `after`. None: memory ran out, or there are no samples.
@@ -86,25 +84,28 @@ class Rehearsal:
     def _passes(
         self, source: Source, choice: Choice, most: int
     ) -> Rehearsed | MemoryFailure | None:
+        """See `run`."""
         self._buffers.forget()
-        found: Rehearsed | None = None
+        each: list[tuple[float, int]] = []
         try:
             self._group.begin()
             self._buffers.save()
             self._replica.drop()
             self._meter.begin_lap()
-            for micro in itertools.islice(source.micro_batches(choice), most):
-                if not micro.num_samples:
-                    break
-                with (
-                    self._watch.running(),
-                    self._limit.first_pass(choice.recompute, micro.batch),
-                ):
-                    self._replica.accumulate(micro.batch, micro.num_samples, micro.ghosts)
-                each = self._watch.wait() / micro.num_samples
-                found = Rehearsed(micro.num_samples, each, self._meter.lap_bytes())
+            passes = source.micro_batches(choice)
+            for _ in range(most):
+                with self._watch.running():
+                    micro = next(passes, None)
+                    if micro is None or not micro.num_samples:
+                        break
+                    with self._limit.first_pass(choice.recompute, micro.batch):
+                        self._replica.accumulate(micro.batch, micro.num_samples, micro.ghosts)
+                each.append((self._watch.wait(), micro.num_samples))
                 del micro
-            return found
+            if not each:
+                return None
+            seconds, num_samples = zip(*(each[1:] or each), strict=True)
+            return Rehearsed(sum(seconds) / sum(num_samples), self._meter.lap_bytes())
         except Exception as error:
             failure = as_memory_failure(error)
             if failure is None:

@@ -1,6 +1,7 @@
-"""Trial: which of the choices that are predicted to be nearly as fast as each other is the fastest.
+"""Trial: how long the passes of a step take on this device, and which of the choices that are predicted
+to be nearly as fast as each other is the fastest.
 
-A few passes on the device tell what no prediction does. They are the first passes of the step that
+A few passes tell what no prediction does. They are the first passes of the step that
 comes next, under each choice in turn, in several rounds, so that what disturbs the machine disturbs all
 of them; and they are a step that is not committed: weights, buffers and random state are as before.
 
@@ -27,7 +28,11 @@ from anybatch.parallel import Group
 from anybatch.plans import Choice, Plan, Prediction, Rival
 
 ROUNDS = 4
-"""Passes of each choice that count."""
+"""In which each choice is tried, after the warm-up."""
+
+_PASSES = 2
+"""Run at each try of the largest choice, where a step has as many. Others run as many samples: a few
+small passes alone would be judged by memory and caches that are not warm yet."""
 
 MOST_OF_THE_RUN = 0.02
 """A trial takes no larger part of a run than this, as far as predicted."""
@@ -38,8 +43,9 @@ MOST_SECONDS = 20.0
 _OUT = 1.3
 """Slower by this factor than the fastest so far: tried no further."""
 
-_PAYS = 0.98
-"""Another choice has to take less than this part of the time: differences below are the machine's."""
+_PAYS = 0.96
+"""Another choice has to take less than this part of the plan's time, and less than that in every round:
+what differs by less, or in some rounds only, is the machine's doing."""
 
 
 @dataclass(slots=True)
@@ -54,14 +60,14 @@ class _Tried:
     @property
     def typical(self) -> float:
         """Seconds per sample; infinite if it failed."""
-        return math.inf if self.failed or not self.seconds else statistics.median(self.seconds)
+        return math.inf if self.failed else typical(self.seconds)
 
 
 class Trial:
     """The trial of `plan` and its rivals.
 
     Args:
-        plan: with rivals.
+        plan: its rivals are tried beside it.
         engine: runs the passes.
         group: the ranks, which all make the trial.
         num_steps: that are left of the run; None: not known.
@@ -76,7 +82,7 @@ class Trial:
         self._group = group
         self._sink = sink
         apart = not (group.lockstep or group.diverges or group.in_one_process)
-        self._rivals = affordable(plan, num_steps) if apart else ()
+        self._rivals = affordable(plan, num_steps) if apart else None
 
     def run(self, step: int, source: Source) -> Plan:
         """The plan to follow, the same on all ranks: with the choice that was fastest. The engine
@@ -88,7 +94,7 @@ class Trial:
 
         Raises `PeerLost` if another rank is gone. What else goes wrong counts against the choice.
         """
-        if not self._rivals:
+        if self._rivals is None:
             return self._follow(self._plan, step)
         begun = time.perf_counter()
         tried = [_Tried(choice) for choice in self._choices()]
@@ -101,14 +107,14 @@ class Trial:
         return self._decided(step, tried, time.perf_counter() - begun)
 
     def _choices(self) -> list[Choice]:
-        return [self._plan.choice, *(rival.choice for rival in self._rivals)]
+        return [self._plan.choice, *(rival.choice for rival in self._rivals or ())]
 
     def _pass(self, one: _Tried, step: int, source: Source, counts: bool) -> None:
         if one.failed:
             return
         try:
             found = self._engine.rehearsal.run(
-                step, source, one.choice, self._plan.choice.recompute
+                step, source, one.choice, self._plan.choice.recompute, self._passes(one.choice)
             )
         except Exception:  # the step itself will meet it, and tell
             found = None
@@ -117,18 +123,23 @@ class Trial:
         elif counts:
             one.seconds.append(found.seconds)
 
+    def _passes(self, choice: Choice) -> int:
+        return -(-_samples(self._plan, self._choices()) // choice.micro_batch)
+
     def _decided(self, step: int, tried: Sequence[_Tried], seconds: float) -> Plan:
         with self._engine.crossing.open():
-            everyone = self._group.exchange([one.typical for one in tried])
+            everyone = self._group.exchange([() if t.failed else tuple(t.seconds) for t in tried])
         # Ranks wait for the slowest of them.
-        slowest = [max(times) for times in zip(*everyone, strict=True)]
-        best = min(range(len(slowest)), key=lambda number: slowest[number])
-        if not slowest[best] < _PAYS * slowest[0]:
-            best = 0
-        plan = self._plan if best == 0 else self._plan.taking(self._rivals[best - 1])
-        told = self._with_kernels(plan.prediction, best)
-        plan = plan.model_copy(update={"prediction": told})
+        rounds = [_of_the_slowest(ranks) for ranks in zip(*everyone, strict=True)]
+        slowest = [typical(each) for each in rounds]
+        better = [number for number in range(1, len(rounds)) if _is_faster(rounds, number)]
+        best = min(better, key=lambda number: slowest[number], default=0)
+        plan = self._plan if best == 0 else self._plan.taking((self._rivals or ())[best - 1])
         share = self._plan.largest_share
+        told = self._with_kernels(plan.prediction, best)
+        if told is not None and slowest[best] < math.inf:
+            told = _as_measured(told, slowest[best] * share)
+        plan = plan.model_copy(update={"prediction": told})
         self._sink(
             Tried(
                 time=time.time(),
@@ -149,7 +160,7 @@ class Trial:
 
     def _with_kernels(self, told: Prediction | None, best: int) -> Prediction | None:
         """`told`, with what the trial of the others has left in the process."""
-        sizes = [rival.kernel_bytes for rival in self._rivals]
+        sizes = [rival.kernel_bytes for rival in self._rivals or ()]
         left = sum(size for number, size in enumerate(sizes, 1) if number != best)
         if told is None or not left:
             return told
@@ -163,23 +174,62 @@ class Trial:
         )
 
 
-def affordable(plan: Plan, num_steps: int | None) -> tuple[Rival, ...]:
-    """The rivals of `plan`, the fastest first, as many as a trial may take of a run of that many
-    steps."""
-    own = plan.prediction
-    if own is None or not plan.rivals:
-        return ()
+def typical(seconds: Sequence[float]) -> float:
+    """The median; infinite without any."""
+    return statistics.median(seconds) if seconds else math.inf
 
-    def cost(choice: Choice, told: Prediction) -> float:
-        passes = max(1, -(-plan.largest_share // choice.micro_batch))
-        return (1 + ROUNDS) * told.step_seconds / passes
+
+def _of_the_slowest(ranks: Sequence[Sequence[float]]) -> Sequence[float]:
+    """Seconds by round, of the rank that was slowest in each; none if it failed on any."""
+    return [max(times) for times in zip(*ranks, strict=False)]
+
+
+def _is_faster(rounds: Sequence[Sequence[float]], number: int) -> bool:
+    """Whether choice `number` is surely faster than the first."""
+    plan, other = rounds[0], rounds[number]
+    if not plan or not other:
+        return bool(other)
+    always = all(a < b for a, b in zip(other, plan, strict=False))
+    return always and typical(other) < _PAYS * typical(plan)
+
+
+def _as_measured(told: Prediction, pass_seconds: float) -> Prediction:
+    """`told`, if the passes of a step take so long."""
+    parts = dict(told.step_parts)
+    passes = [name for name in ("forward", "backward", "recompute") if name in parts]
+    factor = pass_seconds / max(1e-12, sum(parts[name] for name in passes))
+    parts |= {name: parts[name] * factor for name in passes}
+    return told.model_copy(
+        update={
+            "step_parts": parts,
+            "step_seconds": sum(parts.values()),
+            "seconds_method": "from passes that were tried on this device before the first step",
+        }
+    )
+
+
+def affordable(plan: Plan, num_steps: int | None) -> tuple[Rival, ...] | None:
+    """The rivals of `plan`, the fastest first, as many as a trial may take of a run of that many
+    steps. None: not even the plan itself can be tried."""
+    own = plan.prediction
+    if own is None or not own.step_parts:
+        return None
+
+    def cost(taken: Sequence[Rival]) -> float:
+        choices = [plan.choice, *(rival.choice for rival in taken)]
+        times = [own.step_seconds, *(rival.prediction.step_seconds for rival in taken)]
+        return (1 + ROUNDS) * _samples(plan, choices) / plan.largest_share * sum(times)
 
     allowed = MOST_SECONDS if num_steps is None else MOST_OF_THE_RUN * num_steps * own.step_seconds
-    spent = cost(plan.choice, own)
     taken: list[Rival] = []
+    if cost(taken) > allowed:
+        return None
     for rival in plan.rivals:
-        more = cost(rival.choice, rival.prediction)
-        if spent + more <= allowed:
-            spent += more
+        if cost([*taken, rival]) <= allowed:
             taken.append(rival)
     return tuple(taken)
+
+
+def _samples(plan: Plan, choices: Sequence[Choice]) -> int:
+    """Samples of a rank that are run at each try of each of `choices`."""
+    return min(plan.largest_share, _PASSES * max(choice.micro_batch for choice in choices))

@@ -85,7 +85,7 @@ class Found:
 def reserve_of(budget_bytes: int) -> int:
     """Bytes of the budget that a plan leaves free: for what a trace does not see, such as the heap of
     the interpreter."""
-    return max(1 << 20, budget_bytes // 40)
+    return max(512 << 10, budget_bytes // 40)
 
 
 def search(subject: Subject, setting: Setting, wishes: Wishes) -> Found:

@@ -103,6 +103,7 @@ class Rank:
         pulse: told of what the rank does.
         checkpoints: for `save` and `resume`; closed with the rank. They are made before the rank is,
             since what they need of memory is not training's.
+        trial: see `Session`.
 
     Attributes:
         model: the user's module, trained so far.
@@ -122,10 +123,12 @@ class Rank:
         sink: Sink,
         pulse: Pulse | None = None,
         checkpoints: Checkpoints | None = None,
+        trial: bool = False,
     ) -> None:
         self.pulse: Pulse = pulse or Pulse(group.rank)
         self._task = task
         self._given = plan
+        self._tries = trial
         self._group = group
         self._device = device
         self._sink = sink
@@ -473,9 +476,9 @@ class Rank:
             total_samples=self._steps.total_samples,
         )
         source = GlobalStep(self._loader, data, self._cutting.passes, self._device, self.pulse)
-        tried = bool(self._given.rivals)
+        tried, self._tries = self._tries, False
         if tried:
-            self._try_rivals(data.step, source)
+            self._try(data.step, source)
             begun = time.perf_counter()
         done = self._engine.run(data.step, source, partial(self._rates.before_update, progress))
         if isinstance(done, PassedOver):
@@ -517,8 +520,8 @@ class Rank:
             self.evaluate()
         return event
 
-    def _try_rivals(self, step: int, source: GlobalStep) -> None:
-        """Follow the fastest of the plan and its rivals from now on."""
+    def _try(self, step: int, source: GlobalStep) -> None:
+        """Follow the fastest of the plan and its rivals from now on, if a trial pays."""
         total = self._steps.total_steps
         left = None if total is None else total - self._position.step
         self._given = Trial(self._given, self._engine, self._group, left, self._sink).run(

@@ -97,6 +97,11 @@ def _tried(event: Tried) -> str:
     known = zip(event.choices, event.pass_seconds, strict=True)
     times = [(seconds, choice) for choice, seconds in known if seconds is not None]
     told = [f"{choice} {format_seconds(seconds)}" for seconds, choice in sorted(times)]
+    if len(event.choices) == 1 and times:
+        return (
+            f"The plan's passes were tried for {format_seconds(event.seconds)}: those of a step take"
+            f" {format_seconds(times[0][0])}."
+        )
     rest = len(event.choices) - len(told)
     more = f", {rest} far slower or without room" if rest else ""
     return (

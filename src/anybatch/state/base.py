@@ -69,14 +69,14 @@ class Base:
                 if name in self.checksums and id(tensor) not in trained
             }
         # In the precision of the plan, and this rank's part: what it can be compared with later.
-        self._begun = {name: _checksum(tensor) for name, tensor in self._frozen.items()}
+        self._begun = {name: _fingerprint(tensor) for name, tensor in self._frozen.items()}
 
     def left_out(self) -> dict[str, int]:
         """Checksums of those that are on all ranks as they were built. Reads them all."""
         if not self._frozen:
             return {}
         changed = {
-            name for name, was in self._begun.items() if _checksum(self._frozen[name]) != was
+            name for name, was in self._begun.items() if _fingerprint(self._frozen[name]) != was
         }
         # The ranks of one process save as one.
         everyone = [changed] if self._group.in_one_process else self._group.exchange(changed)
@@ -115,12 +115,27 @@ def _them(names: Sequence[str]) -> str:
     return "it" if len(names) == 1 else "them"
 
 
-@torch.no_grad()
 def _checksum(tensor: Tensor) -> int:
     """Of the bytes of `tensor`: of this rank's part, where it is divided over ranks."""
-    own = tensor.detach()
-    own = own.to_local() if isinstance(own, DTensor) else own
     found = 0
-    for part in parts_of(own).values():
+    for part in _parts(tensor):
         found = checksum_of(part, found)
     return found
+
+
+def _fingerprint(tensor: Tensor) -> int:
+    """What tells whether `tensor` was written to: its checksum, or on a device, from which billions of
+    bytes would have to come over at each save, torch's hash of its bits."""
+    if tensor.device.type == "cpu":
+        return _checksum(tensor)
+    found = 0
+    for part in _parts(tensor):
+        found = hash((found, int(torch.hash_tensor(part))))
+    return found
+
+
+@torch.no_grad()
+def _parts(tensor: Tensor) -> list[Tensor]:
+    own = tensor.detach()
+    own = own.to_local() if isinstance(own, DTensor) else own
+    return list(parts_of(own).values())

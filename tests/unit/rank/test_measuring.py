@@ -57,7 +57,7 @@ def measured(task, budget, per_sample, bend=0, seconds=lambda size: 1.0):
         size = choice.micro_batch
         tried.append(size)
         used = FIXED + per_sample * size + bend * size * size
-        return Rehearsed(size, seconds(size), used) if used <= budget else None
+        return Rehearsed(seconds(size), used) if used <= budget else None
 
     found = Measuring(plan, replica, rehearse, PARAMETERS).plan()
     replica.close()
