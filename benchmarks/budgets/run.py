@@ -66,7 +66,7 @@ def _refused(task: Any, precision: str, budget: int, least: int) -> dict[str, An
     figure is true: what is planned for it runs, and needs more than was refused."""
     import anybatch as ab
     from anybatch.errors import NoPlanFits
-    from anybatch.estimate.footprint import ARENA_BYTES, CPU_CONSTANT_BYTES
+    from anybatch.estimate.footprint import CPU_CONSTANT_BYTES
     from anybatch.planner.search import reserve_of
 
     try:
@@ -77,8 +77,7 @@ def _refused(task: Any, precision: str, budget: int, least: int) -> dict[str, An
         told = False
     done = _trained(task, precision, least)
     # What a run may take, and this one perhaps did not.
-    by_chance = CPU_CONSTANT_BYTES + ARENA_BYTES
-    needed = done["measured"] + by_chance
+    needed = done["measured"] + CPU_CONSTANT_BYTES
     true = told and not done["failures"] and needed > budget - reserve_of(budget)
     return {**done, "budget": least, "refused": budget, "refusal_is_true": true}
 

@@ -1,6 +1,6 @@
 """How near is the predicted peak to the one that the operating system measures? One command:
 
-    python benchmarks/memory/run.py [--only NAME] [--threads N]
+    python benchmarks/memory/run.py [--only NAME ...] [--jobs N] [--threads N]
 
 Each cell (a model under a variant) trains three steps in a process of its own, under a budget that is
 held, and compares what was predicted with what the kernel counted. Beside it stand torch's MemTracker
@@ -16,6 +16,8 @@ import platform
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +161,8 @@ def table(cells: list[dict[str, Any]], threads: int) -> str:
 def main() -> None:
     """Run all cells, print the table, and write it to benchmarks/results/memory.md and .json."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="one model")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these models alone")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--cell", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -169,13 +172,14 @@ def main() -> None:
         return
     from models import KINDS
 
-    cells: list[dict[str, Any]] = []
-    for name in [given.only] if given.only else KINDS:
-        for variant in VARIANTS:
-            cell = _in_process(name, variant, "own", given.threads)
-            cell |= _in_process(name, variant, "others", given.threads)
-            cells.append(cell)
-            print(f"{name}, {variant}: {_error(cell):+.2%}", flush=True)
+    def cell_of(named: tuple[str, str]) -> dict[str, Any]:
+        cell = _in_process(*named, "own", given.threads)
+        cell |= _in_process(*named, "others", given.threads)
+        print(f"{', '.join(named)}: {_error(cell):+.2%}", flush=True)
+        return cell
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        cells = list(pool.map(cell_of, product(given.only or KINDS, VARIANTS)))
     text = table(cells, given.threads)
     print(text)
     if not given.only:

@@ -5,8 +5,7 @@
 For each task and budget, every micro-batch in powers of two (and the chosen one) is tried under every
 way to recompute, for real, under the enforced budget. What ran out of memory did not fit. What fits is
 run in several rounds, in a new random order each, so that what disturbs the machine disturbs all; the
-median of a candidate's steps counts, beside that of the fastest. Two candidates are judged: the plan as
-it was made, and what a run follows after the trial of its rivals.
+median of a candidate's steps counts, beside that of the fastest.
 """
 
 from __future__ import annotations
@@ -73,15 +72,8 @@ def task_of(name: str, steps: int) -> ab.Task:
     return replace(task, steps=steps, epochs=None, valid=None)
 
 
-def after_trial(task: ab.Task, chosen: Plan) -> Choice:
-    """What a run that is long enough for a trial follows."""
-    with ab.Session(replace(task, steps=10_000), chosen, trial=True) as session:
-        next(session.steps())
-        return session.plan.choice
-
-
-def candidates(task: ab.Task, chosen: Plan, followed: Choice) -> Iterator[Choice]:
-    """Everything that a person could try, what was chosen and followed first."""
+def candidates(task: ab.Task, chosen: Plan) -> Iterator[Choice]:
+    """Everything that a person could try."""
     subject = subject_of(task)
     ways = [Recompute()]
     if subject.blocks:
@@ -90,7 +82,7 @@ def candidates(task: ab.Task, chosen: Plan, followed: Choice) -> Iterator[Choice
         ways.append(Recompute(blocks=subject.chains, nested=True))
     unit = min(subject.identity.ghost_batch or 1, task.global_batch)
     sizes = [unit * 2**k for k in range(20) if unit * 2**k < task.global_batch]
-    found = {chosen.choice: None, followed: None}
+    found = {chosen.choice: None}
     for way in ways:
         for size in (task.global_batch, *reversed(sizes)):
             # Fewer samples than fill a vector are never the fastest, and take long to try.
@@ -109,11 +101,9 @@ def run(task: ab.Task, plan: Plan) -> Steps:
     return steps
 
 
-def measure(
-    task: ab.Task, chosen: Plan, followed: Choice, rounds: int
-) -> tuple[list[Tried], float]:
+def measure(task: ab.Task, chosen: Plan, rounds: int) -> tuple[list[Tried], float]:
     """What each candidate takes, and how long it took to find out which ones fit."""
-    tried = [Tried(choice, []) for choice in candidates(task, chosen, followed)]
+    tried = [Tried(choice, []) for choice in candidates(task, chosen)]
     begun = time.perf_counter()
     for one in tried:
         one.fits = not run(
@@ -135,19 +125,13 @@ def compare(name: str, memory: str, steps: int, rounds: int) -> dict[str, Any]:
     begun = time.perf_counter()
     chosen = ab.plan(task, memory=memory)
     planning = time.perf_counter() - begun
-    begun = time.perf_counter()
-    followed = after_trial(task, chosen)
-    trial = time.perf_counter() - begun
-    tried, searching = measure(task, chosen, followed, rounds)
+    tried, searching = measure(task, chosen, rounds)
     fitting = [one for one in tried if one.fits]
     own = tried[0]
     if not own.fits:
         return {"task": name, "memory": memory, "chosen": own.choice.describe(), "fits": False}
-    taken = next(one for one in tried if one.choice == followed)
     best = min(fitting, key=lambda one: statistics.median(one.seconds))
-    own_seconds, taken_seconds, best_seconds = (
-        statistics.median(one.seconds) for one in (own, taken, best)
-    )
+    own_seconds, best_seconds = (statistics.median(one.seconds) for one in (own, best))
     told = chosen.prediction.step_seconds if chosen.prediction else math.nan
     return {
         "task": name,
@@ -158,9 +142,6 @@ def compare(name: str, memory: str, steps: int, rounds: int) -> dict[str, Any]:
         "num_tried": len(tried),
         "num_fitting": len(fitting),
         "regret": own_seconds / best_seconds - 1,
-        "followed": followed.describe(),
-        "followed_regret": taken_seconds / best_seconds - 1,
-        "trial_seconds": trial,
         "spread": statistics.quantiles(own.seconds, n=4)[2] / own_seconds - 1,
         "predicted_seconds": told,
         "measured_seconds": own_seconds,
@@ -170,30 +151,19 @@ def compare(name: str, memory: str, steps: int, rounds: int) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    titles = [
-        "task, budget",
-        "planned",
-        "slower by",
-        "after the trial",
-        "slower by",
-        "fastest found",
-    ]
-    titles += ["predicted step", "measured step", "planning", "session and trial", "trying all"]
-    lines = [f"| {' | '.join(titles)} |", "|---|---|---:|---|---:|---|---:|---:|---:|---:|---:|"]
+    titles = ["task, budget", "chosen", "fastest found", "slower by", "predicted step"]
+    titles += ["measured step", "planning", "trying"]
+    lines = [f"| {' | '.join(titles)} |", "|---|---|---|---:|---:|---:|---:|---:|"]
     for row in rows:
         head = f"| {row['task']}, {row['memory']} | {row['chosen']} "
         if not row["fits"]:
-            lines.append(f"{head}| **ran out of memory** | | | | | | | | | |")
+            lines.append(f"{head}| **ran out of memory** | | | | | |")
             continue
-
-        def told(which: str, row: dict[str, Any] = row) -> Any:
-            return "the same" if row[which] == row["chosen"] else row[which]
-
+        same = row["chosen"] == row["fastest"]
         lines.append(
-            f"{head}| {row['regret']:.1%} | {told('followed')} | {row['followed_regret']:.1%}"
-            f" | {told('fastest')}"
+            f"{head}| {'the same' if same else row['fastest']} | {row['regret']:.1%}"
             f" | {row['predicted_seconds'] * 1e3:.0f} ms | {row['measured_seconds'] * 1e3:.0f} ms"
-            f" | {row['planning_seconds']:.1f} s | {row['trial_seconds']:.1f} s"
+            f" | {row['planning_seconds']:.1f} s"
             f" | {row['searching_seconds']:.0f} s for {row['num_tried']} |"
         )
     return "\n".join(lines)
@@ -201,11 +171,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def summary(rows: list[dict[str, Any]]) -> str:
     """How many pairs are within 3% of the fastest."""
-    fitting = [row for row in rows if row["fits"]]
-    planned, followed = (
-        sum(row[which] <= 0.03 for row in fitting) for which in ("regret", "followed_regret")
-    )
-    return f"Within 3% of the fastest: {planned} of {len(rows)} as planned, {followed} after the trial."
+    near = sum(row["fits"] and row["regret"] <= 0.03 for row in rows)
+    return f"Within 3% of the fastest: {near} of {len(rows)}."
 
 
 def main() -> None:

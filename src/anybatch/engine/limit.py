@@ -33,8 +33,10 @@ from anybatch.compute.optimizers import parts_of, warm_up_compiler
 from anybatch.data import map_leaves
 from anybatch.engine.meter import CpuMeter, CudaMeter, Meter
 from anybatch.engine.process import (
+    free_product_buffers,
     generated_code_bytes,
     give_freed_memory_back,
+    hold_object_arenas,
     hollow_bytes,
     status,
     trim,
@@ -44,6 +46,10 @@ from anybatch.units import format_bytes
 
 if sys.platform != "win32":
     import resource
+
+
+OBJECT_BYTES = 2 << 20
+"""Held for Python's small objects before the baseline is taken."""
 
 
 class Limit(ABC):
@@ -138,8 +144,10 @@ class ProcessLimit(Limit):
     def enter(self) -> Meter:
         """See `Limit`."""
         warm_up()
+        free_product_buffers()
         give_freed_memory_back()
         gc.collect()
+        hold_object_arenas(OBJECT_BYTES)
         held = status("VmRSS")
         trim()
         # Room that the heap had before is no part of what training adds.

@@ -9,7 +9,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from pathlib import Path
 from typing import Any, ClassVar
+
+import torch
 
 from anybatch.machine import MMAP_THRESHOLD
 
@@ -121,6 +124,44 @@ class _MallInfo(ctypes.Structure):
             *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
         )
     ]
+
+
+def free_product_buffers() -> None:
+    """Have MKL give back what it packed the matrices of earlier products into (builds with MKL)."""
+    if torch.backends.mkl.is_available():
+        for name in (
+            "mkl_serv_free_buffers",
+            "MKL_Free_Buffers",
+        ):  # linked into torch, or beside it
+            free: Any = getattr(_torch_library(), name, None)
+            if free is not None:
+                free()
+                return
+
+
+@functools.cache
+def _torch_library() -> Any:
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    return ctypes.CDLL(str(path) if path.exists() else None)
+
+
+_OBJECT_BYTES = 512
+"""The largest that CPython takes from its arenas."""
+
+_ARENA_BYTES = 1 << 20
+_kept: list[bytes] = []
+
+
+def hold_object_arenas(num_bytes: int) -> None:
+    """Have the interpreter hold so many bytes for small objects, in arenas that it has already.
+
+    CPython takes memory for them by arenas of 1 MiB and gives back those that are empty, so whether a
+    run takes another one depends on what happens to lie in the last. Here arenas are filled and emptied
+    but for one object in each, which keeps them.
+    """
+    payload = _OBJECT_BYTES - sys.getsizeof(b"")
+    objects = [bytes(payload) for _ in range(num_bytes // _OBJECT_BYTES)]
+    _kept[:] = {id(one) // _ARENA_BYTES: one for one in objects}.values()
 
 
 def trim() -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from anybatch.data import ghosts
 from anybatch.estimate.allocator import (
     Allocator,
     CudaCache,
@@ -19,20 +20,30 @@ from anybatch.estimate.allocator import (
 )
 from anybatch.estimate.cuda import is_overlaid
 from anybatch.estimate.family import Family, Traced
+from anybatch.estimate.pieces import cut_finer, tensors
 from anybatch.estimate.stage import num_traced, trace_evaluation, trace_step
+from anybatch.estimate.stage_setup import cut_of
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import Block, Timeline, alive
 from anybatch.machine import MMAP_THRESHOLD, Device
 from anybatch.plans import Choice
 
-CPU_CONSTANT_BYTES = 1536 << 10
-"""Python objects of a step and of its graph (500 to 600 KiB in steps of 4 to 16 passes), the kernel's
-count of pages, which is late by up to 32 of them per core, and what libraries take at first uses that
-the warm-up has not made: without these 768 KiB one run in fifteen was measured above its prediction."""
+CPU_CONSTANT_BYTES = 640 << 10
+"""C++ objects of a step and of its graph, and the kernel's count of pages, which is late by up to 32 of
+them per core. Python's own are taken before the baseline."""
 
-ARENA_BYTES = 1 << 20
-"""Python takes memory for objects by arenas of 1 MiB (its `Objects/obmalloc.c`). A run takes one more,
-some in their first steps, the others within twenty."""
+_SCATTER = 1.2
+"""Kernels for sizes beyond the first come to lie between tensors that come and go in the heap, and
+leave holes (digits, 30 steps with evaluations of two sizes)."""
+
+_PLACES = 1.75
+"""Of what comes and goes in the heap, beside the room that it has in the replay: the next block of its
+size comes to lie elsewhere. How often is not known; less than this was measured too little (65 samples
+in 17 ghost batches, 461 samples of 64 numbers), and more is too much for convolutions of 44 MiB."""
+
+_SAMPLE_BYTES, _MOST_SAMPLES_BYTES = 2050, 1536 << 10
+"""Objects of one sample while a batch is put together: 1,025 bytes of heap for two tensors, in two
+places; and the most that was seen."""
 
 CUDA_CONSTANT_BYTES = 640 << 20
 """Context, kernels and cuBLAS workspace: 450 to 650 MiB is what drivers of 2024 and later show."""
@@ -57,11 +68,13 @@ class Footprint:
         commit_bytes: most that the update adds to what is there before it: in the first step, which
             makes the optimizer's state, and in later ones.
         method: how the bytes were found, in words.
+        kernel_bytes: what the first passes of one size leave in the process: kernels for its shapes.
     """
 
     peak: Peak
     commit_bytes: tuple[int, int]
     method: str = ""
+    kernel_bytes: int = 0
 
 
 def footprint(subject: Subject, choice: Choice, device: Device) -> Footprint:
@@ -74,6 +87,7 @@ def footprint(subject: Subject, choice: Choice, device: Device) -> Footprint:
         peak=_peak(traced.timeline, beside_training(subject, choice, traced, device), device),
         commit_bytes=traced.commit_bytes,
         method=method_on(device),
+        kernel_bytes=traced.shape_bytes.forward + traced.shape_bytes.backward,
     )
 
 
@@ -86,7 +100,17 @@ def _training(subject: Subject, choice: Choice, device: Device) -> Traced:
                 subject, choice.model_copy(update={"micro_batch": size}), device
             )
         )
-    return family.at(choice.micro_batch)
+    return in_pieces(family.at(choice.micro_batch), subject, choice, device)
+
+
+def in_pieces(traced: Traced, subject: Subject, choice: Choice, device: Device) -> Traced:
+    """A traced step with as many ghost batches as it really has, in the eyes of glibc's heap."""
+    size = subject.identity.ghost_batch
+    if device.kind != "cpu" or not size:
+        return traced
+    real = len(ghosts(choice.micro_batch, size))
+    cut = len(cut_of(subject, choice.micro_batch))
+    return replace(traced, timeline=cut_finer(traced.timeline, cut, real, MMAP_THRESHOLD))
 
 
 def beside_training(
@@ -95,11 +119,13 @@ def beside_training(
     """Bytes by kind that stay with the process while it trains, beside the tensors of `traced`."""
     sizes = subject.course.num_sizes(choice.micro_batch, subject.whole)
     shapes = traced.shape_bytes
-    libraries = traced.kept_bytes + sizes * (shapes.forward + shapes.backward)
+    one = shapes.forward + shapes.backward
+    others = max(0, sizes - 1) * one
     if subject.course.evaluates_between:  # forward again, on batches of other sizes
         valid = _MOST_EVALUATION_SIZES if subject.num_valid is None else subject.num_valid
-        libraries += min(valid, _MOST_EVALUATION_SIZES) * shapes.forward
-    return _beside(subject, libraries, traced.timeline, device)
+        others += min(valid, _MOST_EVALUATION_SIZES) * shapes.forward
+    libraries = traced.kept_bytes + one + round(_SCATTER * others)
+    return _beside(subject, libraries, traced.timeline, device, choice.micro_batch)
 
 
 def _beside_evaluation(
@@ -109,21 +135,24 @@ def _beside_evaluation(
     training = _training(subject, choice, device)
     trained = subject.course.num_sizes(choice.micro_batch, subject.whole)
     evaluated = subject.course.num_evaluation_sizes(choice.evaluation_batch, subject.num_valid)
-    libraries = (
-        max(training.kept_bytes, traced.kept_bytes)
-        + trained * (training.shape_bytes.forward + training.shape_bytes.backward)
-        + evaluated * traced.shape_bytes.forward
-    )
-    return _beside(subject, libraries, traced.timeline, device)
+    one = training.shape_bytes.forward + training.shape_bytes.backward
+    others = max(0, trained - 1) * one + evaluated * traced.shape_bytes.forward
+    libraries = max(training.kept_bytes, traced.kept_bytes) + one + round(_SCATTER * others)
+    return _beside(subject, libraries, traced.timeline, device, choice.evaluation_batch)
 
 
-def _beside(subject: Subject, libraries: int, timeline: Timeline, device: Device) -> dict[str, int]:
+def _beside(
+    subject: Subject, libraries: int, timeline: Timeline, device: Device, num_samples: int
+) -> dict[str, int]:
     constant = constant_bytes(device)
     if device.kind != "cpu":
         return {"libraries": libraries, "device context": constant}
-    # What comes and goes in the heap does not find its old places again, since objects and kernels
-    # that stay have come to lie between them.
-    holes = passing_bytes(timeline, MMAP_THRESHOLD)
+    # What comes and goes in the heap does not find its old places again. Objects and kernels that stay
+    # have come to lie between them, and what is left is too small for another block of the same size:
+    # glibc aligns a block by asking for up to 96 bytes more, which it gives back.
+    passing = passing_bytes(tensors(timeline), MMAP_THRESHOLD)
+    holes = round(_PLACES * passing)
+    holes += min(num_samples * _SAMPLE_BYTES, _MOST_SAMPLES_BYTES)
     return {
         "libraries": libraries + constant,
         "allocator's rounding and holes": holes,
@@ -166,7 +195,7 @@ def kind_of(block: Block, timeline: Timeline) -> str:
 
 def constant_bytes(device: Device) -> int:
     """What the process takes beside tensors and kernels."""
-    return CPU_CONSTANT_BYTES + ARENA_BYTES if device.kind == "cpu" else CUDA_CONSTANT_BYTES
+    return CPU_CONSTANT_BYTES if device.kind == "cpu" else CUDA_CONSTANT_BYTES
 
 
 def _peak(timeline: Timeline, beside: Mapping[str, int], device: Device) -> Peak:

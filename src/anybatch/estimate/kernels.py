@@ -8,7 +8,8 @@ come). Three libraries matter:
 - oneDNN computes convolutions on layouts of its own, so tensors are copied into them and back; keeps
   what it generated for each shape; and gives LSTM a workspace for backward that torch's shapes do not
   tell.
-- MKL packs the matrices of a product into buffers, one per thread, and keeps them.
+- MKL packs the matrices of a product into buffers, one per thread, and keeps them. (The engine has it
+  free them before a baseline is taken, so that a run begins with none.)
 - torch's own element-wise kernels first copy an operand whose dtype is not the common one.
 """
 
@@ -55,27 +56,33 @@ BLOCK = 16
 PRIMITIVE_BYTES: dict[str, int] = {
     "product": 560 << 10,
     "first": 260 << 10,
-    "convolution": 110 << 10,
-    "convolution backward": 200 << 10,
-    "lstm": 4250 << 10,
-    "lstm backward": 1050 << 10,
+    "convolution": 95 << 10,
+    "convolution transposed": 205 << 10,
+    "convolution backward": 78 << 10,
+    "convolution backward strided": 106 << 10,
+    "convolution backward transposed": 120 << 10,
+    "first lstm": 3400 << 10,
+    "first lstm in half": 300 << 10,
+    "lstm": 300 << 10,
+    "lstm backward": 200 << 10,
     "attention": 700 << 10,
     "attention backward": 3100 << 10,
 }
 """What oneDNN keeps in the heap, and as generated code, for each shape that it computed with once:
 by resident memory before and after the first call, over 2 to 20 shapes each (oneDNN 3.12, AVX-512).
-`first` comes with the first product of half precision; attention counts in half precision only."""
+`first` comes with the first product of half precision, `first lstm` is the code of oneDNN's own
+products in float32; attention counts in half precision only. Convolutions are means, to within 30 KiB,
+over those of VGG16, ResNets and U-Nets; their backward counts for each of its two gradients."""
 
-_PACKED_DEPTH = 192
-_PACKED_ROWS = 400
-_PACKED_COLUMNS_BYTES = 3200 << 10
-_WARM_PACKED_BYTES = 400 << 10
-"""What the engine's warm-up, a product of 256 x 256, has left with MKL before a baseline is taken."""
+_PACKED_DEPTH, _LEAST_PACKED_DEPTH = 192, 128
+_PACKED_ROWS, _PACKED_COLUMNS = 384, 6400
+_LEAST_ROWS, _LEAST_COLUMNS = 4, 12
+_PACKED_BYTES, _FILLED_BYTES = 17024, 8192
+_MOST_PACKED = 5
+"""Of MKL's packed products in float32: see `_Packed`."""
 
-_PACKED_FACTOR = 1.34
-"""What MKL kept by the bytes that the rule says: by resident memory around the products of a decoder
-(1024 tokens, width 256, 4000 words; 2 threads) 1564 by 1168 KiB after the first, 9368 by 6992 after
-all."""
+_KEYS = 512
+"""That a thread of attention takes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +131,13 @@ class CpuKernels(Kernels):
         self._num_threads = num_threads
         self._forward: dict[Hashable, int] = {}
         self._backward: dict[Hashable, int] = {}
-        self._first = 0
+        self._first: dict[str, int] = {}
         self._packed = _Packed(num_threads)
 
     @property
     def kept_bytes(self) -> int:
         """See `Kernels`."""
-        return self._first + self._packed.kept_bytes
+        return sum(self._first.values()) + self._packed.kept_bytes
 
     @property
     def shape_bytes(self) -> ShapeBytes:
@@ -144,10 +151,14 @@ class CpuKernels(Kernels):
             self._product(args[at], args[at + 1])
             return 0
         if op is _CONVOLUTION:
-            self._primitive("convolution", args[0], args[1], args[3])
+            name = "convolution transposed" if args[6] else "convolution"
+            self._primitive(name, args[0], args[1], args[3])
             return _convolution(args[0], args[1], result)
         if op is _CONVOLUTION_BACKWARD:
-            self._primitive("convolution backward", args[1], args[2], args[4])
+            way = " transposed" if args[7] else " strided" if max(args[4]) > 1 else ""
+            for gradient in range(sum(args[10][:2])):
+                name = f"convolution backward{way}"
+                self._primitive(name, args[1], args[2], (args[4], gradient))
             return _convolution_backward(args[0], args[1], args[2], strided=max(args[4]) > 1)
         if op in _PROMOTING:
             return _casts(args, result)
@@ -159,14 +170,11 @@ class CpuKernels(Kernels):
         if op is _SAFE_SOFTMAX:
             return args[0].numel()  # which numbers are minus infinity
         if op is _ATTENTION:
-            if args[0].dtype in _HALF:
-                self._primitive("attention", args[0], args[1], None)
-            return self._num_threads * _attention_bytes(args[0], args[1])
+            return self._attention(args[0], args[1])
         if op is _ATTENTION_BACKWARD:
-            if args[0].dtype in _HALF:
-                self._primitive("attention backward", args[1], args[2], None)
-            return 0
+            return self._attention_backward(args[1], args[2])
         if op is _LSTM:
+            self._once("first lstm in half" if args[0].dtype in _HALF else "first lstm")
             self._primitive("lstm", args[0], args[1], None)
             return _gate_bytes(args[0], args[2]) + _bytes(args[1]) + _bytes(args[2])
         if op is _LSTM_BACKWARD:
@@ -186,41 +194,79 @@ class CpuKernels(Kernels):
 
     def _product(self, left: Tensor, right: Tensor) -> None:
         if left.dtype in _HALF:
-            self._first = PRIMITIVE_BYTES["first"]
+            self._once("first")
             self._primitive("product", left, right, None)
-        elif left.dtype == torch.float32 and left.dim() == 2:
-            self._packed.take(left.size(0), left.size(1), right.size(1))
+        elif left.dtype == torch.float32:  # of many matrices each thread takes whole ones
+            parts = 1 if left.dim() == 3 else None
+            self._packed.take(left.size(-2), left.size(-1), right.size(-1), parts)
+
+    def _attention(self, query: Tensor, key: Tensor) -> int:
+        rows, keys, width = _attention_block(query, key)
+        if query.dtype in _HALF:
+            self._primitive("attention", query, key, None)
+        else:
+            self._packed.take(rows, width, keys, 1)
+            self._packed.take(rows, keys, width, 1)
+        # One thread's piece of the scores, in float32, with its maxima, sums and results.
+        return self._num_threads * 4 * rows * (keys + 2 + width)
+
+    def _attention_backward(self, query: Tensor, key: Tensor) -> int:
+        rows, keys, width = _attention_block(query, key)
+        if query.dtype in _HALF:
+            self._primitive("attention backward", query, key, None)
+        else:
+            self._packed.take(rows, width, keys, 1)
+            self._packed.take(keys, rows, width, 1)
+            self._packed.take(rows, keys, width, 1)
+        return 0
+
+    def _once(self, name: str) -> None:
+        self._first[name] = PRIMITIVE_BYTES[name]
 
     def _primitive(self, name: str, left: Tensor, right: Tensor, more: Any) -> None:
         tensors = tuple((tuple(t.shape), _is_turned(t), t.dtype) for t in (left, right))
         key = name, tensors, str(more)
-        backward = name.endswith("backward") or _node() is not None
+        backward = "backward" in name or _node() is not None
         kept = self._backward if backward and key not in self._forward else self._forward
         kept[key] = PRIMITIVE_BYTES[name]
 
 
 class _Packed:
-    """MKL's buffers for a product of `[m, k]` and `[k, n]`: of each thread, the columns of a slice of k
-    and some rows. They are kept, and used again where they are large enough."""
+    """MKL's buffers for a product of `[m, k]` and `[k, n]` in float32. Each thread packs the columns of
+    a slice of k, and some of its rows, into a buffer; asks for twice the rows; and fills what it packs.
+    A buffer that is large enough is used again. Of five that are not, the first gives way.
+
+    By MKL's own books (`mkl_mem_stat`) and resident memory, of some 100 shapes on 1 and 2 threads, the
+    rule is exact to 20 KiB a thread where k is 64 and more (AVX-512; MKL of torch 2.13).
+    """
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._largest = _WARM_PACKED_BYTES
-        self._taken = 0
+        self._buffers: list[tuple[int, int]] = []  # bytes asked for, and filled
 
     @property
     def kept_bytes(self) -> int:
-        """What they have come to."""
-        return round(self._taken * _PACKED_FACTOR)
+        """What they hold."""
+        return self._num_threads * sum(filled for _, filled in self._buffers)
 
-    def take(self, m: int, k: int, n: int) -> None:
-        depth = k if k <= _PACKED_DEPTH else -(-k // 2) if k < 2 * _PACKED_DEPTH else _PACKED_DEPTH
-        rows = min(-(-m // self._num_threads) + 16, _PACKED_ROWS)
-        columns = min(n * depth * 4, _PACKED_COLUMNS_BYTES)
-        need = self._num_threads * (columns + rows * depth * 4)
-        if need > self._largest:
-            self._largest = need
-            self._taken += need
+    def take(self, m: int, k: int, n: int, parts: int | None = None) -> None:
+        """A product whose rows are divided into `parts`; None: one for each thread."""
+        if m < _LEAST_ROWS or n < _LEAST_COLUMNS or k < 2:
+            return  # by other kernels, that pack nothing
+        rows = -(-m // (parts or self._num_threads))
+        columns = min(-(-n // BLOCK) * BLOCK, _PACKED_COLUMNS)
+        depth = k if k <= _PACKED_DEPTH else min(k // 2, _PACKED_DEPTH)
+        least = _LEAST_PACKED_DEPTH if k < _LEAST_PACKED_DEPTH else depth
+        asked = _PACKED_BYTES + 4 * least * (columns + 2 * min(rows, _PACKED_ROWS))
+        filled = _FILLED_BYTES + 4 * depth * (columns + min(rows, _PACKED_ROWS))
+        for i, (there, before) in enumerate(self._buffers):
+            if there >= asked:
+                self._buffers[i] = there, max(before, filled)
+                return
+        if len(self._buffers) == _MOST_PACKED:
+            self._buffers[0] = asked, filled
+        else:
+            self._buffers.append((asked, filled))
 
 
 def kernels_on(kind: str) -> Kernels:
@@ -256,12 +302,12 @@ def _casts(args: tuple[Any, ...], result: Tensor) -> int:
     return sum(a.numel() * common.itemsize for a in operands if a.dtype != common)
 
 
-def _attention_bytes(query: Tensor, key: Tensor) -> int:
-    """One thread's piece of the scores, in float32, with its maxima, sums and results. Queries
-    `[batch, heads, length, width]` are taken in pieces that grow with their number, keys by 512."""
+def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int, int]:
+    """What one thread multiplies at a time: queries `[batch, heads, length, width]` in pieces that grow
+    with their number, keys by 512; and the width."""
     length, width = query.size(-2), query.size(-1)
     rows = 256 if length >= 768 else 64 if length >= 192 else 32
-    return 4 * rows * (min(512, key.size(-2)) + 2 + width)
+    return min(rows, length), min(_KEYS, key.size(-2)), width
 
 
 def _gate_bytes(inputs: Tensor, recurrent: Tensor) -> int:

@@ -16,6 +16,7 @@ from anybatch.estimate.family import Traced
 from anybatch.estimate.footprint import (
     allocator_of,
     beside_training,
+    in_pieces,
     kind_of,
     kinds_at,
     method_on,
@@ -178,7 +179,7 @@ def ledger(subject: Subject, choice: Choice, device: Device) -> Ledger:
 
     Raises whatever the model or loss raises on fake tensors.
     """
-    traced = trace_step(subject, choice, device)
+    traced = in_pieces(trace_step(subject, choice, device), subject, choice, device)
     taken = allocator_of(device).replay(traced.timeline)
     beside = beside_training(subject, choice, traced, device)
     constant = sum(beside.values())

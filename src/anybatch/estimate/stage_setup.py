@@ -97,7 +97,7 @@ def parts_of_model(model: nn.Module, owners: Owners) -> dict[str, Part]:
 
 
 def cut_of(subject: Subject, num_samples: int) -> list[int]:
-    """Ghost batches for a trace. More than a few take as much memory, and longer to trace."""
+    """Ghost batches for a trace. More than a few take longer; what they add, `pieces` knows."""
     size = subject.identity.ghost_batch
     if not size:
         return []

@@ -1,0 +1,55 @@
+"""What the process holds before a baseline is taken, so that a run does not take it by chance."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+COMMON = """
+import gc
+import torch
+from anybatch.engine.process import free_product_buffers, hold_object_arenas, status, trim
+
+torch.set_num_threads(1)
+torch.ones(4).sum()
+
+
+def resident():
+    gc.collect()
+    trim()
+    return status("RssAnon")
+"""
+
+OBJECTS = """
+hold_object_arenas(4 << 20)
+before = resident()
+objects = [bytes(100) for _ in range(16_000)]  # 133 bytes each, with their headers
+index = 16_000 * 8
+assert resident() - before < (1 << 18) + index, resident() - before
+del objects
+hold_object_arenas(4 << 20)
+assert resident() - before < 1 << 19, resident() - before
+"""
+
+BUFFERS = """
+torch.randn(256, 256) @ torch.randn(256, 256)
+free_product_buffers()
+before = resident()
+torch.randn(512, 512) @ torch.randn(512, 4096)
+kept = resident() - before
+free_product_buffers()
+left = resident() - before
+assert kept < 1 << 20 or left < kept // 2, (kept, left)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("what", [OBJECTS, BUFFERS], ids=["objects", "buffers"])
+def test_what_is_held_before_a_baseline(what: str):
+    done = subprocess.run(
+        [sys.executable, "-c", COMMON + what], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
