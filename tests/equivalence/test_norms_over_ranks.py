@@ -282,7 +282,7 @@ def stage(model, norms, case, rank, samples):
     for part, sizes in case.parts(rank):
         with norms.cut(sizes):
             if part:
-                with recompute.keeping(WAYS[case.way]):
+                with recompute.keeping(WAYS[case.way], model, torch.device("cpu")):
                     output = model(x[part.start : part.stop])
                 loss = F.cross_entropy(output, y[part.start : part.stop], reduction="sum")
                 loss.backward()

@@ -35,6 +35,9 @@ _MOST_TRIES = 4
 """Subsets of blocks that are traced for one micro-batch, each somewhat leaner than the last."""
 
 
+_LEAST_RESERVE, _RESERVES = 512 << 10, 40
+"""What a plan leaves free: so many bytes at least, and one part in so many."""
+
 _CLOSE = 1.5
 """A choice that is predicted to take up to so many times as long as the fastest may be the faster one:
 measured beside each other, predictions of one task were off by less."""
@@ -85,7 +88,15 @@ class Found:
 def reserve_of(budget_bytes: int) -> int:
     """Bytes of the budget that a plan leaves free: for what a trace does not see, such as the heap of
     the interpreter."""
-    return max(512 << 10, budget_bytes // 40)
+    return max(_LEAST_RESERVE, budget_bytes // _RESERVES)
+
+
+def budget_for(peak_bytes: int) -> int:
+    """The least budget that leaves `peak_bytes` beside its reserve."""
+    least = max(peak_bytes + _LEAST_RESERVE, peak_bytes * _RESERVES // (_RESERVES - 1))
+    while least - reserve_of(least) < peak_bytes:  # what rounding has left out
+        least += 1
+    return least
 
 
 def search(subject: Subject, setting: Setting, wishes: Wishes) -> Found:
@@ -576,9 +587,7 @@ class Search:
     def _nothing(self, ways: list[Recompute]) -> NoPlanFits:
         leanest = min((self._choice(way, self.smallest) for way in ways), key=self._peak)
         peak = self.peak(leanest)
-        least = peak
-        while least - reserve_of(least) < peak:
-            least += reserve_of(least)
+        least = budget_for(peak)
         budget = format_bytes(self._device.budget_bytes)
         ghost = self._subject.identity.ghost_batch
         smaller = (
