@@ -152,7 +152,8 @@ def _beside(
     # glibc aligns a block by asking for up to 96 bytes more, which it gives back.
     passing = passing_bytes(tensors(timeline), MMAP_THRESHOLD)
     holes = round(_PLACES * passing)
-    holes += min(num_samples * _SAMPLE_BYTES, _MOST_SAMPLES_BYTES)
+    # Where no tensors come to lie behind them, objects of samples leave the end of the heap free.
+    holes += min(num_samples * _SAMPLE_BYTES, _MOST_SAMPLES_BYTES, passing)
     return {
         "libraries": libraries + constant,
         "allocator's rounding and holes": holes,
