@@ -105,8 +105,8 @@ def _accelerate(name: str, variant: str) -> int:
 
     with torch.device("meta"):
         total, _ = calculate_maximum_sizes(KINDS[name].model())
-    mixed = "bf16" if variant == "bf16" else None
-    return int(max(estimate_training_usage(total, mixed).values()))
+    precision = "bfloat16" if variant == "bf16" else "float32"
+    return int(max(estimate_training_usage(total, precision).values()))
 
 
 def _in_process(name: str, variant: str, what: str, threads: int) -> dict[str, Any]:
