@@ -72,6 +72,9 @@ class Trial:
         group: the ranks, which all make the trial.
         num_steps: that are left of the run; None: not known.
         sink: is told of what was found.
+
+    Attributes:
+        pays: whether it takes a small enough part of the run, and ranks can run passes by themselves.
     """
 
     def __init__(
@@ -82,11 +85,14 @@ class Trial:
         self._group = group
         self._sink = sink
         apart = not (group.lockstep or group.diverges or group.in_one_process)
-        self._rivals = affordable(plan, num_steps) if apart else None
+        rivals = affordable(plan, num_steps) if apart else None
+        self.pays: bool = rivals is not None
+        self._rivals = rivals or ()
+        self._choices = [plan.choice, *(rival.choice for rival in self._rivals)]
 
     def run(self, step: int, source: Source) -> Plan:
         """The plan to follow, the same on all ranks: with the choice that was fastest. The engine
-        follows it already.
+        follows it already. Only where it `pays`.
 
         Args:
             step: number of the step that comes next.
@@ -94,10 +100,8 @@ class Trial:
 
         Raises `PeerLost` if another rank is gone. What else goes wrong counts against the choice.
         """
-        if self._rivals is None:
-            return self._follow(self._plan, step)
         begun = time.perf_counter()
-        tried = [_Tried(choice) for choice in self._choices()]
+        tried = [_Tried(choice) for choice in self._choices]
         for number in range(1 + ROUNDS):
             for one in tried:
                 self._pass(one, step, source, counts=number > 0)
@@ -105,9 +109,6 @@ class Trial:
             for one in tried:
                 one.failed |= number > 0 and one.typical > _OUT * fastest
         return self._decided(step, tried, time.perf_counter() - begun)
-
-    def _choices(self) -> list[Choice]:
-        return [self._plan.choice, *(rival.choice for rival in self._rivals or ())]
 
     def _pass(self, one: _Tried, step: int, source: Source, counts: bool) -> None:
         if one.failed:
@@ -124,7 +125,7 @@ class Trial:
             one.seconds.append(found.seconds)
 
     def _passes(self, choice: Choice) -> int:
-        return -(-_samples(self._plan, self._choices()) // choice.micro_batch)
+        return -(-_samples(self._plan, self._choices) // choice.micro_batch)
 
     def _decided(self, step: int, tried: Sequence[_Tried], seconds: float) -> Plan:
         with self._engine.crossing.open():
@@ -134,7 +135,7 @@ class Trial:
         slowest = [typical(each) for each in rounds]
         better = [number for number in range(1, len(rounds)) if _is_faster(rounds, number)]
         best = min(better, key=lambda number: slowest[number], default=0)
-        plan = self._plan if best == 0 else self._plan.taking((self._rivals or ())[best - 1])
+        plan = self._plan if best == 0 else self._plan.taking(self._rivals[best - 1])
         share = self._plan.largest_share
         told = self._with_kernels(plan.prediction, best)
         if told is not None and slowest[best] < math.inf:
@@ -144,23 +145,19 @@ class Trial:
             Tried(
                 time=time.time(),
                 step=step,
-                choices=tuple(choice.describe() for choice in self._choices()),
+                choices=tuple(choice.describe() for choice in self._choices),
                 pass_seconds=tuple(each * share if each < math.inf else None for each in slowest),
                 taken=plan.choice.describe(),
                 seconds=seconds,
             )
         )
-        return self._follow(plan, step)
-
-    def _follow(self, plan: Plan, step: int) -> Plan:
-        """`plan`, from now on; its rivals have had their trial."""
-        plan = plan.model_copy(update={"rivals": ()})
+        plan = plan.model_copy(update={"rivals": ()})  # they have had their trial
         self._engine.follow(plan, step, "it was faster in a trial")
         return plan
 
     def _with_kernels(self, told: Prediction | None, best: int) -> Prediction | None:
         """`told`, with what the trial of the others has left in the process."""
-        sizes = [rival.kernel_bytes for rival in self._rivals or ()]
+        sizes = [rival.kernel_bytes for rival in self._rivals]
         left = sum(size for number, size in enumerate(sizes, 1) if number != best)
         if told is None or not left:
             return told

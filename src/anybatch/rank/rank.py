@@ -231,7 +231,7 @@ class Rank:
         data = self._next()
         if data is None:
             return None
-        source = GlobalStep(self._loader, data, self._cutting.passes, self._device, self.pulse)
+        source = self._source(data)
         plan, run = self._engine.plan, self._engine.rehearsal.run
         recompute = plan.choice.recompute
         return Measuring(
@@ -475,10 +475,9 @@ class Rank:
             total_steps=self._steps.total_steps,
             total_samples=self._steps.total_samples,
         )
-        source = GlobalStep(self._loader, data, self._cutting.passes, self._device, self.pulse)
-        tried, self._tries = self._tries, False
+        source = self._source(data)
+        tried = self._tried(data.step, source)
         if tried:
-            self._try(data.step, source)
             begun = time.perf_counter()
         done = self._engine.run(data.step, source, partial(self._rates.before_update, progress))
         if isinstance(done, PassedOver):
@@ -520,13 +519,21 @@ class Rank:
             self.evaluate()
         return event
 
-    def _try(self, step: int, source: GlobalStep) -> None:
-        """Follow the fastest of the plan and its rivals from now on, if a trial pays."""
+    def _source(self, data: StepData) -> GlobalStep:
+        return GlobalStep(self._loader, data, self._cutting.passes, self._device, self.pulse)
+
+    def _tried(self, step: int, source: GlobalStep) -> bool:
+        """Before the first step, follow the fastest of the plan and its rivals from now on, if a trial
+        pays. Whether there was one."""
+        due, self._tries = self._tries, False
+        if not due:
+            return False
         total = self._steps.total_steps
         left = None if total is None else total - self._position.step
-        self._given = Trial(self._given, self._engine, self._group, left, self._sink).run(
-            step, source
-        )
+        trial = Trial(self._given, self._engine, self._group, left, self._sink)
+        if trial.pays:
+            self._given = trial.run(step, source)
+        return trial.pays
 
     def _pass_over(self, data: StepData, num_kept: int, reason: str) -> None:
         """The step is left out whole: its samples are taken, the schedule goes on, that is all."""
