@@ -28,7 +28,8 @@ from anybatch.parallel import Group
 from anybatch.plans import Choice, Plan, Prediction, Rival
 
 ROUNDS = 4
-"""In which each choice is tried, after the warm-up."""
+"""In which each choice is tried, after the warm-up. Where a run is too short for that, the plan alone is
+tried in fewer."""
 
 _PASSES = 2
 """Run at each try of the largest choice, where a step has as many. Others run as many samples: a few
@@ -85,9 +86,9 @@ class Trial:
         self._group = group
         self._sink = sink
         apart = not (group.lockstep or group.diverges or group.in_one_process)
-        rivals = affordable(plan, num_steps) if apart else None
-        self.pays: bool = rivals is not None
-        self._rivals = rivals or ()
+        found = affordable(plan, num_steps) if apart else None
+        self.pays: bool = found is not None
+        self._rivals, self._rounds = found or ((), 0)
         self._choices = [plan.choice, *(rival.choice for rival in self._rivals)]
 
     def run(self, step: int, source: Source) -> Plan:
@@ -102,7 +103,7 @@ class Trial:
         """
         begun = time.perf_counter()
         tried = [_Tried(choice) for choice in self._choices]
-        for number in range(1 + ROUNDS):
+        for number in range(1 + self._rounds):
             for one in tried:
                 self._pass(one, step, source, counts=number > 0)
             fastest = min(one.typical for one in tried)
@@ -205,26 +206,27 @@ def _as_measured(told: Prediction, pass_seconds: float) -> Prediction:
     )
 
 
-def affordable(plan: Plan, num_steps: int | None) -> tuple[Rival, ...] | None:
-    """The rivals of `plan`, the fastest first, as many as a trial may take of a run of that many
-    steps. None: not even the plan itself can be tried."""
+def affordable(plan: Plan, num_steps: int | None) -> tuple[tuple[Rival, ...], int] | None:
+    """What a trial may take of a run of that many steps: the rivals of `plan`, the fastest first, and
+    the number of rounds. None: not even the plan itself can be tried once."""
     own = plan.prediction
     if own is None or not own.step_parts:
         return None
 
-    def cost(taken: Sequence[Rival]) -> float:
+    def cost(rounds: int, taken: Sequence[Rival]) -> float:
         choices = [plan.choice, *(rival.choice for rival in taken)]
         times = [own.step_seconds, *(rival.prediction.step_seconds for rival in taken)]
-        return (1 + ROUNDS) * _samples(plan, choices) / plan.largest_share * sum(times)
+        return (1 + rounds) * _samples(plan, choices) / plan.largest_share * sum(times)
 
     allowed = MOST_SECONDS if num_steps is None else MOST_OF_THE_RUN * num_steps * own.step_seconds
-    taken: list[Rival] = []
-    if cost(taken) > allowed:
+    rounds = next((n for n in range(ROUNDS, 0, -1) if cost(n, ()) <= allowed), None)
+    if rounds is None:
         return None
+    taken: list[Rival] = []
     for rival in plan.rivals:
-        if cost([*taken, rival]) <= allowed:
+        if cost(ROUNDS, [*taken, rival]) <= allowed:  # fewer rounds do not tell which is faster
             taken.append(rival)
-    return tuple(taken)
+    return tuple(taken), rounds
 
 
 def _samples(plan: Plan, choices: Sequence[Choice]) -> int:

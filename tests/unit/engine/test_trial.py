@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
-from anybatch.engine.trial import ROUNDS, affordable
+from anybatch.engine.trial import affordable
 from anybatch.events import OutOfMemory, Replanned, Tried
 from anybatch.plans import Prediction, Rival
 
@@ -177,16 +177,38 @@ def test_a_given_plan_is_followed_as_it_is(monkeypatch, task):
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "expected"),
-    [(50, None), (100, ()), (400, (4,)), (800, (4, 6)), (1000, (4, 6, 12)), (None, (4, 6, 12))],
+    ("num_steps", "expected", "rounds"),
+    [
+        (30, None, None),
+        (50, (), 2),
+        (100, (), 4),
+        (400, (4,), 4),
+        (800, (4, 6), 4),
+        (1000, (4, 6, 12), 4),
+        (None, (4, 6, 12), 4),
+    ],
 )
-def test_a_trial_takes_a_fiftieth_of_the_run_at_most(task, num_steps, expected):
+def test_a_trial_takes_a_fiftieth_of_the_run_at_most(task, num_steps, expected, rounds):
     plan = with_rivals(task, 2, (4, 6, 12))
-    taken = affordable(plan, num_steps)
-    assert (taken and tuple(rival.choice.micro_batch for rival in taken)) == expected
-    if num_steps is not None and taken:
-        part = min(BATCH, 2 * max(expected)) / BATCH
-        assert (1 + ROUNDS) * part * (1 + len(taken)) <= 0.02 * num_steps
+    found = affordable(plan, num_steps)
+    if found is None:
+        assert expected is None
+        return
+    taken, number = found
+    sizes = [rival.choice.micro_batch for rival in taken]
+    assert (tuple(sizes), number) == (expected, rounds)
+    if num_steps is not None:
+        part = min(BATCH, 2 * max([2, *sizes])) / BATCH
+        assert (1 + number) * part * (1 + len(taken)) <= 0.02 * num_steps
+
+
+def test_a_short_run_has_a_trial_of_fewer_rounds(monkeypatch, task):
+    plan = plan_for(task, 4).model_copy(update={"prediction": told()})
+    short = dataclasses.replace(task, steps=90)
+    _, events, followed = run(monkeypatch, short, plan, {4: 0.6})
+    assert of_kind(events, Tried)[0].pass_seconds == pytest.approx((1.8,))
+    assert followed.prediction is not None
+    assert followed.prediction.step_seconds == pytest.approx(1.9)
 
 
 def test_a_plan_with_rivals_is_read_back_and_its_faults_are_named(task):
