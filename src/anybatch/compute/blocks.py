@@ -21,8 +21,9 @@ def find_blocks(model: nn.Module) -> list[str]:
     """The names of the blocks of `model`, in order of definition.
 
     A block is the largest module that repeats: a child of a list of modules (the layers of a
-    transformer, the residual blocks of a convolutional network), or a sequence of plain layers. The
-    model itself is never one; a single layer is not either, since checkpointing it saves nothing.
+    transformer, with the experts of a mixture inside, the residual blocks of a convolutional network),
+    or a sequence of plain layers. The model itself is never one; a single layer is not either, since
+    checkpointing it saves nothing.
     """
     return list(_blocks(model, prefix=""))
 
@@ -75,13 +76,16 @@ def match_blocks(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Modu
 
 
 def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
+    repeats = isinstance(module, _CONTAINERS)
     for name, child in module.named_children():
         full = f"{prefix}{name}"
         if _is_leaf(child):
             continue
-        if isinstance(child, nn.ModuleList | nn.ModuleDict) or _holds_blocks(child):
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) and not _are_experts(name):
             yield from _blocks(child, prefix=f"{full}.")
-        else:
+        elif _is_stage(child) if repeats else _holds_blocks(child):
+            yield from _blocks(child, prefix=f"{full}.")
+        elif not isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield full
 
 
@@ -89,9 +93,31 @@ def _is_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
 
+def _are_experts(name: str) -> bool:
+    """Whether a list of this name holds the experts of a mixture, which run side by side in a block."""
+    return "expert" in name.lower()
+
+
 def _holds_blocks(module: nn.Module) -> bool:
-    """Whether `module` is, or has inside, a list of modules that have parts of their own."""
+    """Whether `module` is, or has inside, a list of blocks."""
     return any(
-        isinstance(part, _CONTAINERS) and sum(not _is_leaf(child) for child in part.children()) > 1
-        for part in module.modules()
+        _is_list_of_blocks(part) and not _are_experts(name.rpartition(".")[2])
+        for name, part in module.named_modules()
+    )
+
+
+def _is_stage(module: nn.Module) -> bool:
+    """Whether `module`, which repeats, is a stage (of a hierarchical transformer, of a residual network):
+    a list of blocks, or one beside what joins it to the next. A list that lies deeper belongs to a block."""
+    return _is_list_of_blocks(module) or any(
+        _is_list_of_blocks(child) and not _are_experts(name)
+        for name, child in module.named_children()
+    )
+
+
+def _is_list_of_blocks(module: nn.Module) -> bool:
+    """Whether it is a list of modules that have parts of their own."""
+    return (
+        isinstance(module, _CONTAINERS)
+        and sum(not _is_leaf(child) for child in module.children()) > 1
     )

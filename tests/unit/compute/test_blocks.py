@@ -27,10 +27,53 @@ class Stages(nn.Module):
         self.stages = nn.Sequential(*(nn.Sequential(residual(), residual()) for _ in range(2)))
 
 
+class Mixture(nn.Module):
+    """Of experts, in each layer of a decoder: in a module of their own, or beside the attention."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.ModuleList(self.layer(inside) for _ in range(2))
+        self.head = nn.Linear(2, 3)
+
+    @staticmethod
+    def layer(inside):
+        layer = nn.Module()
+        layer.attention = nn.MultiheadAttention(2, 1)
+        branches = nn.ModuleList(residual() for _ in range(4))
+        if inside:
+            layer.mlp = nn.Module()
+            layer.mlp.branches = branches
+        else:
+            layer.experts = branches
+        return layer
+
+
+class Hierarchy(nn.Module):
+    """Stages of blocks, each with what joins it to the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(self.stage() for _ in range(2))
+
+    @staticmethod
+    def stage():
+        stage = nn.Module()
+        stage.blocks = nn.ModuleList(residual() for _ in range(2))
+        stage.merge = residual()
+        return stage
+
+
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
         (Transformer(), ["layers.0", "layers.1", "layers.2"]),
+        (Mixture(inside=True), ["decoder.layers.0", "decoder.layers.1"]),
+        (Mixture(inside=False), ["decoder.layers.0", "decoder.layers.1"]),
+        (
+            Hierarchy(),
+            [f"stages.{i}.{part}" for i in range(2) for part in ("blocks.0", "blocks.1", "merge")],
+        ),
         (Stages(), ["stem", "stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]),
         (nn.Linear(2, 2), []),
         (nn.Sequential(nn.Linear(2, 2), nn.ReLU()), []),
