@@ -81,11 +81,11 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
         full = f"{prefix}{name}"
         if _is_leaf(child):
             continue
-        if isinstance(child, nn.ModuleList | nn.ModuleDict) and not _are_experts(name):
+        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        holds = _is_stage(child) if repeats else _holds_blocks(child)
+        if holds or (is_list and not _are_experts(name)):
             yield from _blocks(child, prefix=f"{full}.")
-        elif _is_stage(child) if repeats else _holds_blocks(child):
-            yield from _blocks(child, prefix=f"{full}.")
-        elif not isinstance(child, nn.ModuleList | nn.ModuleDict):
+        elif not is_list:
             yield full
 
 
@@ -107,8 +107,9 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Whether `module`, which repeats, is a stage (of a hierarchical transformer, of a residual network):
-    a list of blocks, or one beside what joins it to the next. A list that lies deeper belongs to a block."""
+    """Whether `module`, which repeats, is a stage (of a hierarchical transformer, of a residual
+    network): a list of blocks, or one beside what joins it to the next. A list that lies deeper belongs
+    to a block."""
     return _is_list_of_blocks(module) or any(
         _is_list_of_blocks(child) and not _are_experts(name)
         for name, child in module.named_children()

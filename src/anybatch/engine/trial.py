@@ -28,8 +28,8 @@ from anybatch.parallel import Group
 from anybatch.plans import Choice, Plan, Prediction, Rival
 
 ROUNDS = 4
-"""In which each choice is tried, after the warm-up. Where a run is too short for that, the plan alone is
-tried in fewer."""
+"""In which each choice is tried, after the warm-up. Where a run is too short for that, the plan alone
+is tried in fewer."""
 
 _PASSES = 2
 """Run at each try of the largest choice, where a step has as many. Others run as many samples: a few
