@@ -64,6 +64,8 @@ def train(how: str, bad_rank: int, epochs: int = 1000) -> tuple[int, int]:
     assert member is not None
     torch.set_num_threads(1)
     bad = member.rank == bad_rank and member.attempt == 0
+    if how == "held" and not bad:  # the rank that is held is to speak for itself, on any machine
+        stillness.LEAST_SECONDS = 60.0
     passes = [0]
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
