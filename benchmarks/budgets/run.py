@@ -67,7 +67,7 @@ def _refused(task: Any, precision: str, budget: int, least: int) -> dict[str, An
     import anybatch as ab
     from anybatch.errors import NoPlanFits
     from anybatch.estimate.footprint import CPU_CONSTANT_BYTES
-    from anybatch.planner.search import reserve_of
+    from anybatch.planner.reserve import reserve_of
 
     try:
         ab.plan(task, memory=budget, precision=precision)

@@ -13,7 +13,7 @@ from torch import nn
 
 from anybatch.engine import Pulse, Watchdog
 from anybatch.errors import InputError
-from anybatch.events import Evaluated, Event, RunEnded, RunStarted, Sink, StepDone
+from anybatch.events import Evaluated, Event, Resumed, RunEnded, RunStarted, Sink, StepDone
 from anybatch.parallel import Wish
 from anybatch.parallel.in_process import InProcess, InProcessRanks
 from anybatch.plans import Plan
@@ -92,7 +92,7 @@ class Crew:
         """See `Rank`: rank 0 saves for all."""
         self._ranks[0].saved(wait)
 
-    def resume(self) -> bool:
+    def resume(self) -> Resumed | None:
         """See `Rank`."""
         return self._threads.run(lambda group: self._ranks[group.rank].resume())
 

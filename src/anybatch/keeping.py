@@ -58,7 +58,7 @@ class Every:
 
 
 @contextmanager
-def kept(session: Session, every: Every, resume: bool) -> Iterator[Iterator[StepDone]]:
+def kept(session: Session, every: Every) -> Iterator[Iterator[StepDone]]:
     """The steps of `session` that are left, saved at the right moments. Every rank has the same.
 
     Within the block a signal to end stops the run: `Stopped` is raised after the step, with everything
@@ -68,13 +68,10 @@ def kept(session: Session, every: Every, resume: bool) -> Iterator[Iterator[Step
     Args:
         session: open, before its first step.
         every: how often it saves by itself.
-        resume: go on from the newest checkpoint, if there is one.
     """
     if not session.keeps:
         yield session.steps()
         return
-    if resume:
-        session.resume()
     keeper = _Keeper(session, every)
     with _stopping(session):
         try:

@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,29 +139,29 @@ def train(
     checked_ranks(ranks, parallel)
     keeping = Keeping(resume, checkpoint_every, keep, restarts, stall_seconds)
     keeping.check(out)
-    tries = plan is None if trial is None else trial
-    options = {
-        "memory": memory,
-        "parallel": parallel,
-        "precision": None if precision == "fp32" else precision,
-        "micro_batch": micro_batch,
-        "recompute": recompute,
-        "exchange": exchange,
-        "balance": balance,
-        "compile": compile or None,
-    }
-    given = [f"{name}={value!r}" for name, value in options.items() if value is not None]
+    options = PlanOptions(
+        memory=memory,
+        parallel=parallel,
+        precision=precision,
+        micro_batch=micro_batch,
+        recompute=recompute,
+        exchange=exchange,
+        balance=balance,
+        compile=compile,
+    )
+    given = [f"{name}={value!r}" for name, value in options.given().items()]
     if plan is not None and given:
         raise InputError(
             f"plan and {' and '.join(given)} are both given, but the plan says all of it: leave one"
             " of them out, or change the plan."
         )
+    tries = plan is None if trial is None else trial
+    job = _Job(task, plan, None if out is None else Path(out), options, keeping, tries)
     here = find()
     wanted = num_processes(plan, ranks, parallel)
     least, most = (nodes, nodes) if isinstance(nodes, int) else nodes
     if here is None and (wanted > 1 or most > 1):
-        job = _Job(task, plan, None if out is None else str(out), options, keeping, tries)
-        return _started(job, wanted, nodes, rendezvous, sinks)
+        return job.start(wanted, nodes, rendezvous, sinks)
     size = here.world_size if here else 1
     alone = parallel == "in-process" or least < most
     if ranks is not None and not alone and size != ranks * least:
@@ -170,7 +170,26 @@ def train(
             " ranks out."
         )
     with joined():
-        return _train(task, plan, out, ranks, options, keeping, tries, sinks)
+        return job.train(ranks, sinks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What `train` was told that a plan settles; see `plan` for the attributes."""
+
+    memory: str | int | None = None
+    parallel: Parallel | None = None
+    precision: str = "fp32"
+    micro_batch: int | None = None
+    recompute: str | Recompute | None = None
+    exchange: Exchange | None = None
+    balance: Balancing | None = None
+    compile: bool = False
+
+    def given(self) -> dict[str, Any]:
+        """What is not as it is by default, by name."""
+        told = ((field, getattr(self, field.name)) for field in fields(self))
+        return {field.name: value for field, value in told if value != field.default}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,16 +225,16 @@ class Keeping:
 
 
 def choose_plan(
-    task: Task, out: str | Path | None, resumes: bool, ranks: int | None, options: Mapping[str, Any]
+    task: Task, out: Path | None, resumes: bool, ranks: int | None, options: PlanOptions
 ) -> Plan:
     """The plan to train under. That which the run in `out` ended with, if it is resumed and planning
     would be for the same ranks, devices, budget and wishes: what its run has learned is in it.
 
     Raises what `plan` raises.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = options.given()
     if out is not None and resumes:
-        before = tell(last_plan(Path(out)) if leads() else None)[0]
+        before = tell(last_plan(out) if leads() else None)[0]
         if before is not None and serves_again(before, task, ranks=ranks, **given):
             return before
     return make_plan(task, ranks=ranks, **given)
@@ -230,60 +249,170 @@ def num_processes(plan: Plan | None, ranks: int | None, parallel: Parallel | Non
     return plan.num_ranks if plan else default_ranks()
 
 
-def _train(
-    task: Task,
-    plan: Plan | None,
-    out: str | Path | None,
-    ranks: int | None,
-    options: Mapping[str, Any],
-    keeping: Keeping,
-    tries: bool,
-    sinks: Sequence[Sink],
-) -> Result:
-    """Train on this rank."""
-    with contextlib.ExitStack() as stack:
-        folder = None
-        if out is not None and leads():
-            folder = stack.enter_context(output_folder(Path(out), resume=keeping.resumes))
-        if plan is None:
-            plan = choose_plan(task, out, keeping.resumes, ranks, options)
-        return _train_into(folder, out, task, plan, keeping, tries, sinks)
+@dataclass(frozen=True)
+class _Job:
+    """What `train` was asked for, and how it goes: here, or in ranks that it is sent to."""
+
+    task: Task
+    plan: Plan | None
+    out: Path | None
+    options: PlanOptions
+    keeping: Keeping
+    tries: bool
+
+    def start(
+        self,
+        ranks: int,
+        nodes: int | tuple[int, int],
+        rendezvous: str | None,
+        sinks: Sequence[Sink],
+    ) -> Result:
+        """Start ranks that train, and take over what they made."""
+        with tempfile.TemporaryDirectory(prefix="anybatch-") as folder:
+            log = Path(folder) / EVENTS_FILE
+            with follow(log, sinks):
+                made = call(
+                    self.train_for_another,
+                    log,
+                    ranks=ranks,
+                    nodes=nodes,
+                    rendezvous=rendezvous,
+                    restarts=0 if self.out is None else self.keeping.restarts,
+                )[0]
+        assert made is not None  # the first rank of each machine gives it
+        state, result = made
+        model = self.task.build_model()
+        if state:  # nothing of a sharded model, but for the machine of rank 0
+            model.load_state_dict(state)
+        return replace(result, model=model.eval())
+
+    def train_for_another(self, log: Path) -> tuple[dict[str, Tensor], Result] | None:
+        """On a rank that was started: train, and give the first of each machine what the caller is to
+        have."""
+        with joined():
+            first = _is_first_here()
+            with contextlib.ExitStack() as stack:
+                sinks = [stack.enter_context(EventLog(log))] if leads() else []
+                result = self.train(None, sinks)
+            state = whole_state(result.model)
+        if not first:
+            return None
+        return state, replace(result, model=nn.Identity())
+
+    def train(self, ranks: int | None, sinks: Sequence[Sink]) -> Result:
+        """Train on this rank."""
+        out, resumes = self.out, self.keeping.resumes
+        with contextlib.ExitStack() as stack:
+            folder = None
+            if out is not None and leads():
+                folder = stack.enter_context(output_folder(out, resume=resumes))
+            plan = self.plan or choose_plan(self.task, out, resumes, ranks, self.options)
+            return self._train_into(folder, plan, sinks)
+
+    def _train_into(self, folder: Path | None, plan: Plan, sinks: Sequence[Sink]) -> Result:
+        """Train under `plan`; `folder` is where this rank writes, if it does."""
+        task, recorder = self.task, _Recorder()
+        with contextlib.ExitStack() as stack:
+            readers: list[Sink] = [*sinks]
+            if folder is not None:
+                readers.append(stack.enter_context(RunFolder(folder, plan, self.keeping.resumes)))
+            try:
+                model, last = self._run(plan, recorder, readers)
+                if task.tell is not None and leads():
+                    said = _said(task, model.eval(), last, folder)
+                    for reader in readers:
+                        reader(said)
+            except BaseException:
+                if folder is not None and recorder.started is not None:
+                    with contextlib.suppress(InputError):  # what stopped the run is told, not this
+                        _report(folder)
+                raise
+            if folder is not None:
+                _report(folder)
+        result = recorder.result(model.eval(), last, folder)
+        _learn(plan, result)
+        return result
+
+    def _run(
+        self, plan: Plan, recorder: _Recorder, readers: Sequence[Sink]
+    ) -> tuple[nn.Module, Plan]:
+        """The trained model, and the plan as it was at the end."""
+        begun = time.perf_counter()
+        task, out, keeping = self.task, self.out, self.keeping
+        checkpoints = None if out is None else out / CHECKPOINTS
+        survival = keeping.keep, keeping.stall_seconds
+        with Session(task, plan, readers, checkpoints, *survival, self.tries) as session:
+
+            def tell(event: Event) -> None:
+                recorder(event)
+                session.emit(event)
+
+            # A checkpoint that cannot be gone on from ends the call before anything is written.
+            resumed = session.resumed() if keeping.resumes and session.keeps else None
+            tell(session.started())
+            if resumed is not None:
+                tell(resumed)
+            reason = "stopped"
+            finished = False
+            try:
+                with kept(session, keeping.every) as steps:
+                    for _ in steps:
+                        pass
+                    if task.valid is not None:
+                        done = session.last_evaluation if session.evaluated_now else None
+                        recorder(done or session.evaluate())
+                if out is not None:  # all ranks: each may hold a part of the weights
+                    save_weights(session.model, out / WEIGHTS_FILE)
+                    if has_adapters(session.model):
+                        save_adapters(session.model, out / ADAPTERS)
+                finished, reason = True, ""
+            except AnybatchError as error:
+                reason = str(error)
+                raise
+            except BaseException as error:
+                reason = f"{type(error).__name__}: {error}".strip(": ")
+                raise
+            finally:
+                tell(session.ended(time.perf_counter() - begun, finished, reason))
+            last_plan = session.plan
+        return session.model, last_plan
 
 
-def _train_into(
-    folder: Path | None,
-    out: str | Path | None,
-    task: Task,
-    chosen: Plan,
-    keeping: Keeping,
-    tries: bool,
-    sinks: Sequence[Sink],
-) -> Result:
-    recorder = _Recorder()
-    with contextlib.ExitStack() as stack:
-        readers: list[Sink] = [*sinks]
-        if folder is not None:
-            readers.append(stack.enter_context(RunFolder(folder, chosen, keeping.resumes)))
-        try:
-            model, last = _run(task, chosen, recorder, readers, out, keeping, tries)
-            if task.tell is not None and leads():
-                said = _said(task, model.eval(), last, folder)
-                for reader in readers:
-                    reader(said)
-        except BaseException:
-            if folder is not None and recorder.started is not None:
-                with contextlib.suppress(InputError):  # what stopped the run is told, not this
-                    _report(folder)
-            raise
-        if folder is not None:
-            _report(folder)
-    result = recorder.result(model.eval(), last, folder)
-    plans = (chosen, *(chosen.taking(rival) for rival in chosen.rivals))
-    followed = next((plan for plan in plans if plan.choice == last.choice), None)
-    # Else what was measured is not what was predicted.
-    if followed is not None and not chosen.kernels.compile:
+class _Recorder:
+    """Keeps the events that the result is made of."""
+
+    def __init__(self) -> None:
+        self.started: RunStarted | None = None
+        self.evaluation: Evaluated | None = None
+        self.ended: RunEnded | None = None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self.started = event
+        elif isinstance(event, Evaluated):
+            self.evaluation = event
+        elif isinstance(event, RunEnded):
+            self.ended = event
+
+    def result(self, model: nn.Module, plan: Plan, folder: Path | None) -> Result:
+        """All of it."""
+        assert self.started is not None
+        assert self.ended is not None
+        return Result(model, plan, self.started, self.ended, self.evaluation, folder)
+
+
+def _is_first_here() -> bool:
+    member = find()
+    return member is None or member.local_rank == 0
+
+
+def _learn(plan: Plan, result: Result) -> None:
+    """Remember for the next plans how what was measured differs from what `plan` predicted."""
+    plans = (plan, *(plan.taking(rival) for rival in plan.rivals))
+    followed = next((one for one in plans if one.choice == result.plan.choice), None)
+    # Else what was measured is of another choice, or of a compiler too.
+    if followed is not None and not plan.kernels.compile:
         remember(followed, result.ended.measured_peak_bytes, result.ended.step_seconds)
-    return result
 
 
 def _report(folder: Path) -> None:
@@ -320,136 +449,3 @@ def _whole(task: Task, folder: Path | None) -> nn.Module:
     model = task.build_model()
     load_weights(model, folder / WEIGHTS_FILE)
     return model.eval()
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What `train` was asked for, on its way to the ranks."""
-
-    task: Task
-    plan: Plan | None
-    out: str | None
-    options: Mapping[str, Any]
-    keeping: Keeping
-    tries: bool
-
-    def run(self, log: str) -> tuple[dict[str, Tensor], Result] | None:
-        """On a rank: train, and give the first of each machine what the caller is to have."""
-        with joined():
-            first = _is_first_here()
-            with contextlib.ExitStack() as stack:
-                sinks = [stack.enter_context(EventLog(log))] if leads() else []
-                result = _train(
-                    self.task,
-                    self.plan,
-                    self.out,
-                    None,
-                    self.options,
-                    self.keeping,
-                    self.tries,
-                    sinks,
-                )
-            state = whole_state(result.model)
-        if not first:
-            return None
-        return state, replace(result, model=nn.Identity())
-
-
-def _is_first_here() -> bool:
-    member = find()
-    return member is None or member.local_rank == 0
-
-
-def _started(
-    job: _Job,
-    ranks: int,
-    nodes: int | tuple[int, int],
-    rendezvous: str | None,
-    sinks: Sequence[Sink],
-) -> Result:
-    """Start ranks for `job`, and take over what they made."""
-    with tempfile.TemporaryDirectory(prefix="anybatch-") as folder:
-        log = Path(folder) / EVENTS_FILE
-        with follow(log, sinks):
-            made = call(
-                job.run,
-                str(log),
-                ranks=ranks,
-                nodes=nodes,
-                rendezvous=rendezvous,
-                restarts=0 if job.out is None else job.keeping.restarts,
-            )[0]
-    assert made is not None  # the first rank of each machine gives it
-    state, result = made
-    model = job.task.build_model()
-    if state:  # nothing of a sharded model, but for the machine of rank 0
-        model.load_state_dict(state)
-    return replace(result, model=model.eval())
-
-
-class _Recorder:
-    """Keeps the events that the result is made of."""
-
-    def __init__(self) -> None:
-        self.started: RunStarted | None = None
-        self.evaluation: Evaluated | None = None
-        self.ended: RunEnded | None = None
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            self.started = event
-        elif isinstance(event, Evaluated):
-            self.evaluation = event
-        elif isinstance(event, RunEnded):
-            self.ended = event
-
-    def result(self, model: nn.Module, plan: Plan, folder: Path | None) -> Result:
-        """All of it."""
-        assert self.started is not None
-        assert self.ended is not None
-        return Result(model, plan, self.started, self.ended, self.evaluation, folder)
-
-
-def _run(
-    task: Task,
-    chosen: Plan,
-    recorder: _Recorder,
-    readers: Sequence[Sink],
-    out: str | Path | None,
-    keeping: Keeping,
-    tries: bool,
-) -> tuple[nn.Module, Plan]:
-    begun = time.perf_counter()
-    checkpoints = None if out is None else Path(out) / CHECKPOINTS
-    survival = keeping.keep, keeping.stall_seconds
-    with Session(task, chosen, readers, checkpoints, *survival, tries) as session:
-
-        def tell(event: Event) -> None:
-            recorder(event)
-            session.emit(event)
-
-        tell(session.started())
-        reason = "stopped"
-        finished = False
-        try:
-            with kept(session, keeping.every, keeping.resumes) as steps:
-                for _ in steps:
-                    pass
-                if task.valid is not None:
-                    done = session.last_evaluation if session.evaluated_now else None
-                    recorder(done or session.evaluate())
-            if out is not None:  # all ranks: each may hold a part of the weights
-                save_weights(session.model, Path(out) / WEIGHTS_FILE)
-                if has_adapters(session.model):
-                    save_adapters(session.model, Path(out) / ADAPTERS)
-            finished, reason = True, ""
-        except AnybatchError as error:
-            reason = str(error)
-            raise
-        except BaseException as error:
-            reason = f"{type(error).__name__}: {error}".strip(": ")
-            raise
-        finally:
-            tell(session.ended(time.perf_counter() - begun, finished, reason))
-        last_plan = session.plan
-    return session.model, last_plan

@@ -24,7 +24,7 @@ from anybatch.crew import Crew
 from anybatch.engine import Watchdog, checked_seconds
 from anybatch.engine.process import use_one_heap
 from anybatch.errors import InputError
-from anybatch.events import Evaluated, Event, RunEnded, RunStarted, Sink, StepDone
+from anybatch.events import Evaluated, Event, Resumed, RunEnded, RunStarted, Sink, StepDone
 from anybatch.launch import find, join, leave, open_board
 from anybatch.machine import Machine
 from anybatch.oom import is_limited
@@ -255,6 +255,14 @@ class Session:
         Returns whether there was one. Raises `InputError` if it is of another task or model, or those
         that are there are damaged.
         """
+        event = self.resumed()
+        if event is not None:
+            self.emit(event)
+        return event is not None
+
+    def resumed(self) -> Resumed | None:
+        """As `resume`, and the event that tells of it; `train` emits it, after that which opens a
+        run."""
         self._check_folder()
         return self._rank.resume()
 

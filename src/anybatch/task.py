@@ -2,7 +2,7 @@
 
 Two runs of one task under different plans give the same update, so everything that changes the
 mathematics stands here (the global batch, the ghost batch of BatchNorm, clipping, the schedule) and
-nothing that does not (micro-batch, precision of compute, recompute, devices: see `plans.py`).
+nothing that does not (micro-batch, precision of compute, recompute, devices: see `plans`).
 """
 
 from __future__ import annotations

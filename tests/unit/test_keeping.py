@@ -56,7 +56,7 @@ def note(saved):
 
 def test_every_so_many_steps_and_at_the_end(tmp_path):
     saved = []
-    with session(tmp_path, saved) as running, kept(running, Every(steps=3), False) as steps:
+    with session(tmp_path, saved) as running, kept(running, Every(steps=3)) as steps:
         assert [event.step for event in steps] == [1, 2, 3, 4, 5, 6, 7]
     assert saved == [3, 6, 7]
 
@@ -69,7 +69,7 @@ def test_a_step_that_was_left_out_whole_is_made_up_for(tmp_path):
     saved = []
     with (
         ab.Session(task, plan_for(task, 12), [note(saved)], checkpoints=tmp_path) as running,
-        kept(running, Every(steps=3), False) as steps,
+        kept(running, Every(steps=3)) as steps,
     ):
         assert [event.step for event in steps] == [1, 2, 4, 5, 6, 8]
     assert saved == [4, 6, 8]
@@ -79,7 +79,7 @@ def test_after_a_time(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("anybatch.keeping.time.monotonic", lambda: now[0])
     saved = []
-    with session(tmp_path, saved) as running, kept(running, Every(seconds=10), False) as steps:
+    with session(tmp_path, saved) as running, kept(running, Every(seconds=10)) as steps:
         for _ in steps:
             now[0] += 4.0
     # After the fourth step 12 s have passed: it is wished, and known to all with the next one.
@@ -88,7 +88,7 @@ def test_after_a_time(tmp_path, monkeypatch):
 
 def test_never_is_at_the_end_alone(tmp_path):
     saved = []
-    with session(tmp_path, saved) as running, kept(running, Every(), False) as steps:
+    with session(tmp_path, saved) as running, kept(running, Every()) as steps:
         list(steps)
     assert saved == [7]
 
@@ -96,7 +96,7 @@ def test_never_is_at_the_end_alone(tmp_path):
 def drive(running, send, at=3):
     """Train, and be sent the signals `send` after step `at`; the steps that were done."""
     done = []
-    with kept(running, Every(), False) as steps:
+    with kept(running, Every()) as steps:
         for event in steps:
             done.append(event.step)
             if event.step == at:
@@ -117,8 +117,9 @@ def test_a_signal_stops_after_the_step(tmp_path, number):
     assert stopped.value.exit_status == 75
     assert saved == [4]
     assert {n: signal.getsignal(n) for n in handlers} == handlers
-    with session(tmp_path, saved) as running, kept(running, Every(), True) as steps:
-        assert [event.step for event in steps] == [5, 6, 7]
+    with session(tmp_path, saved) as running:
+        assert running.resume()
+        assert [event.step for event in running.steps()] == [5, 6, 7]
 
 
 def test_a_second_signal_ends_at_once(tmp_path):
@@ -141,7 +142,7 @@ def test_what_an_error_leaves_is_saved(tmp_path):
     broken = dataclasses.replace(task, loss=loss)
     sinks = [note(saved)]
     with ab.Session(broken, plan_for(broken, 4), sinks, checkpoints=tmp_path) as running:
-        with pytest.raises(LossError), kept(running, Every(), False) as steps:
+        with pytest.raises(LossError), kept(running, Every()) as steps:
             list(steps)
         weights = {name: value.clone() for name, value in running.model.state_dict().items()}
     assert saved == [3]
@@ -154,6 +155,6 @@ def test_what_an_error_leaves_is_saved(tmp_path):
 def test_a_full_disk_does_not_end_training(tmp_path):
     (tmp_path / "checkpoints").write_text("a file where the folder belongs")
     saved = []
-    with session(tmp_path, saved) as running, kept(running, Every(steps=3), False) as steps:
+    with session(tmp_path, saved) as running, kept(running, Every(steps=3)) as steps:
         assert len(list(steps)) == 7
     assert not saved

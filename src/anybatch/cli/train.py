@@ -25,7 +25,7 @@ from anybatch.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from anybatch.plans import Exchange
+    from anybatch.run import PlanOptions
 
 
 def train(
@@ -140,18 +140,24 @@ def train(
     from anybatch.planning import checked_ranks
     from anybatch.plans import Plan, parse_balance, parse_exchange, parse_parallel
     from anybatch.report import Progress, output_folder, print_plan, print_result, run_files
-    from anybatch.run import Keeping, choose_plan, num_processes
+    from anybatch.run import Keeping, PlanOptions, choose_plan, num_processes
     from anybatch.run import train as run_training
     from anybatch.session import joined
 
     way = parse_parallel(parallel)
-    exchange = parse_exchange(compress, local_steps, stale)
+    options = PlanOptions(
+        memory=memory,
+        parallel=way,
+        precision=precision,
+        micro_batch=micro_batch,
+        recompute=recompute,
+        exchange=parse_exchange(compress, local_steps, stale),
+        balance=parse_balance(balance),
+        compile=compile,
+    )
     machines = parse_nodes(nodes)
-    balancing = parse_balance(balance)
     if plan_file is not None:
-        _check_alone(
-            memory, precision, micro_batch, recompute, compile, parallel, balance, exchange
-        )
+        _check_alone(options)
     checked_ranks(ranks, way)
     keeping = Keeping(resume, checkpoint_every, keep, restarts, stall_seconds)
     keeping.check(out)
@@ -176,16 +182,6 @@ def train(
         folder = Path(tell(str(out or _next_folder(Path("runs"), loaded.name)))[0])
         if leads():
             stack.enter_context(output_folder(folder, keeping.resumes))
-        options = {
-            "memory": memory,
-            "parallel": way,
-            "precision": precision,
-            "micro_batch": micro_batch,
-            "recompute": recompute,
-            "compile": compile,
-            "exchange": exchange,
-            "balance": balancing,
-        }
         chosen = given or choose_plan(loaded, folder, keeping.resumes, ranks, options)
         print_plan(console, chosen, why)
         with Progress(console) as progress:
@@ -203,35 +199,26 @@ def train(
         print_result(console, result.started, result.ended, result.evaluation, run_files(folder))
 
 
-def _check_alone(
-    memory: str | None,
-    precision: str,
-    micro_batch: int | None,
-    recompute: str | None,
-    compile: bool,
-    parallel: str | None,
-    balance: str | None,
-    exchange: Exchange | None,
-) -> None:
-    """Raises `InputError` if an option is given that a plan has settled."""
+def _check_alone(options: PlanOptions) -> None:
+    """Raises `InputError` if one of `options` is given beside a plan, which has settled it."""
     from anybatch.errors import InputError
 
-    options = {
-        "--memory": memory,
-        "--precision": None if precision == "fp32" else precision,
-        "--micro-batch": micro_batch,
-        "--recompute": recompute,
-        "--compile": "" if compile else None,
-        "--parallel": parallel,
-        "--balance": balance,
-        "an exchange": exchange and exchange.describe(),
-    }
-    given = [f"{name} {value}".strip() for name, value in options.items() if value is not None]
+    given = [_as_given(name, value) for name, value in options.given().items()]
     if given:
         raise InputError(
             f"--plan and {' and '.join(given)} are both given, but the plan says all of it: leave"
             " one of them out, or change the plan's file."
         )
+
+
+def _as_given(name: str, value: object) -> str:
+    """An option that a plan settles, as it stands on the command line."""
+    from anybatch.plans import Exchange
+
+    if isinstance(value, Exchange):  # made of several options
+        return f"an exchange ({value.describe()})"
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag} {value}"
 
 
 def _next_folder(parent: Path, name: str) -> Path:

@@ -8,6 +8,8 @@ from anybatch.engine.learning_rate import LearningRate as LearningRate
 from anybatch.engine.limit import Limit as Limit
 from anybatch.engine.limit import make_limit as make_limit
 from anybatch.engine.meter import Meter as Meter
+from anybatch.engine.outcome import Committed as Committed
+from anybatch.engine.outcome import PassedOver as PassedOver
 from anybatch.engine.pulse import Pulse as Pulse
 from anybatch.engine.randomness import Ambient as Ambient
 from anybatch.engine.randomness import Keyed as Keyed
@@ -15,8 +17,6 @@ from anybatch.engine.rehearsal import Rehearsed as Rehearsed
 from anybatch.engine.skips import Skips as Skips
 from anybatch.engine.source import MicroBatch as MicroBatch
 from anybatch.engine.straggler import Stragglers as Stragglers
-from anybatch.engine.transaction import Committed as Committed
-from anybatch.engine.transaction import PassedOver as PassedOver
 from anybatch.engine.transaction import Transactions as Transactions
 from anybatch.engine.transaction import to_reserve as to_reserve
 from anybatch.engine.trial import Trial as Trial

@@ -25,11 +25,11 @@ from anybatch.engine.bench import Bench
 from anybatch.engine.ladder import BatchLadder
 from anybatch.engine.limit import Limit
 from anybatch.engine.meter import Meter
+from anybatch.engine.outcome import by_rank
 from anybatch.engine.room import Crossing
 from anybatch.engine.scores import Scores
 from anybatch.engine.sentences import nothing_leaner
 from anybatch.engine.totals import Means, Names, Totals
-from anybatch.engine.transaction import by_rank
 from anybatch.errors import LossError, NoPlanFits
 from anybatch.events import Replanned, Sink
 from anybatch.metrics import Metrics

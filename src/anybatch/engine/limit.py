@@ -38,6 +38,7 @@ from anybatch.engine.process import (
     give_freed_memory_back,
     hold_object_arenas,
     hollow_bytes,
+    new_peak_of_addresses,
     status,
     trim,
 )
@@ -172,19 +173,21 @@ class ProcessLimit(Limit):
     def _measured(self, shape: Hashable) -> Iterator[None]:
         self._meter.begin_lap()
         code, hollow = generated_code_bytes(), hollow_bytes()
-        before, size, highest = self._meter.used_bytes(), status("VmSize"), status("VmPeak")
+        before = self._meter.used_bytes()
         self._let_go()
         try:
-            yield
+            with new_peak_of_addresses():
+                size = status("VmPeak")
+                yield
         except BaseException:  # what it holds yet may be filled: of addresses only those of code go
             self._set(self._soft + generated_code_bytes() - code)
             raise
-        # Addresses that a library keeps and does not fill hold nothing: each generated kernel reserves
-        # 256 KiB for a few KiB, and MKL's buffers for a product of 1024 x 256 x 4000 are 8 MiB for 4.
+        # Addresses that a library does not fill hold nothing: each generated kernel reserves 256 KiB
+        # for a few KiB, and MKL's buffers for a product of 1024 x 256 x 4000 are 8 MiB for 4. Of those
+        # that come and go, such as 15 of the 22 MiB of an LSTM's backward, what fits has to fit again.
         used, reached = self._meter.lap_bytes(), status("VmPeak")
-        kept, passing = max(0, hollow_bytes() - hollow), 0
-        if reached > highest:  # in this pass, so it is known; what fits has to fit again
-            passing = (reached - size) - (used - before) - kept
+        kept = max(0, hollow_bytes() - hollow)
+        passing = (reached - size) - (used - before) - kept
         more, self._passing = max(0, passing - self._passing), max(passing, self._passing)
         self._set(self._soft + kept + more)
         if used > self._budget + self._spare:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import torch
@@ -25,6 +27,19 @@ class Meter(ABC):
     @abstractmethod
     def begin_lap(self) -> None:
         """Measure the peak from here on, too; the one before is remembered."""
+
+    @abstractmethod
+    def drop_lap(self) -> None:
+        """Forget the peak since the lap began: what it was measured for was undone."""
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """The peak of what is done inside does not count; what it leaves behind does."""
+        self.peak_bytes()
+        try:
+            yield
+        finally:
+            self.drop_lap()
 
     @abstractmethod
     def lap_bytes(self) -> int:
@@ -69,7 +84,7 @@ class CpuMeter(Meter):
         reset_peak()
 
     def drop_lap(self) -> None:
-        """Forget the lap: what it was measured for was undone."""
+        """See `Meter`."""
         reset_peak()
 
     def lap_bytes(self) -> int:
@@ -109,6 +124,10 @@ class CudaMeter(Meter):
         for the lap's."""
         self.peak_bytes()
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def drop_lap(self) -> None:
+        """See `Meter`."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def lap_bytes(self) -> int:

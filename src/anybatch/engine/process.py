@@ -9,12 +9,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from anybatch.machine import MMAP_THRESHOLD
+
+if sys.platform != "win32":
+    from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 _MMAP_MAX = 1 << 16  # glibc's own
@@ -196,6 +201,17 @@ def generated_code_bytes() -> int:
                 start, stop = span.split("-")
                 total += int(stop, 16) - int(start, 16)
     return total
+
+
+@contextmanager
+def new_peak_of_addresses() -> Iterator[None]:
+    """Inside, whatever grows the addresses of this process grows their peak (`VmPeak`) too. That cannot
+    be reset, and planning alone may have driven it far up, so addresses that hold nothing, and count
+    for no limit on data, lead up to it (Linux)."""
+    distance = status("VmPeak") - status("VmSize")
+    empty = MAP_PRIVATE | MAP_ANONYMOUS
+    with mmap(-1, distance, empty, prot=0) if distance else nullcontext():
+        yield
 
 
 def reset_peak() -> bool:

@@ -15,20 +15,20 @@ from __future__ import annotations
 
 import math
 import time
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
 from anybatch.compute import Replica
-from anybatch.compute.lm_loss import wrong_target
 from anybatch.data import Bad, BadSamples, told_samples
 from anybatch.engine.bench import Bench
+from anybatch.engine.judge import Judge, Staged
 from anybatch.engine.ladder import Ladder
 from anybatch.engine.limit import Limit
 from anybatch.engine.meter import Meter
+from anybatch.engine.outcome import Again, Committed, PassedOver, by_rank
 from anybatch.engine.randomness import Randomness
 from anybatch.engine.rehearsal import Rehearsal
 from anybatch.engine.rollback import SavedBuffers
@@ -51,51 +51,10 @@ do so of themselves, not because they were scaled up."""
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
-    """A step that was done. See `events.StepDone` for the fields."""
-
-    loss: float
-    weight: float
-    metrics: dict[str, float]
-    grad_norm: float
-    rank_seconds: tuple[float, ...] = ()
-    wished: Wish = Wish.NOTHING
-
-
-@dataclass(frozen=True, slots=True)
-class PassedOver:
-    """A step that was left out whole: there is nothing in it to learn from. Nothing has changed."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Again:
-    """An attempt that left no trace.
-
-    Attributes:
-        told: what each rank has to tell, if one failed.
-        bad: samples to do the step without, each with the rank that found it.
-    """
-
-    told: Sequence[Told] = ()
-    bad: Sequence[tuple[int, Bad]] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class _Steep:
     """An update that was not made, since the gradient has this norm."""
 
     norm: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Suspicion:
-    """What a rank knows of a loss that is not finite: the micro-batch, in words, and the samples that
-    are to blame. The default is that of a rank with nothing to say."""
-
-    where: str = ""
-    bad: tuple[Bad, ...] = ()
 
 
 class Transactions:
@@ -151,11 +110,11 @@ class Transactions:
         self._sink = sink
         self._clip_norm = clip_norm
         self._commit_bytes = commit_bytes
-        self._blame = blame
         self._skips = skips
         self._buffers = SavedBuffers(replica.model)
         self._room = Room(device)
         self.crossing: Crossing = Crossing(group, limit, device)
+        self._judge = Judge(group, self.crossing, blame, skips is not None)
         self._ladder = Ladder()
         self.bench: Bench = Bench()
         self._names = Names(group)
@@ -173,7 +132,6 @@ class Transactions:
         self.wish: Wish = Wish.NOTHING
         self.failed_together: bool = False
         self._step = 0
-        self._counted = array("q")  # numbers of the micro-batches that are in the totals
 
     def run(
         self, step: int, source: Source, before_update: Callable[[], None]
@@ -254,9 +212,9 @@ class Transactions:
 
     def _attempt(
         self, source: Source, before_update: Callable[[], None]
-    ) -> Committed | PassedOver | _Again:
+    ) -> Committed | PassedOver | Again:
         """One try: the committed step, or nothing changed and what is to be done about it."""
-        totals = Totals(self._device)
+        staged = Staged(self._step, source, Totals(self._device))
         told = Told()
         mine: torch.Tensor | None = None
         wrong: Exception | None = None
@@ -265,8 +223,8 @@ class Transactions:
             self.crossing.reserve()
             self._group.begin()
             self._buffers.save()
-            self._stage(source, totals)
-            mine = totals.tensor()
+            self._stage(staged)
+            mine = staged.totals.tensor()
             self._replica.phase = "reduction"
             self._group.staged(self._buffers.held)
             self._reserve()
@@ -300,16 +258,18 @@ class Transactions:
                     self._put_back()
                     everyone = self._group.exchange(told)
                     first_error(wrong, everyone, self._step)
-                    return _Again(everyone, by_rank(told.bad for told in everyone))
-                names = self._names.common(totals.names, agreed)
+                    return Again(everyone, by_rank(told.bad for told in everyone))
+                names = self._names.common(staged.totals.names, agreed)
             means = Means(agreed.totals, names)
-            refused = self._refused(means, totals, source)
-            if refused is not None:
+            if not self._judge.accepts(means):
                 self._put_back()
-                return refused
+                return self._judge.totals(means, staged)
             with self._limit.waived(), self._room.opened():
                 done = self._commit(means, before_update, agreed)
-            return self._too_steep(done.norm, means, source) if isinstance(done, _Steep) else done
+            if isinstance(done, _Steep):
+                self._put_back()
+                return self._judge.gradient(done.norm, means.loss, staged)
+            return done
         except BaseException as error:
             self._put_back()
             failure = as_memory_failure(error)
@@ -325,12 +285,11 @@ class Transactions:
         together = self._group.size == 1 or self._group.in_one_process
         return together and as_memory_failure(error) is not None
 
-    def _stage(self, source: Source, totals: Totals) -> None:
-        replica, group = self._replica, self._group
+    def _stage(self, staged: Staged) -> None:
+        replica, group, source = self._replica, self._group, staged.source
         replica.drop()  # what the user's own backward passes left between two steps
         replica.phase = "loading"
         choice = self.plan.choice
-        self._counted = array("q")
         with self._watch.running():
             for number, micro in enumerate(source.micro_batches(choice)):
                 with (
@@ -340,8 +299,8 @@ class Transactions:
                 ):
                     loss = replica.accumulate(micro.batch, micro.num_samples, micro.ghosts)
                 if micro.num_samples:
-                    totals.add(loss)
-                    self._counted.append(number)
+                    staged.totals.add(loss)
+                    staged.numbers.append(number)
                 elif micro.batch is not None:  # run for the others' sake, before all that count
                     self._buffers.put_back()
                 del micro  # so that it is gone while the next one is loaded
@@ -350,7 +309,7 @@ class Transactions:
 
     def _commit(
         self, means: Means, before_update: Callable[[], None], agreed: Agreed
-    ) -> Committed | _Again | _Steep:
+    ) -> Committed | Again | _Steep:
         replica = self._replica
         norm = float(replica.finish(means.weight, self._clip_norm))
         scale = replica.loss_scale
@@ -378,71 +337,7 @@ class Transactions:
                 loss_scale_after=after,
             )
         )
-        return _Again()
-
-    def _refused(self, means: Means, totals: Totals, source: Source) -> PassedOver | _Again | None:
-        """What to do instead, if there is nothing to learn from the totals. Raises `LossError` where
-        that is not to be skipped."""
-        for what, value in (("loss", means.loss_sum), ("weight", means.weight)):
-            if not math.isfinite(value):
-                return self._not_finite(what, value, totals, source)
-        if means.weight == 0 and not means.num_negative and self._skips is not None:
-            return PassedOver("every sample that is left in it weighs nothing")
-        self._check(means)
-        return None
-
-    def _not_finite(
-        self, what: str, value: float, totals: Totals, source: Source
-    ) -> PassedOver | _Again:
-        # Samples are judged by the weights and buffers of the step before.
-        self._put_back()
-        with self.crossing.open():
-            everyone = self._group.exchange(self._suspicion(totals, source))
-        found = by_rank(one.bad for one in everyone)
-        if self._skips is not None:
-            why = f"the {what} is {value}, and none of its samples is to blame alone"
-            return _Again(bad=found) if found else PassedOver(why)
-        # The rank that names samples, or else the first that has a place to name.
-        worst = max(
-            range(len(everyone)), key=lambda r: (bool(everyone[r].bad), everyone[r].where > "")
-        )
-        names = [bad.place.name for bad in everyone[worst].bad]
-        where = f" in {everyone[worst].where}" if everyone[worst].where else ""
-        where += f" of rank {worst}" if where and len(everyone) > 1 else ""
-        where += f", and {told_samples(names)} to blame" if names else ""
-        raise LossError(
-            f"the {what} of step {self._step} is {value}{where}: look at these samples, or lower the"
-            " learning rate. Nothing of the step was kept."
-        )
-
-    def _too_steep(self, norm: float, means: Means, source: Source) -> PassedOver | _Again:
-        """What to do about a gradient that is not finite, though the loss is."""
-        self._put_back()
-        mine = () if self._blame is None else tuple(self._blame.gradients(self._counted, source))
-        everyone = [mine]
-        if not self._group.diverges:  # else it is this rank's own, and no other has come here
-            with self.crossing.open():
-                everyone = self._group.exchange(mine)
-        found = by_rank(everyone)
-        if self._skips is not None:
-            why = f"the gradient has the norm {norm}, though the loss is {means.loss:.6g}"
-            return _Again(bad=found) if found else PassedOver(why)
-        names = [bad.place.name for _, bad in found]
-        where = f", {told_samples(names)} to blame" if names else ""
-        raise LossError(
-            f"the gradient of step {self._step} has the norm {norm}, though its loss is"
-            f" {means.loss:.6g}{where}: a learning rate that is too large, or a division by zero in"
-            " backward, are the usual causes. Nothing of the step was kept."
-        )
-
-    def _suspicion(self, totals: Totals, source: Source) -> _Suspicion:
-        numbers = [self._counted[place] for place in totals.not_finite()]
-        wrong = wrong_target()  # before any sample is run again
-        bad = () if self._blame is None else tuple(self._blame.losses(numbers, source))
-        if not numbers:
-            return _Suspicion(bad=bad)
-        where = f"micro-batch {numbers[0]} ({source.describe(numbers[0])})"
-        return _Suspicion(f"{where}: {wrong.rstrip('.')}" if wrong else where, bad)
+        return Again()
 
     def _leave_out(self, found: Sequence[tuple[int, Bad]], source: Source) -> int:
         """Do the step without these samples. How many are left."""
@@ -451,18 +346,6 @@ class Transactions:
         self._skips.leave_out(self._step, found)
         self.failed_together = False
         return source.leave_out([bad for _, bad in found])
-
-    def _check(self, means: Means) -> None:
-        if means.num_negative:
-            raise LossError(
-                f"the loss function returned a negative weight in step {self._step}: weights are"
-                " counts or importances, so they cannot be below zero."
-            )
-        if means.weight == 0:
-            raise LossError(
-                f"the total weight of step {self._step} is zero, so there is no mean to learn from:"
-                " every sample of its global batch is ignored or weighs nothing."
-            )
 
     def _reserve(self) -> None:
         """Fail now, while failing is harmless, if the update would not have room."""
@@ -541,15 +424,6 @@ def _naming(source: Source, number: int) -> Iterator[None]:
         )
         told = f"{error} {where} is {told_samples(names)}."
         raise DataError(told, error.row) from error
-
-
-def by_rank(lists: Iterable[Iterable[Bad]]) -> list[tuple[int, Bad]]:
-    """Every sample once, with the first rank that found it."""
-    found: dict[int, tuple[int, Bad]] = {}
-    for rank, several in enumerate(lists):
-        for bad in several:
-            found.setdefault(bad.place.position, (rank, bad))
-    return list(found.values())
 
 
 def to_reserve(plan: Plan) -> tuple[int, int]:

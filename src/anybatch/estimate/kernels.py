@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -49,13 +50,17 @@ _PROMOTING = {
     packet.Tensor for packet in (_aten.add, _aten.sub, _aten.mul, _aten.div, _aten.add_, _aten.mul_)
 } | {_aten.where.self}
 _HALF = (torch.bfloat16, torch.float16)
+_SUPPORTS = {
+    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+}  # whether the processor has instructions with which oneDNN multiplies such matrices; else MKL does
 
 BLOCK = 16
 """Channels per block of oneDNN's layouts, with 512-bit vectors."""
 
 PRIMITIVE_BYTES: dict[str, int] = {
-    "product": 560 << 10,
-    "first": 260 << 10,
+    "product": 570 << 10,
+    "first": 80 << 10,
     "convolution": 95 << 10,
     "convolution transposed": 205 << 10,
     "convolution backward": 78 << 10,
@@ -65,14 +70,14 @@ PRIMITIVE_BYTES: dict[str, int] = {
     "first lstm in half": 300 << 10,
     "lstm": 300 << 10,
     "lstm backward": 200 << 10,
-    "attention": 700 << 10,
-    "attention backward": 3100 << 10,
+    "attention product": 600 << 10,
 }
 """What oneDNN keeps in the heap, and as generated code, for each shape that it computed with once:
 by resident memory before and after the first call, over 2 to 20 shapes each (oneDNN 3.12, AVX-512).
 `first` comes with the first product of half precision, `first lstm` is the code of oneDNN's own
-products in float32; attention counts in half precision only. Convolutions are means, to within 30 KiB,
-over those of VGG16, ResNets and U-Nets; their backward counts for each of its two gradients."""
+products in float32; an attention's products are those of its backward in half precision. Convolutions
+are means, to within 30 KiB, over those of VGG16, ResNets and U-Nets; their backward counts for each of
+its two gradients."""
 
 _PACKED_DEPTH, _LEAST_PACKED_DEPTH = 192, 128
 _PACKED_ROWS, _PACKED_COLUMNS = 384, 6400
@@ -83,6 +88,9 @@ _MOST_PACKED = 5
 
 _KEYS = 512
 """That a thread of attention takes at a time."""
+
+_LEAST_PRODUCT = 16**3
+"""Half-precision products of up to so many multiplications are not oneDNN's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +141,12 @@ class CpuKernels(Kernels):
         self._backward: dict[Hashable, int] = {}
         self._first: dict[str, int] = {}
         self._packed = _Packed(num_threads)
+        self._scores_bytes = 0
 
     @property
     def kept_bytes(self) -> int:
         """See `Kernels`."""
-        return sum(self._first.values()) + self._packed.kept_bytes
+        return sum(self._first.values()) + self._packed.kept_bytes + self._scores_bytes
 
     @property
     def shape_bytes(self) -> ShapeBytes:
@@ -172,7 +181,8 @@ class CpuKernels(Kernels):
         if op is _ATTENTION:
             return self._attention(args[0], args[1])
         if op is _ATTENTION_BACKWARD:
-            return self._attention_backward(args[1], args[2])
+            self._attention_backward(args[1], args[2])
+            return 0
         if op is _LSTM:
             self._once("first lstm in half" if args[0].dtype in _HALF else "first lstm")
             self._primitive("lstm", args[0], args[1], None)
@@ -193,32 +203,41 @@ class CpuKernels(Kernels):
         return result[3], gates + gates // 4 * (length + 1) // length
 
     def _product(self, left: Tensor, right: Tensor) -> None:
-        if left.dtype in _HALF:
-            self._once("first")
-            self._primitive("product", left, right, None)
-        elif left.dtype == torch.float32:  # of many matrices each thread takes whole ones
+        if left.dtype in _HALF and _SUPPORTS[left.dtype]():
+            if left.numel() * right.size(-1) > _LEAST_PRODUCT:
+                self._once("first")
+                self._primitive("product", left, right, None)
+        elif left.dtype in (torch.float32, *_HALF):  # of many matrices each thread takes whole ones
             parts = 1 if left.dim() == 3 else None
             self._packed.take(left.size(-2), left.size(-1), right.size(-1), parts)
 
     def _attention(self, query: Tensor, key: Tensor) -> int:
         rows, keys, width = _attention_block(query, key)
         if query.dtype in _HALF:
-            self._primitive("attention", query, key, None)
+            packed = self._num_threads * _packed_scores(rows, keys, width)
+            self._scores_bytes = max(self._scores_bytes, packed)
         else:
             self._packed.take(rows, width, keys, 1)
             self._packed.take(rows, keys, width, 1)
         # One thread's piece of the scores, in float32, with its maxima, sums and results.
         return self._num_threads * 4 * rows * (keys + 2 + width)
 
-    def _attention_backward(self, query: Tensor, key: Tensor) -> int:
+    def _attention_backward(self, query: Tensor, key: Tensor) -> None:
         rows, keys, width = _attention_block(query, key)
-        if query.dtype in _HALF:
-            self._primitive("attention backward", query, key, None)
+        if query.dtype in _HALF and _SUPPORTS[query.dtype]():
+            # Three products for each pair of sizes that pieces of queries and keys have.
+            pairs = product(_pieces(query.size(-2), rows), _pieces(key.size(-2), keys))
+            num_pairs = sum(
+                min(m, n, width) > 1 and m * n * width > _LEAST_PRODUCT for m, n in pairs
+            )
+            # Threads that meet a shape at the same moment make its kernel twice, and keep both.
+            twice = -(-num_pairs // 2) if self._num_threads > 1 else 0
+            size = (3 * num_pairs + twice) * PRIMITIVE_BYTES["attention product"]
+            self._backward["attention", query.size(-2), key.size(-2), width, query.dtype] = size
         else:
             self._packed.take(rows, width, keys, 1)
             self._packed.take(keys, rows, width, 1)
             self._packed.take(rows, keys, width, 1)
-        return 0
 
     def _once(self, name: str) -> None:
         self._first[name] = PRIMITIVE_BYTES[name]
@@ -308,6 +327,18 @@ def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int, int]:
     length, width = query.size(-2), query.size(-1)
     rows = 256 if length >= 768 else 64 if length >= 192 else 32
     return min(rows, length), min(_KEYS, key.size(-2)), width
+
+
+def _pieces(length: int, size: int) -> set[int]:
+    """The sizes of its pieces."""
+    return {size, length % size or size}
+
+
+def _packed_scores(rows: int, keys: int, width: int) -> int:
+    """What MKL keeps of one thread's products of half precision with results in float32: fitted to
+    resident memory over 35 shapes, to within 100 KiB."""
+    long = (160 << 10) + 1024 * keys if rows > 64 else 0
+    return (60 << 10) + 9 * keys * width + long
 
 
 def _gate_bytes(inputs: Tensor, recurrent: Tensor) -> int:

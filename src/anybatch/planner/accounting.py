@@ -11,6 +11,7 @@ from anybatch.planner.knobs import Knob, knobs
 from anybatch.planner.make import setting_of
 from anybatch.planner.ranks import Layout, of_one_rank
 from anybatch.planner.setting import Wishes
+from anybatch.planner.sizes import Sizes
 from anybatch.plans import Plan
 
 
@@ -37,4 +38,4 @@ def account(subject: Subject, machine: Machine, plan: Plan) -> Account:
 
 def smallest_micro_batch(subject: Subject) -> int:
     """The smallest micro-batch that a plan may have: one sample, or one ghost batch."""
-    return min(subject.identity.ghost_batch or 1, subject.whole)
+    return Sizes.of(subject).smallest

@@ -16,6 +16,7 @@ from anybatch.estimate.calibration_store import speeds_of
 from anybatch.estimate.seconds import Pace, exchange_seconds
 from anybatch.planner.ranks import half_of
 from anybatch.planner.setting import Setting
+from anybatch.planner.sizes import Sizes
 from anybatch.plans import Choice, Precision, Recompute
 
 _MOST_BYTES = 0.995
@@ -56,19 +57,18 @@ class _Here:
         self._subject = subject
         self._setting = setting
         self._choice = choice
-        identity = subject.identity
-        self._unit = min(identity.ghost_batch or 1, subject.whole)
-        self._part = subject.whole
+        self._sizes = Sizes.of(subject)
         self.peak: Peak = footprint(subject, choice, setting.device).peak
 
     def all(self) -> Iterator[Knob]:
         """Every knob that there is."""
         size = self._choice.micro_batch
-        if self._unit < size // 2 < size:
-            half = size // 2 // self._unit * self._unit
+        smallest = self._sizes.smallest
+        if smallest < size // 2:
+            half = self._sizes.in_units(size // 2)
             yield self._turned(f"micro-batch {half}", {"micro_batch": half})
-        if self._unit < size:
-            yield self._turned(f"micro-batch {self._unit}", {"micro_batch": self._unit})
+        if smallest < size:
+            yield self._turned(f"micro-batch {smallest}", {"micro_batch": smallest})
         for what, way in self._ways():
             if way != self._choice.recompute:
                 yield self._turned(what, {"recompute": way})
@@ -106,7 +106,7 @@ class _Here:
         return pace.step(
             choice.micro_batch,
             choice.recompute,
-            self._part,
+            self._sizes.whole,
             states_on=choice.optimizer_states,
         ).total
 
@@ -149,7 +149,7 @@ class _Here:
         if self._subject.clip_norm is not None or self._setting.num_ranks > 1 or not blocks:
             return
         choice = self._choice.model_copy(
-            update={"micro_batch": self._part, "recompute": Recompute(blocks=blocks)}
+            update={"micro_batch": self._sizes.whole, "recompute": Recompute(blocks=blocks)}
         )
         peak = footprint(self._subject, choice, self._setting.device).peak
         gradients = peak.by_kind.get("gradients", 0)
@@ -164,7 +164,7 @@ class _Here:
         """Twice the devices, state divided among them: half of it, gathered block by block."""
         kinds = ("parameters", "gradients", "optimizer state")
         state = sum(self.peak.by_kind.get(kind, 0) for kind in kinds)
-        part = half_of(self._part, self._unit)
+        part = half_of(self._sizes.whole, self._sizes.smallest)
         size = min(self._choice.micro_batch, part)
         pace, device = self._setting.pace, self._setting.device
         exchange = exchange_seconds(pace.parameter_bytes, device, 2 * self._setting.num_ranks)

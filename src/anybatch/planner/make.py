@@ -8,12 +8,14 @@ from dataclasses import replace
 from anybatch.compute import DEFAULT_GHOST_BATCH
 from anybatch.errors import AnybatchError, InputError, NoPlanFits
 from anybatch.estimate import Subject
-from anybatch.estimate.calibration import SHEET_ERROR
 from anybatch.estimate.calibration_history import correction
 from anybatch.estimate.calibration_store import speeds_of
 from anybatch.estimate.seconds import Pace, meeting_seconds
-from anybatch.machine import Device, can_enforce
+from anybatch.machine import Device
+from anybatch.planner.enforcement import budget_notices, is_enforced
 from anybatch.planner.kernel_rule import with_kernels
+from anybatch.planner.option import Option
+from anybatch.planner.prediction import prediction_of
 from anybatch.planner.ranks import (
     Layout,
     norms_that_meet,
@@ -22,9 +24,9 @@ from anybatch.planner.ranks import (
     of_one_rank,
     pass_of,
 )
-from anybatch.planner.search import Found, Option, search
+from anybatch.planner.search import Found, search
 from anybatch.planner.setting import Setting, Wishes
-from anybatch.plans import Choice, Norms, Plan, Prediction, Recompute, Rival
+from anybatch.plans import Choice, Norms, Plan, Recompute, Rival
 from anybatch.units import format_bytes, format_seconds
 
 _PAYS = 1.05
@@ -145,33 +147,22 @@ def _make(
         wishes = replace(wishes, micro_batch=pass_of(whole, layout))
     else:
         _check(subject, wishes)
-    told = list(notices)
-    enforced = limited and device.present and can_enforce(device.kind)
-    if enforced and layout.parallel == "in-process" and device.kind == "cpu":
-        enforced = False
-        told.append(
-            "The ranks are in one process and have its memory in common, so the budget of each is only"
-            " planned with."
-        )
-    elif enforced and wishes.compile and device.kind == "cpu":
-        enforced = False  # the notice on compiling says so
-    elif limited and device.present and not enforced:
-        told.append(
-            "This operating system does not enforce a memory limit on a process: the budget is only"
-            " planned with."
-        )
-    if not limited and device.kind == "cpu":
-        told.append(
-            "No budget was given, so nothing is enforced and the heap keeps what is freed: the measured"
-            " peak may be up to 1.6 times the predicted one. With --memory it is not."
-        )
+    enforced = is_enforced(device, layout, wishes, limited)
+    told = [*notices, *budget_notices(device, layout, limited)]
+    given = {**layout.fields(device), "task": whole.identity, "enforced": enforced}
     try:
         setting = setting_of(subject, device, wishes, enforced, len(layout.shares))
         found = search(subject, setting, wishes)
     except AnybatchError:
         raise
     except Exception as error:  # whatever the user's code raises on fake tensors
-        return _untraced(subject, device, wishes, enforced, error, told, whole, layout)
+        reason = str(error).splitlines()[0] if str(error) else ""
+        choice = _first_try(subject, wishes)
+        told += [
+            f"The model could not be traced on fake tensors ({type(error).__name__}: {reason}).",
+            unpredicted(choice.micro_batch),
+        ]
+        return Plan(**given, choice=choice, notices=tuple(told))
     if not found.fits and layout.norms == "synchronised":
         raise NoPlanFits(
             f"no plan fits the budget of {format_bytes(device.budget_bytes)}: a pass of"
@@ -187,17 +178,15 @@ def _make(
             f" {format_bytes(device.budget_bytes)}: expect it to be replaced when memory runs out."
         )
     return Plan(
-        **layout.fields(device),
-        task=whole.identity,
-        enforced=enforced,
+        **given,
         choice=found.choice,
         ladder=_rungs(found.option, layout),
-        prediction=_prediction(found.option, setting, _meetings(whole, layout, found)),
+        prediction=prediction_of(found.option, setting, _meetings(whole, layout, found)),
         rivals=tuple(
             Rival(
                 choice=rival.choice,
                 ladder=_rungs(rival, layout),
-                prediction=_prediction(rival, setting, 0.0),
+                prediction=prediction_of(rival, setting),
                 kernel_bytes=rival.footprint.kernel_bytes,
             )
             for rival in (found.rivals if _can_try(layout) else ())
@@ -205,6 +194,19 @@ def _make(
         rejected=found.rejected,
         frontier=found.frontier,
         notices=tuple(told),
+    )
+
+
+def _first_try(subject: Subject, wishes: Wishes) -> Choice:
+    """For a model that cannot be traced: begin small, and let the ladder do the rest."""
+    identity = subject.identity
+    unit = min(identity.ghost_batch or 1, identity.global_batch)
+    size = wishes.micro_batch or min(subject.whole, max(unit, _UNTRACED_MICRO_BATCH // unit * unit))
+    return Choice(
+        micro_batch=size,
+        evaluation_batch=size,
+        precision=wishes.precision,
+        recompute=wishes.recompute or Recompute(),
     )
 
 
@@ -283,80 +285,6 @@ def setting_of(
     mapped = enforced and device.kind == "cpu"
     pace = Pace(subject, device, speeds_of(device), wishes.precision, mapped)
     return Setting(device, num_ranks, pace, mapped, correction(device, subject.identity))
-
-
-def _prediction(option: Option, setting: Setting, meetings: float) -> Prediction:
-    learned = setting.correction
-    training, evaluation = option.footprint.peak, option.evaluation
-    higher = max(training, evaluation, key=lambda peak: peak.num_bytes)
-    by_kind = dict(higher.by_kind)
-    peak = int(higher.num_bytes * learned.bytes)
-    if peak > higher.num_bytes:
-        by_kind["as in earlier runs"] = peak - higher.num_bytes
-    seconds = {
-        "forward": option.seconds.forward,
-        "backward": option.seconds.backward,
-        "recompute": option.seconds.recompute,
-        "update": option.seconds.update,
-        "exchange of gradients": option.seconds.exchange,
-        "norms over ranks": meetings,
-    }
-    return Prediction(
-        peak_bytes=peak,
-        evaluation_peak_bytes=int(evaluation.num_bytes * learned.bytes),
-        commit_bytes=option.footprint.commit_bytes,
-        step_seconds=(option.seconds.total + meetings) * learned.seconds,
-        by_kind=by_kind,
-        method=option.footprint.method,
-        step_parts={part: time * learned.seconds for part, time in seconds.items() if time},
-        seconds_method=_told_of_time(setting),
-        bytes_corrected_by=learned.bytes,
-        seconds_corrected_by=learned.seconds,
-        corrected_runs=learned.num_runs,
-    )
-
-
-def _told_of_time(setting: Setting) -> str:
-    if not setting.pace.measured:
-        return f"from nominal figures of the device: expect them within a factor of {SHEET_ERROR:g}"
-    way = "from speeds measured on this device"
-    if not setting.correction.num_runs:
-        return way
-    runs = f"{setting.correction.num_runs} run{'s' if setting.correction.num_runs > 1 else ''}"
-    return f"{way}, corrected by {setting.correction.seconds:.2f} from {runs} on this machine"
-
-
-def _untraced(
-    subject: Subject,
-    device: Device,
-    wishes: Wishes,
-    enforced: bool,
-    error: Exception,
-    told: list[str],
-    whole: Subject,
-    layout: Layout,
-) -> Plan:
-    """A plan for a model that cannot be traced: begin small, and let the ladder do the rest."""
-    identity = subject.identity
-    unit = min(identity.ghost_batch or 1, identity.global_batch)
-    size = wishes.micro_batch or min(subject.whole, max(unit, _UNTRACED_MICRO_BATCH // unit * unit))
-    reason = str(error).splitlines()[0] if str(error) else ""
-    told += [
-        f"The model could not be traced on fake tensors ({type(error).__name__}: {reason}).",
-        unpredicted(size),
-    ]
-    return Plan(
-        **layout.fields(device),
-        task=whole.identity,
-        enforced=enforced,
-        choice=Choice(
-            micro_batch=size,
-            evaluation_batch=size,
-            precision=wishes.precision,
-            recompute=wishes.recompute or Recompute(),
-        ),
-        notices=tuple(told),
-    )
 
 
 def unpredicted(micro_batch: int) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from anybatch.engine import Limit, Skips
+from anybatch.engine import Limit, Meter, Skips
 from anybatch.errors import InputError
 from anybatch.events import CheckpointFailed, CheckpointSaved, Resumed, Sink
 from anybatch.parallel import Group
@@ -23,7 +25,8 @@ class Archive:
         position: saved with it, and set by `resume`.
         skips: of bad data, if there are any; likewise.
         group: the ranks.
-        limit: lifted meanwhile: the small buffers of writing are nobody's budget.
+        limit: lifted meanwhile: the buffers of writing and reading are nobody's budget.
+        meter: of the memory in use, which does not count them either.
         stages: whether there is memory for a copy, so that training goes on while it is written.
         sink: is told what comes of it.
     """
@@ -36,6 +39,7 @@ class Archive:
         skips: Skips | None,
         group: Group,
         limit: Limit,
+        meter: Meter,
         stages: bool,
         sink: Sink,
     ) -> None:
@@ -45,6 +49,7 @@ class Archive:
         self._skips = skips
         self._group = group
         self._limit = limit
+        self._meter = meter
         self._stages = stages
         self._sink = sink
 
@@ -67,7 +72,7 @@ class Archive:
         except InputError as error:  # alike on all ranks
             self._sink(CheckpointFailed(time=time.time(), step=at.step, reason=str(error)))
             return
-        with self._limit.lifted():
+        with self._uncounted():
             self._checkpoints.save(
                 content, at.step, score=score, stage=self._stages and not at_once
             )
@@ -92,29 +97,33 @@ class Archive:
                 )
             )
 
-    def resume(self) -> bool:
+    def resume(self) -> Resumed | None:
         """See `Rank.resume`."""
-        with self._limit.lifted():
+        with self._uncounted():
             found = self._checkpoints.newest()
-            if found is None:
-                return False
-            tensors = together(self._group, lambda: self._state.destinations(found))
+        if found is None:
+            return None
+        # What the optimizer remembers stays, and counts.
+        tensors = together(self._group, lambda: self._state.destinations(found))
+        with self._uncounted():
             self._checkpoints.load(found, tensors)
         facts, at = self._state.restored(found), self._position
         at.step, at.samples_seen, at.epoch = facts.step, facts.samples_seen, facts.epoch
         if self._skips is not None:
             self._skips.num_samples = facts.num_skipped
-        self._sink(
-            Resumed(
-                time=time.time(),
-                step=facts.step,
-                samples_seen=facts.samples_seen,
-                folder=str(found.folder),
-                passed_over=found.passed_over,
-            )
+        return Resumed(
+            time=time.time(),
+            step=facts.step,
+            samples_seen=facts.samples_seen,
+            folder=str(found.folder),
+            passed_over=found.passed_over,
         )
-        return True
 
     def close(self) -> None:
         """What is under way is finished or given up."""
         self._checkpoints.close()
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        with self._limit.lifted(), self._meter.aside():
+            yield

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from anybatch.compute import Replica
 from anybatch.engine import Rehearsed
 from anybatch.estimate.footprint import CPU_CONSTANT_BYTES
-from anybatch.planner.search import reserve_of
+from anybatch.planner.reserve import reserve_of
 from anybatch.plans import Choice, Plan, Prediction
 
 _MOST_TRIES = 5

@@ -7,7 +7,6 @@ runs them, and tells what happened. It does not know in which process the other 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -16,18 +15,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from anybatch.compute import Replica, kernel_choices
-from anybatch.compute.building import checked_optimizer, place
+from anybatch.compute import kernel_choices
 from anybatch.compute.precision import check_available
 from anybatch.data import (
     Extent,
     StepData,
     StreamLoader,
-    evaluation_batches,
     is_map_style,
-    lengths_of,
     num_samples_of,
-    on_device,
     open_training,
 )
 from anybatch.engine import (
@@ -46,10 +41,10 @@ from anybatch.engine import (
     to_reserve,
 )
 from anybatch.errors import InputError, PeerLost
-from anybatch.estimate import identify
 from anybatch.events import (
     Evaluated,
     Event,
+    Resumed,
     RunEnded,
     RunStarted,
     Sink,
@@ -59,18 +54,19 @@ from anybatch.parallel import Group, Wish
 from anybatch.parallel.told import together
 from anybatch.plans import Plan
 from anybatch.rank.archive import Archive
+from anybatch.rank.batches import Batches
+from anybatch.rank.building import build
 from anybatch.rank.checks import check_alike, check_can_skip, versions
 from anybatch.rank.measuring import Measuring
 from anybatch.rank.pace import Pace
 from anybatch.rank.passes import Cutting, GlobalStep
 from anybatch.rank.position import Position
-from anybatch.state import Checkpoints, TrainingState, frozen_checksums
+from anybatch.rank.record import Record
+from anybatch.state import Checkpoints, TrainingState
 from anybatch.task import Progress, Task
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_METER_SECONDS = 0.5  # reading the kernel's books costs more than a small step
 
 
 def _at_work(
@@ -260,14 +256,14 @@ class Rank:
             self._archive.tell(wait)
 
     @_at_work("resuming")
-    def resume(self) -> bool:
+    def resume(self) -> Resumed | None:
         """Go on from the newest intact checkpoint, if there is one; all ranks call it, before the first
-        step. Whether there was.
+        step. The event that tells of it; nobody has been told.
 
         Raises `InputError` if it is of another task or model, or none of those that are there is
         intact.
         """
-        return self._archive is not None and self._archive.resume()
+        return None if self._archive is None else self._archive.resume()
 
     @_at_work("evaluation")
     def evaluate(self) -> Evaluated:
@@ -285,7 +281,7 @@ class Rank:
             found, self._engine.plan = self._evaluation.means(
                 self._engine.plan,
                 self._position.step,
-                partial(self._batches, self._task.valid, skips=self._skips),
+                partial(self._batches.of, self._task.valid, skips=self._skips),
                 self._task.loss,
                 self._task.metrics,
             )
@@ -305,7 +301,10 @@ class Rank:
     def predict(self, data: Any, output: Callable[[nn.Module, Any], Any]) -> Iterator[Any]:
         """See `Session.predict`. This rank by itself: it takes all of `data`."""
         outputs = self._evaluation.outputs(
-            self._engine.plan, self._position.step, partial(self._batches, data, alone=True), output
+            self._engine.plan,
+            self._position.step,
+            partial(self._batches.of, data, alone=True),
+            output,
         )
         for result, self._engine.plan in outputs:
             yield result
@@ -316,7 +315,7 @@ class Rank:
         result, self._engine.plan = self._evaluation.gathered(
             self._engine.plan,
             self._position.step,
-            partial(self._batches, data),
+            partial(self._batches.of, data),
             output,
             interleaved=not is_map_style(data),
         )
@@ -324,61 +323,22 @@ class Rank:
 
     def started(self) -> RunStarted:
         """The event that opens a run."""
-        return RunStarted(
-            time=time.time(),
-            task=self._task.name,
-            device=self._given.device_name or self._given.device,
-            num_samples=self._steps.num_samples,
-            total_steps=self._steps.total_steps,
-            plan=self._given.model_dump(mode="json"),
-            versions=versions(),
-            notices=(*self._given.notices, *self._given.exchange.notices()),
-        )
+        return self._record.started(self._given)
 
     @_at_work("ending")
     def ended(self, seconds: float, finished: bool, reason: str = "") -> RunEnded:
         """The event that closes a run. Ranks speak to each other only if it is `finished`."""
-        as_planned = self.plan.choice == self._given.choice
-        told = self._given.prediction if as_planned else None  # else it is of another choice
-        times = sorted(list(self._step_seconds)[1:] or self._step_seconds)
-        mine = self._meter.peak_bytes()
-        peaks = self._group.exchange(mine) if finished else [mine]
-        return RunEnded(
-            time=time.time(),
-            steps=self._position.step,
-            samples_seen=self._position.samples_seen,
-            seconds=seconds,
-            step_seconds=times[len(times) // 2] if times else None,
-            predicted_peak_bytes=told.peak_bytes if told else None,
-            measured_peak_bytes=max(peaks),
-            predicted_step_seconds=told.step_seconds if told else None,
-            budget_bytes=self._given.budget_bytes,
-            finished=finished,
-            reason=reason,
-            rank_peak_bytes=tuple(peaks) if len(peaks) > 1 else (),
-            num_skipped=self._skips.num_samples if self._skips else 0,
-        )
+        return self._record.ended(self._given, self.plan, seconds, finished, reason)
+
+    def emit(self, event: Event) -> None:
+        """Give `event` to the readers."""
+        self._sink(event)
 
     def _set_up(self, checkpoints: Checkpoints | None) -> None:
         task, plan, group, device = self._task, self._given, self._group, self._device
         frozen: dict[str, int] = {}
-        self.model: nn.Module = group.build(
-            lambda: self._built(device, None if checkpoints is None else frozen)
-        )
-        self._replica = together(
-            group,
-            lambda: Replica(
-                self.model,
-                lambda: checked_optimizer(
-                    task.optimizer(task.parameters_of(self.model)), self.model
-                ),
-                task.loss,
-                plan.choice,
-                device,
-                task.global_batch,
-                kernels=plan.kernels,
-            ),
-        )
+        self._replica = build(task, plan, group, device, None if checkpoints is None else frozen)
+        self.model: nn.Module = self._replica.model
         self.pulse.follow(self._replica)
         with self._limit.lifted():  # a compiler is no part of training
             together(group, self._replica.rehearse)
@@ -406,9 +366,7 @@ class Rank:
             skips=self._skips,
         )
         self._reads = isinstance(self._loader, StreamLoader)
-        # Lengths by index are those of the training data alone.
-        known = callable(task.lengths) and task.valid is not None and is_map_style(task.valid)
-        self._held_out_lengths = lengths_of(task.lengths, task.valid, "held-out") if known else None
+        self._batches = Batches(task, plan.task.longest, group, device, self.pulse)
         self._evaluation = Evaluation(
             self._replica,
             group,
@@ -423,6 +381,9 @@ class Rank:
         self._cutting = Cutting(plan, group)
         self._pace = Pace(plan, group, self._cutting, self._sink)
         self._position = Position()
+        self._record = Record(
+            task.name, self._steps, self._position, group, self._meter, self._skips
+        )
         self._archive: Archive | None = None
         if checkpoints is not None:
             self._archive = Archive(
@@ -432,23 +393,13 @@ class Rank:
                 self._skips,
                 group,
                 self._limit,
+                self._meter,
                 # A copy on the device that trains would be taken from the budget of training.
                 stages=device.type != "cpu" or not plan.enforced,
                 sink=self._sink,
             )
-        self._step_seconds: deque[float] = deque(maxlen=1000)
-        self._memory = 0
-        self._memory_read = 0.0
         if not self.model.training:  # else each part is in the mode that the task left it in
             self.model.train()
-
-    def _built(self, device: torch.device, frozen: dict[str, int] | None) -> nn.Module:
-        """The model on `device`; `frozen` is filled with what checkpoints have to know of it."""
-        model = place(self._task.build_model(), device)
-        self._given.check_fits(identify(self._task, model))
-        if frozen is not None and self._group.rank == 0:
-            frozen.update(frozen_checksums(self._task, model))
-        return model
 
     def _next(self) -> StepData | None:
         # A stream is read here, so this can fail on one rank alone.
@@ -487,10 +438,8 @@ class Rank:
         rate = self._rates.current
         self._rates.after_update()
         self._advance(data)
-        now = time.perf_counter()
-        self._step_seconds.append(now - begun)
-        if now - self._memory_read > _METER_SECONDS:
-            self._memory, self._memory_read = self._meter.peak_bytes(), now
+        seconds = time.perf_counter() - begun
+        self._record.took(seconds)
         event = StepDone(
             time=time.time(),
             step=self._position.step,
@@ -502,8 +451,8 @@ class Rank:
             learning_rate=rate,
             grad_norm=done.grad_norm,
             loss_scale=self._replica.loss_scale,
-            seconds=now - begun,
-            memory_bytes=self._memory,
+            seconds=seconds,
+            memory_bytes=self._record.memory_bytes(),
             micro_batch=self._engine.plan.choice.micro_batch,
             metrics=done.metrics,
             rank_seconds=done.rank_seconds if self._group.size > 1 else (),
@@ -558,45 +507,3 @@ class Rank:
 
     def _cut(self, extent: Extent) -> Sequence[range]:
         return self._cutting.passes(self._engine.plan.choice, extent).fetched
-
-    def _batches(
-        self,
-        data: Any,
-        size: int,
-        first: int = 0,
-        alone: bool = False,
-        skips: Skips | None = None,
-    ) -> Iterator[tuple[Any, int]]:
-        """This rank's part of `data` (all of it if `alone`) from sample `first` on, on the device,
-        without what `skips` leaves out."""
-        task = self._task
-        batches = evaluation_batches(
-            data,
-            task.collate,
-            size,
-            first=first,
-            rank=0 if alone else self._group.rank,
-            shares=(1.0,) if alone else self._group.shares,
-            seed=task.seed,
-            num_workers=task.num_workers,
-            pin_memory=self._device.type == "cuda",
-            lockstep=self._group.lockstep and not alone,
-            gaps=skips.held_out if skips else (),
-            find_all=skips is not None,
-            lengths=self._held_out_lengths if data is task.valid else None,
-            most=size * (self._given.task.longest or 1),
-        )
-        numbers: deque[int] = deque()  # a batch is copied ahead: its number waits for it here
-
-        def plain() -> Iterator[Any]:
-            for batch, num_samples in batches:
-                numbers.append(num_samples)
-                yield batch
-
-        for batch in on_device(plain(), self._device):
-            self.pulse.beat()
-            yield batch, numbers.popleft()
-
-    def emit(self, event: Event) -> None:
-        """Give `event` to the readers."""
-        self._sink(event)

@@ -14,12 +14,13 @@ from torch.utils.data import TensorDataset
 import anybatch as ab
 from anybatch.estimate import footprint, subject_of
 from anybatch.machine import Machine
-from anybatch.planner import search as module
+from anybatch.planner import costs as module
 from anybatch.planner.knobs import knobs
 from anybatch.planner.make import setting_of
-from anybatch.planner.search import reserve_of
+from anybatch.planner.reserve import reserve_of
 from anybatch.planner.setting import Wishes
-from anybatch.plans import Plan, Recompute
+from anybatch.plans import Choice, Plan, Recompute
+from anybatch.units import format_seconds
 
 MIB = 1 << 20
 BLOCKS = 6
@@ -195,6 +196,24 @@ def test_when_nothing_fits_the_knobs_that_are_left_are_named():
     assert "devices, state divided" in told
     assert "micro-batch 1 " not in told.partition("\n")[2]  # it has that already
     assert "per step" in told
+
+
+def test_when_nothing_fits_the_times_of_knobs_are_those_that_runs_have_taught(monkeypatch):
+    from anybatch.estimate.calibration_history import Correction
+    from anybatch.planner import make
+
+    monkeypatch.setattr(make, "correction", lambda device, task: Correction(3.0, 1.0, 3))
+    task = tower_task(1024, 1024)
+    with pytest.raises(ab.NoPlanFits) as caught:
+        ab.plan(task, memory="2MiB")
+    subject, device = subject_of(task), Machine.here(device="cpu").device
+    setting = setting_of(subject, device, Wishes(), enforced=True)
+    leanest = Choice(micro_batch=1, evaluation_batch=1, update=setting.pace.update)
+    found = knobs(subject, setting, leanest)
+    assert found
+    for knob in found:
+        row = next(r for r in str(caught.value).splitlines() if r.strip().startswith(knob.what))
+        assert f"{format_seconds(knob.step_seconds)} per step" in row
 
 
 @pytest.mark.parametrize("precision", ["bf16-weights", "bf16-pure"])

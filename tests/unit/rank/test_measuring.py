@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import anybatch as ab
 from anybatch.compute import Replica
 from anybatch.engine import Rehearsed
-from anybatch.planner.search import reserve_of
+from anybatch.planner.reserve import reserve_of
 from anybatch.rank.measuring import _LATER_BYTES, Measuring
 
 WIDTH = 64

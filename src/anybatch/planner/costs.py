@@ -1,0 +1,176 @@
+"""Costs: bytes and seconds of the choices that a search looks at, each found once.
+
+Time is known for every choice without tracing it. Bytes are known from a trace of the step; between two
+traces of one way to recompute they lie on a nearly straight line over the micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from anybatch.estimate import Footprint, Peak, Subject, evaluation_peak, footprint
+from anybatch.estimate.seconds import StepSeconds, exchange_seconds
+from anybatch.planner.reserve import reserve_of
+from anybatch.planner.setting import Setting
+from anybatch.planner.sizes import Sizes
+from anybatch.plans import Choice, Precision, Recompute, StatesOn
+
+
+class Costs:
+    """What the choices of one search cost a rank. They differ in the way to recompute and in the
+    micro-batch, and have everything else in common.
+
+    Bytes and seconds are as traced; `learned_bytes` and `learned_seconds` make of them what is told,
+    and `room` is what the first may come to.
+
+    Args:
+        subject: what a rank computes.
+        setting: where.
+        precision: of all choices.
+        states_on: where all of them have the optimizer's states.
+
+    Attributes:
+        subject, setting: as given.
+        sizes: micro-batches that there are.
+        room: bytes that the budget leaves.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        setting: Setting,
+        precision: Precision,
+        states_on: StatesOn = "device",
+    ) -> None:
+        self.subject = subject
+        self.setting = setting
+        self.sizes: Sizes = Sizes.of(subject)
+        budget = setting.device.budget_bytes
+        self.room: int = int((budget - reserve_of(budget)) / setting.correction.bytes)
+        self._precision: Precision = precision
+        self._states_on: StatesOn = states_on
+        self._exchange = exchange_seconds(
+            setting.pace.parameter_bytes, setting.device, setting.num_ranks
+        )
+        self._traced: dict[Choice, Footprint] = {}
+        self._read_off: dict[Choice, int] = {}  # bytes by the line, where nothing was traced
+
+    def choice(self, way: Recompute, micro_batch: int) -> Choice:
+        """The choice of that way and micro-batch."""
+        return Choice(
+            micro_batch=micro_batch,
+            evaluation_batch=1,
+            precision=self._precision,
+            recompute=way,
+            update=self.setting.pace.update,
+            optimizer_states=self._states_on,
+        )
+
+    # -------------------------------------------------------------------------------------- bytes
+
+    def footprint(self, choice: Choice) -> Footprint:
+        """Of `choice`, from a trace."""
+        found = self._traced.get(choice)
+        if found is None:
+            found = self._divided(footprint(self.subject, choice, self.setting.device))
+            self._traced[choice] = found
+        return found
+
+    def evaluation(self, choice: Choice) -> Peak:
+        """Of an evaluation under `choice`, from a trace."""
+        return self._peak_divided(evaluation_peak(self.subject, choice, self.setting.device))
+
+    def peak(self, choice: Choice) -> int:
+        """Bytes at the peak of `choice`, from a trace."""
+        return self.footprint(choice).peak.num_bytes
+
+    def fits(self, choice: Choice) -> bool:
+        """Whether `choice` fits the room, by a trace."""
+        return self.peak(choice) <= self.room
+
+    def bytes(self, choice: Choice) -> int:
+        """Bytes at the peak of `choice`, from a trace if there is one, else by the line of its way."""
+        if choice in self._traced:
+            return self.peak(choice)
+        if choice not in self._read_off:
+            way = choice.recompute
+            self.peak(self.choice(way, self.sizes.smallest))  # a line has two ends
+            found = self._on_line(way, choice.micro_batch)
+            if found is None:
+                return self.peak(choice)
+            self._read_off[choice] = int(found)
+        return self._read_off[choice]
+
+    def about(self, way: Recompute, micro_batch: int) -> float:
+        """Bytes at the peak of that choice by the line of its way, for which traces are made at both
+        ends if there is none yet. Not remembered, so the choice is not among the weighed ones."""
+        found = self._on_line(way, micro_batch)
+        if found is None:
+            for size in (self.sizes.smallest, self.sizes.whole):
+                self.peak(self.choice(way, size))
+            found = self._on_line(way, micro_batch)
+        return found or float(self.peak(self.choice(way, micro_batch)))
+
+    def weighed(self) -> dict[Choice, int]:
+        """Every choice that was looked at, with the bytes at its peak."""
+        return {choice: self.bytes(choice) for choice in (*self._traced, *self._read_off)}
+
+    def _on_line(self, way: Recompute, micro_batch: int) -> float | None:
+        """The peak of `way` at `micro_batch`, between the nearest sizes that were traced."""
+        known = sorted(
+            (choice.micro_batch, seen.peak.num_bytes)
+            for choice, seen in self._traced.items()
+            if choice.recompute == way
+        )
+        if len(known) < 2:
+            return None
+        above = next(
+            (i for i, (size, _) in enumerate(known) if size >= micro_batch), len(known) - 1
+        )
+        (low, least), (high, most) = known[max(0, above - 1)], known[max(1, above)]
+        return least + (most - least) * (micro_batch - low) / (high - low)
+
+    def _divided(self, found: Footprint) -> Footprint:
+        """`found` for a rank that holds a part of the model, if it does."""
+        division = self.subject.division
+        if division is None:
+            return found
+        part = 1 / division.ranks
+        first, later = found.commit_bytes
+        commit = int(first * part), int(later * part)
+        return replace(found, peak=self._peak_divided(found.peak), commit_bytes=commit)
+
+    def _peak_divided(self, peak: Peak) -> Peak:
+        division = self.subject.division
+        return peak if division is None else Peak(*division.divided(peak.num_bytes, peak.by_kind))
+
+    # ------------------------------------------------------------------------------------ seconds
+
+    def step(self, choice: Choice) -> StepSeconds:
+        """Seconds of a step under `choice`, by part."""
+        return self.setting.pace.step(
+            choice.micro_batch,
+            choice.recompute,
+            self.sizes.whole,
+            self._exchange,
+            choice.optimizer_states,
+        )
+
+    def seconds(self, choice: Choice) -> float:
+        """Seconds of a step under `choice`."""
+        return self.step(choice).total
+
+    def least_seconds(self, way: Recompute) -> float:
+        """Seconds of a step under `way` if memory were no matter."""
+        sizes = self.sizes.worth_weighing(self.sizes.whole)
+        return min(self.seconds(self.choice(way, size)) for size in sizes)
+
+    # -------------------------------------------------------------------- what earlier runs taught
+
+    def learned_bytes(self, num_bytes: float) -> int:
+        """What a plan tells of so many bytes."""
+        return int(num_bytes * self.setting.correction.bytes)
+
+    def learned_seconds(self, seconds: float) -> float:
+        """What a plan tells of so many seconds."""
+        return seconds * self.setting.correction.seconds

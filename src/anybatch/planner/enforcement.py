@@ -1,0 +1,39 @@
+"""Enforcement: whether a run is held to its budget, or the budget is only planned with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from anybatch.machine import Device, can_enforce
+from anybatch.planner.ranks import Layout
+from anybatch.planner.setting import Wishes
+
+
+def is_enforced(device: Device, layout: Layout, wishes: Wishes, limited: bool) -> bool:
+    """Whether the budget of `device` is enforced, if the user named it (`limited`)."""
+    if not (limited and device.present and can_enforce(device.kind)):
+        return False
+    # On a CPU ranks of one process, or a compiler, would take from the same budget.
+    beside = layout.parallel == "in-process" or wishes.compile
+    return not (device.kind == "cpu" and beside)
+
+
+def budget_notices(device: Device, layout: Layout, limited: bool) -> Iterator[str]:
+    """What to say of a budget that is not enforced, but for the sake of a compiler, whose own notice
+    says so."""
+    if limited and device.present:
+        if not can_enforce(device.kind):
+            yield (
+                "This operating system does not enforce a memory limit on a process: the budget is only"
+                " planned with."
+            )
+        elif layout.parallel == "in-process" and device.kind == "cpu":
+            yield (
+                "The ranks are in one process and have its memory in common, so the budget of each is"
+                " only planned with."
+            )
+    if not limited and device.kind == "cpu":
+        yield (
+            "No budget was given, so nothing is enforced and the heap keeps what is freed: the measured"
+            " peak may be up to 1.6 times the predicted one. With --memory it is not."
+        )

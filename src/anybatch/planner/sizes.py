@@ -1,0 +1,76 @@
+"""Sizes: the micro-batches into which the samples of a step can be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from anybatch.estimate import Subject
+
+_MOST_BETWEEN = 6
+"""Micro-batches for which subsets of the blocks are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Micro-batches of a step: whole ghost batches, or all samples at once.
+
+    Attributes:
+        whole: samples of a step.
+        smallest: one sample, or one ghost batch.
+    """
+
+    whole: int
+    smallest: int
+
+    @classmethod
+    def of(cls, subject: Subject) -> Sizes:
+        """Those of a step of `subject`."""
+        return cls(subject.whole, min(subject.identity.ghost_batch or 1, subject.whole))
+
+    def passes(self, size: int) -> int:
+        """How many passes of `size` samples a step takes."""
+        return -(-self.whole // size)
+
+    def in_units(self, size: int) -> int:
+        """The largest micro-batch of at most `size`; 0: there is none."""
+        return size // self.smallest * self.smallest
+
+    def evened(self, size: int) -> int:
+        """The smallest micro-batch that needs no more passes than `size` does."""
+        units = -(-self.whole // (self.passes(size) * self.smallest))
+        return min(units * self.smallest, size)
+
+    def worth_weighing(self, largest: int) -> list[int]:
+        """The largest, evened out over the step, and fractions of it, whose data may stay in caches."""
+        sizes = [self.evened(largest)]
+        for part in (2, 4, 8, 16):
+            if smaller := self.in_units(largest // part):
+                sizes.append(self.evened(smaller))
+        return list(dict.fromkeys(sizes))
+
+    def between(self, low: int, high: int) -> list[int]:
+        """A few above `low` and up to `high`, largest first: each takes about a third more passes than
+        the one before. And the smallest, if `low` is 0."""
+        sizes: list[int] = []
+        size = high
+        while size > max(low, self.smallest) and len(sizes) < _MOST_BETWEEN:
+            sizes.append(self.evened(size))
+            passes = self.passes(size)
+            more = max(passes + 1, passes * 4 // 3)
+            size = self.in_units(-(-self.whole // more))
+        if low == 0 and self.smallest <= high:
+            sizes.append(self.smallest)
+        return list(dict.fromkeys(sizes))
+
+    def halves(self, size: int) -> Iterator[int]:
+        """Half of `size`, half of that, and so on down to the smallest."""
+        while (size := self.in_units(size // 2)) >= self.smallest:
+            yield size
+
+    def doubled(self) -> Iterator[int]:
+        """The smallest, twice that, and so on, each evened out; all below the whole."""
+        size = self.smallest
+        while size < self.whole:
+            yield self.evened(size)
+            size *= 2

@@ -1,0 +1,31 @@
+"""Plans: how a task runs on a machine, as frozen data that a person can read and edit.
+
+The planner writes plans and the engine runs them; they meet here and nowhere else. A plan says
+everything that the engine needs to know: the engine has no settings of its own. What to do when
+memory runs out after all is part of it too (`ladder`), so recovery needs no planner.
+"""
+
+from anybatch.plans.choice import PRECISION_ALIASES as PRECISION_ALIASES
+from anybatch.plans.choice import Choice as Choice
+from anybatch.plans.choice import KernelChoices as KernelChoices
+from anybatch.plans.choice import Precision as Precision
+from anybatch.plans.choice import Recompute as Recompute
+from anybatch.plans.choice import StatesOn as StatesOn
+from anybatch.plans.choice import Update as Update
+from anybatch.plans.names import parse_balance as parse_balance
+from anybatch.plans.names import parse_exchange as parse_exchange
+from anybatch.plans.names import parse_norms as parse_norms
+from anybatch.plans.names import parse_parallel as parse_parallel
+from anybatch.plans.names import parse_precision as parse_precision
+from anybatch.plans.plan import VERSION as VERSION
+from anybatch.plans.plan import Plan as Plan
+from anybatch.plans.plan import TaskIdentity as TaskIdentity
+from anybatch.plans.ranks import Balancing as Balancing
+from anybatch.plans.ranks import Exchange as Exchange
+from anybatch.plans.ranks import Norms as Norms
+from anybatch.plans.ranks import Outer as Outer
+from anybatch.plans.ranks import Parallel as Parallel
+from anybatch.plans.weighed import Candidate as Candidate
+from anybatch.plans.weighed import FrontierPoint as FrontierPoint
+from anybatch.plans.weighed import Prediction as Prediction
+from anybatch.plans.weighed import Rival as Rival

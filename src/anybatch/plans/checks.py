@@ -1,0 +1,151 @@
+"""Checks: what a plan has to be beyond the types of its fields.
+
+Each raises `ValueError`, in a sentence that says what to change, so that it is told as any other fault
+of a plan that was read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from anybatch.plans.choice import Choice
+    from anybatch.plans.plan import Plan
+
+
+def check(plan: Plan) -> None:
+    """Raises `ValueError` if no engine could run `plan`."""
+    _check_ranks(plan)
+    _check_exchange(plan)
+    _check_kernels(plan)
+    _check_choices(plan)
+
+
+def _check_ranks(plan: Plan) -> None:
+    if not all(math.isfinite(s) and s >= 0 for s in plan.shares) or sum(plan.shares) <= 0:
+        raise ValueError(
+            f"shares is {list(plan.shares)}: give each rank a number of at least zero, and at"
+            " least one of them a number above zero"
+        )
+    if plan.parallel == "single" and plan.num_ranks > 1:
+        raise ValueError(
+            f"shares has {plan.num_ranks} numbers, but parallel is 'single', which is one rank"
+        )
+    if plan.norms == "synchronised" and (
+        plan.parallel != "replicate" or plan.task.ghost_batch is None
+    ):
+        raise ValueError(
+            "norms is 'synchronised', which is for BatchNorm over several replicated ranks:"
+            f" parallel is {plan.parallel!r}"
+        )
+    if plan.parallel == "shard" and any(
+        choice.optimizer_states == "host" for choice in (plan.choice, *plan.ladder)
+    ):
+        raise ValueError(
+            "optimizer_states is 'host' and parallel is 'shard', where states are divided over the"
+            " ranks instead: leave one of them out"
+        )
+    if plan.parallel == "in-process" and len(plan.devices) != plan.num_ranks:
+        raise ValueError(
+            f"devices names {len(plan.devices)} devices for {plan.num_ranks} shares: name one"
+            " for each rank"
+        )
+
+
+def _check_exchange(plan: Plan) -> None:
+    exchange, parallel = plan.exchange, plan.parallel
+    precisions = [choice.precision for choice in (plan.choice, *plan.ladder)]
+    masters = next((p for p in precisions if p.endswith("-weights")), None)
+    if parallel == "ddp" and masters:
+        raise ValueError(
+            f"precision is {masters!r}, whose float32 gradients DistributedDataParallel does not"
+            " see: make parallel 'replicate', or take another precision"
+        )
+    if plan.norms == "synchronised" and not exchange.is_exact:
+        raise ValueError(
+            f"norms is 'synchronised' and exchange asks for {exchange.describe()}, but ranks then"
+            " meet inside passes, which only the exact 'replicate' does: leave one of them out"
+        )
+    if exchange.is_exact:
+        return
+    told = exchange.describe()
+    if parallel not in ("replicate", "ddp"):
+        raise ValueError(
+            f"exchange asks for {told}, but parallel is {parallel!r}: make it 'replicate', or"
+            " leave exchange out"
+        )
+    if exchange.compress == "powersgd" and parallel != "ddp":
+        raise ValueError(
+            "exchange.compress is 'powersgd', which is a hook of DistributedDataParallel: make"
+            " parallel 'ddp', or compress to 'bf16'"
+        )
+    if parallel == "ddp" and (exchange.every > 1 or exchange.stale):
+        raise ValueError(
+            f"exchange asks for {told}, but DistributedDataParallel adds up gradients in every"
+            " step: make parallel 'replicate'"
+        )
+    if exchange.stale and (scaled := [p for p in precisions if p in ("fp16", "fp16-weights")]):
+        raise ValueError(
+            f"exchange.stale is true and precision is {scaled[0]!r}, whose loss scale may change"
+            " before a late gradient is applied: take bf16"
+        )
+    if exchange.every == 1:
+        return
+    if masters:
+        raise ValueError(
+            f"exchange asks for {told}, and precision is {masters!r}, whose weights have float32"
+            " copies that would have to be averaged too: take bf16 or fp16"
+        )
+    if plan.balance == "measured":
+        raise ValueError(
+            f"exchange asks for {told}, and balance is 'measured', but ranks that take steps by"
+            " themselves do not tell their times: make balance 'fixed'"
+        )
+    if min(plan.shares) / sum(plan.shares) * plan.task.global_batch < 1:
+        raise ValueError(
+            f"exchange asks for {told}, and a global batch of {plan.task.global_batch} with shares"
+            f" {list(plan.shares)} leaves a rank without samples: make the batch larger, or take"
+            " fewer ranks"
+        )
+
+
+def _check_kernels(plan: Plan) -> None:
+    kernels, is_cpu = plan.kernels, plan.device == "cpu"
+    if kernels.autotune and is_cpu:
+        raise ValueError(
+            "kernels.autotune is true, but device is 'cpu', and what is tuned is cuDNN, of CUDA"
+            " devices: make it false"
+        )
+    if kernels.compile and plan.enforced and is_cpu:
+        raise ValueError(
+            "kernels.compile is true and enforced too, but on a CPU the compiler works in the"
+            " process that trains, and what it takes would count against the budget: make one of"
+            " them false"
+        )
+
+
+def _check_choices(plan: Plan) -> None:
+    ghost, whole = plan.task.ghost_batch, plan.task.global_batch
+    unit = min(ghost or 1, whole)
+    for place, choice in _choices(plan):
+        size = choice.micro_batch
+        if size > whole:
+            raise ValueError(
+                f"{place}.micro_batch is {size}, more than the global batch of {whole}"
+            )
+        if size % unit and size != whole and plan.norms == "ghosts":
+            raise ValueError(
+                f"{place}.micro_batch is {size}, which would cut a ghost batch of BatchNorm: make it a"
+                f" multiple of {ghost}"
+            )
+
+
+def _choices(plan: Plan) -> Iterator[tuple[str, Choice]]:
+    """Every choice that may be run, with its place in the plan."""
+    yield "choice", plan.choice
+    for number, choice in enumerate(plan.ladder):
+        yield f"ladder.{number}", choice
+    for number, rival in enumerate(plan.rivals):
+        yield f"rivals.{number}", rival.choice

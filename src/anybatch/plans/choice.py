@@ -1,0 +1,132 @@
+"""Choice: the knobs of one device, and the kernels that compute the model.
+
+Turning any of them leaves the mathematics as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from anybatch.plans.frozen import Frozen
+
+Precision = Literal[
+    "fp32", "tf32", "bf16", "fp16", "bf16-weights", "fp16-weights", "bf16-pure", "fp16-pure", "fp8"
+]
+"""How numbers are held while training:
+
+`fp32`: everything in the dtype of the model. `tf32`: the same, matrix products in TensorFloat-32.
+`bf16`, `fp16`: autocast; fp16 with loss scaling. `bf16-weights`, `fp16-weights`: half-precision
+weights, norms in float32, the optimizer on float32 master copies. `bf16-pure`, `fp16-pure`:
+everything in half precision, the optimizer too. `fp8`: matrix products of linear layers in float8,
+where device and torchao have it.
+"""
+
+PRECISION_ALIASES: dict[str, Precision] = {
+    "O0": "fp32",
+    "O1": "fp16",
+    "O2": "fp16-weights",
+    "O3": "fp16-pure",
+}
+"""The names that NVIDIA Apex gave to the same four ideas."""
+
+
+class Recompute(Frozen):
+    """Which activations are computed again in backward instead of being kept.
+
+    Attributes:
+        blocks: names of modules, `*` matching any part (`"layers.*"`); empty: none.
+        keep: `"nothing"` inside a block, or the results of `"matmuls"` (and convolutions), which are
+            dear to compute and cheap to keep.
+        nested: a block that is an `nn.Sequential` becomes a tree of checkpoints, so a chain of n equal
+            layers keeps O(log n) activations.
+        to_host: what is kept is kept in host memory.
+    """
+
+    blocks: tuple[str, ...] = ()
+    keep: Literal["nothing", "matmuls"] = "nothing"
+    nested: bool = False
+    to_host: bool = False
+
+    def describe(self) -> str:
+        """A few words for a table."""
+        if not self.blocks:
+            return "none, kept in host memory" if self.to_host else "none"
+        names = f"{len(self.blocks)} blocks"
+        if len(self.blocks) == 1:
+            names = "the whole model" if self.blocks[0] == "." else self.blocks[0]
+        more = [
+            "nested" if self.nested else "",
+            "matrix products kept" if self.keep == "matmuls" else "",
+            "kept in host memory" if self.to_host else "",
+        ]
+        return ", ".join([names, *filter(None, more)])
+
+
+Update = Literal["as given", "fused", "in parts"]
+"""How the optimizer's update is run:
+
+`as given`: as the task's optimizer does it by itself. `fused`: by one kernel that stores nothing in
+between. `in parts`: some parameters at a time, so that what is stored in between is small.
+"""
+
+StatesOn = Literal["device", "host"]
+"""Where the optimizer's states lie between updates."""
+
+
+class Choice(Frozen):
+    """The knobs of one device.
+
+    Where samples differ in length, a batch may hold as many as have, padded, the size of `micro_batch`
+    (or `evaluation_batch`) samples of the longest.
+    """
+
+    micro_batch: int = Field(ge=1, description="samples per forward pass")
+    evaluation_batch: int = Field(ge=1, description="samples per forward pass without gradient")
+    precision: Precision = "fp32"
+    recompute: Recompute = Recompute()
+    update: Update = "as given"
+    optimizer_states: StatesOn = "device"
+
+    def describe(self) -> str:
+        """One line for a table or an event."""
+        states = ", optimizer states in host memory" if self.optimizer_states == "host" else ""
+        return (
+            f"micro-batch {self.micro_batch}, {self.precision},"
+            f" recompute {self.recompute.describe()}{states}"
+        )
+
+    def describe_update(self) -> str:
+        """How the update is run, and why, in a line; empty: as torch does by itself."""
+        told = {
+            "as given": "",
+            "fused": "fused: one kernel that stores nothing in between",
+            "in parts": "some parameters at a time, so that little is stored in between",
+        }[self.update]
+        host = "states in host memory, which come over for some parameters at a time"
+        return "; ".join(filter(None, [told, host if self.optimizer_states == "host" else ""]))
+
+
+class KernelChoices(Frozen):
+    """Which kernels compute the model, and in which layout. Results differ by rounding only.
+
+    Attributes:
+        channels_last: convolutions get their images with the channels innermost.
+        autotune: cuDNN times its algorithms for each shape when it first meets it, and keeps the
+            fastest.
+        compile: the blocks of the model are compiled by `torch.compile`.
+    """
+
+    channels_last: bool = False
+    autotune: bool = False
+    compile: bool = False
+
+    def describe(self) -> str:
+        """A few words for a table; empty if nothing is chosen."""
+        told = [
+            "channels-last convolutions" if self.channels_last else "",
+            "autotuned by cuDNN" if self.autotune else "",
+            "compiled blocks" if self.compile else "",
+        ]
+        return ", ".join(filter(None, told))

@@ -1,0 +1,60 @@
+"""Files: the text of a plan on its way to a file and back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from anybatch.errors import InputError
+
+
+def read(path: str | os.PathLike[str]) -> str:
+    """The text in the file `path`. Raises `InputError` if there is none."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        raise InputError(
+            f"the plan {path} cannot be read: {why}; give a file that 'anybatch plan --out' wrote."
+        ) from None
+
+
+def write(text: str, path: str | os.PathLike[str]) -> None:
+    """Write `text` to `path`, whole or not at all. Raises `InputError` if it cannot be."""
+    target = Path(path)
+    if target.is_dir():
+        raise InputError(f"the plan cannot be written to {target}: it is a folder; name a file.")
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise InputError(
+            f"the plan cannot be written to {target}: {error.strerror}; give a file in a folder"
+            " that is there and has room."
+        ) from None
+
+
+def check_version(text: str, version: int, source: str) -> None:
+    """Raises `InputError` unless `text` is a JSON object of that version of the format."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno};"
+            " mend it there, or plan the task anew."
+        ) from None
+    if not isinstance(data, dict):
+        raise InputError(
+            f"{source} holds {type(data).__name__} where a plan (an object) belongs: give a"
+            " file that 'anybatch plan --out' wrote."
+        )
+    if data.get("version") != version:
+        raise InputError(
+            f"{source} has version {data.get('version')!r}, and this anybatch reads version"
+            f" {version}: plan the task anew with this anybatch."
+        )

@@ -1,0 +1,56 @@
+"""Names: what users write where a plan's own words are meant."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from anybatch.errors import InputError
+from anybatch.plans.choice import PRECISION_ALIASES, Precision
+from anybatch.plans.frozen import faults
+from anybatch.plans.ranks import Balancing, Exchange, Norms, Parallel
+
+
+def parse_precision(text: str) -> Precision:
+    """The precision named `text`; O0 to O3 are understood. Raises `InputError` for another name."""
+    known: tuple[str, ...] = Precision.__args__
+    name = PRECISION_ALIASES.get(text.upper(), text.lower())
+    if name not in known:
+        raise InputError(
+            f"precision is {text!r}: choose one of {', '.join(known)},"
+            f" or {', '.join(PRECISION_ALIASES)}."
+        )
+    return cast("Precision", name)
+
+
+def parse_parallel(text: str | None) -> Parallel | None:
+    """The way of being parallel named `text`. Raises `InputError` for another name."""
+    return _named("parallel", text, Parallel.__args__)
+
+
+def parse_norms(text: str | None) -> Norms | None:
+    """The place of norms named `text`. Raises `InputError` for another name."""
+    return _named("norms", text, Norms.__args__)
+
+
+def parse_balance(text: str | None) -> Balancing | None:
+    """The balance named `text`. Raises `InputError` for another name."""
+    return _named("balance", text, Balancing.__args__)
+
+
+def parse_exchange(compress: str | None, every: int, stale: bool) -> Exchange | None:
+    """The exchange that options ask for; None: the exact one. Raises `InputError` for what there is
+    not."""
+    if compress is None and every == 1 and not stale:
+        return None
+    try:
+        return Exchange.model_validate({"compress": compress, "every": every, "stale": stale})
+    except ValidationError as error:
+        raise InputError(f"this exchange between ranks cannot be had: {faults(error)}.") from None
+
+
+def _named(what: str, text: str | None, known: tuple[str, ...]) -> Any:
+    if text is not None and text not in known:
+        raise InputError(f"{what} is {text!r}: choose one of {', '.join(known)}.")
+    return text

@@ -1,0 +1,198 @@
+"""Plan: how a task runs on a machine, whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from anybatch.errors import InputError
+from anybatch.plans import files
+from anybatch.plans.checks import check
+from anybatch.plans.choice import Choice, KernelChoices
+from anybatch.plans.frozen import Frozen, faults
+from anybatch.plans.ranks import Balancing, Exchange, Norms, Parallel
+from anybatch.plans.told import explained
+from anybatch.plans.weighed import Candidate, FrontierPoint, Prediction, Rival
+
+VERSION = 1
+
+
+class TaskIdentity(Frozen):
+    """The parts of a task by which a plan recognises it."""
+
+    name: str
+    global_batch: int = Field(ge=1)
+    parameters: int = Field(ge=0)
+    trainable_parameters: int = Field(ge=1)
+    ghost_batch: int | None = Field(default=None, ge=1)
+    longest: int | None = Field(
+        default=None, ge=1, description="length of the longest sample, where samples differ in it"
+    )
+
+
+class Plan(Frozen):
+    """How one task runs on one machine.
+
+    Attributes:
+        version: of this format.
+        task: which task it is for.
+        parallel: how the ranks share a step.
+        shares: parts of the global batch that the ranks take, by rank; only their ratios count, and
+            zero is allowed. One for each rank, so their number is the number of ranks.
+        balance: `"measured"`: shares follow the ranks' measured speed; `"fixed"`: they stay.
+        norms: `"ghosts"`: each ghost batch of BatchNorm is computed by one rank; `"synchronised"`: each
+            is divided over the ranks, one per pass, and the norms of all ranks meet in it.
+        device: as torch names it; `"cuda"`: each rank its own.
+        exchange: what ranks tell each other; see `Exchange`.
+        kernels: which kernels compute the model; see `KernelChoices`.
+        devices: of the ranks, if they are in one process.
+        device_name: for people.
+        budget_bytes: memory that training may use on each device; None: not limited.
+        enforced: whether the allocator or the operating system holds the run to the budget.
+        choice: the knobs.
+        ladder: leaner choices, in order; the next one is taken when memory runs out.
+        prediction: bytes and seconds of `choice`.
+        rivals: choices that are predicted to be nearly as fast, the fastest first; see
+            `Session.trial`.
+        rejected: the other candidates.
+        frontier: what memory buys in time, leanest first; with what does not fit the budget.
+        notices: sentences that the user should read before the run.
+    """
+
+    version: Literal[1] = VERSION
+    task: TaskIdentity
+    parallel: Parallel = "single"
+    shares: tuple[float, ...] = Field(default=(1.0,), min_length=1)
+    balance: Balancing = "fixed"
+    norms: Norms = "ghosts"
+    exchange: Exchange = Exchange()
+    kernels: KernelChoices = KernelChoices()
+    device: str = Field(pattern=r"^(cpu|cuda(:\d+)?)$")
+    devices: tuple[Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")], ...] = ()
+    device_name: str = ""
+    budget_bytes: int | None = Field(default=None, ge=1)
+    enforced: bool = False
+    choice: Choice
+    ladder: tuple[Choice, ...] = ()
+    prediction: Prediction | None = None
+    rivals: tuple[Rival, ...] = ()
+    rejected: tuple[Candidate, ...] = ()
+    frontier: tuple[FrontierPoint, ...] = ()
+    notices: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Plan:
+        check(self)
+        return self
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.shares)
+
+    @property
+    def largest_share(self) -> int:
+        """Samples of a full global batch that the rank with the largest share takes, at most; whole
+        ghost batches."""
+        unit = 1 if self.norms == "synchronised" else self.task.ghost_batch or 1
+        units = -(-self.task.global_batch // unit)
+        part = math.ceil(units * max(self.shares) / sum(self.shares) - 1e-9)
+        return min(self.task.global_batch, max(1, part) * unit)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Passes for a full global batch, on the rank that has most; the most there can be, where
+        samples differ in length."""
+        if self.norms == "synchronised":
+            whole, rest = divmod(self.task.global_batch, self.task.ghost_batch or 1)
+            # A rest of one sample joins its neighbour.
+            return whole + (rest > 1 or (rest == 1 and whole == 0))
+        return -(-self.largest_share // self.choice.micro_batch)
+
+    def leaner(self) -> Plan | None:
+        """The plan to take when this one ran out of memory: the next rung of the ladder, or below the
+        last rung half the micro-batch. None: there is nothing leaner."""
+        if self.ladder:
+            return self.model_copy(update={"choice": self.ladder[0], "ladder": self.ladder[1:]})
+        unit = min(self.task.ghost_batch or 1, self.task.global_batch)
+        if self.choice.micro_batch <= unit or self.norms == "synchronised":
+            return None
+        half = max(unit, self.choice.micro_batch // 2 // unit * unit)
+        choice = self.choice.model_copy(
+            update={
+                "micro_batch": half,
+                "evaluation_batch": max(1, min(self.choice.evaluation_batch, half)),
+            }
+        )
+        return self.model_copy(update={"choice": choice})
+
+    def taking(self, rival: Rival) -> Plan:
+        """This plan with the choice of `rival`."""
+        told = {name: getattr(rival, name) for name in ("choice", "ladder", "prediction")}
+        return self.model_copy(update=told)
+
+    def exchanging(self, exchange: Exchange) -> Plan:
+        """This plan with another `exchange` between its ranks. Raises `InputError` if they cannot have
+        it."""
+        return self._with("exchange", exchange, "a plan with this exchange")
+
+    def running(self, kernels: KernelChoices) -> Plan:
+        """This plan with other `kernels`. Raises `InputError` if its device cannot have them."""
+        return self._with("kernels", kernels, "a plan with these kernels")
+
+    def _with(self, name: str, value: BaseModel, source: str) -> Plan:
+        data = {**self.model_dump(mode="json"), name: value.model_dump(mode="json")}
+        return Plan.from_json(json.dumps(data), source=source)
+
+    def explain(self) -> list[tuple[str, str]]:
+        """The plan as (what, how) lines that a person reads in ten seconds."""
+        return explained(self)
+
+    def check_fits(self, identity: TaskIdentity) -> None:
+        """Raises `InputError` if this plan was made for another task than `identity`."""
+        differing = [
+            f"{name} is {getattr(self.task, name)!r} in the plan and {getattr(identity, name)!r} in"
+            " the task"
+            for name in (
+                "global_batch",
+                "parameters",
+                "trainable_parameters",
+                "ghost_batch",
+                "longest",
+            )
+            if getattr(self.task, name) != getattr(identity, name)
+        ]
+        if differing:
+            raise InputError(
+                f"the plan was made for another task ({self.task.name!r}): {'; '.join(differing)}."
+                " Plan this task anew, or pass the task that the plan is for."
+            )
+
+    def to_json(self) -> str:
+        """The plan as indented JSON text, which `from_json` reads back equal."""
+        return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "the plan") -> Plan:
+        """The plan written as `text`. Raises `InputError` with the place of every fault."""
+        files.check_version(text, VERSION, source)
+        try:
+            # JSON has no tuples, so it is read by JSON's rules rather than Python's.
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise InputError(
+                f"{source} cannot be run: {faults(error)}; mend it there, or plan the task anew."
+            ) from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to `path`, whole or not at all. Raises `InputError` if it cannot be."""
+        files.write(self.to_json(), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan in the file `path`. Raises `InputError` if there is none, or it has faults."""
+        return cls.from_json(files.read(path), source=f"the plan {path}")

@@ -1,0 +1,107 @@
+"""Ranks: how they share a step, and what they tell each other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from anybatch.plans.frozen import Frozen
+
+Parallel = Literal["single", "replicate", "ddp", "shard", "in-process"]
+"""How ranks share a step:
+
+`single`: one rank. `replicate`: the whole model on every rank, gradients added up once per step; a
+rank that fails leaves no other waiting. `ddp`: the same by torch's DistributedDataParallel, for models
+that need it. `shard`: parameters, gradients and optimizer state divided over the ranks (FSDP2).
+`in-process`: several devices from one process, the whole model on each.
+"""
+
+Norms = Literal["ghosts", "synchronised"]
+"""Where a ghost batch of BatchNorm is computed: on one rank, or divided over all of them."""
+
+Balancing = Literal["measured", "fixed"]
+"""Whether shares follow the measured speed of the ranks."""
+
+
+class Outer(Frozen):
+    """The optimizer that moves the common weights after a round of local steps: stochastic gradient
+    descent with Nesterov momentum on the mean movement of the ranks. The defaults are those of
+    Douillard et al. 2023, "DiLoCo: Distributed low-communication training of language models".
+
+    Attributes:
+        lr: 1 with no momentum is plain averaging.
+        momentum: of Nesterov's kind.
+    """
+
+    lr: float = Field(default=0.7, gt=0, allow_inf_nan=False)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+
+
+class Exchange(Frozen):
+    """What ranks tell each other, and how often. The default is exact; everything else changes the
+    mathematics of training, and is done because it was asked for.
+
+    Attributes:
+        compress: gradients (or movements) cross in `"bf16"` or `"fp16"`, or as products of thin
+            matrices: `"powersgd"` (Vogels et al. 2019).
+        powersgd_rank: width of those matrices.
+        every: optimizer steps that each rank takes by itself before weights are averaged.
+        outer: the optimizer that takes the averages; None: plain averaging.
+        stale: gradients are applied one step late, and cross while the next step computes.
+    """
+
+    compress: Literal["bf16", "fp16", "powersgd"] | None = None
+    powersgd_rank: int = Field(default=1, ge=1)
+    every: int = Field(default=1, ge=1)
+    outer: Outer | None = None
+    stale: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Exchange:
+        if self.every > 1 and self.stale:
+            raise ValueError(
+                f"every is {self.every} and stale is true, but local steps exchange no gradients that"
+                " could be late: ask for one of the two"
+            )
+        if self.outer is not None and self.every == 1:
+            raise ValueError(
+                "outer is an optimizer for the averages of local steps, and every is 1: ask for more"
+                " steps, or leave it out"
+            )
+        return self
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the update is that of the synchronous step."""
+        return self.compress is None and self.every == 1 and not self.stale
+
+    def describe(self) -> str:
+        """One line for a table."""
+        told = []
+        if self.every > 1:
+            how = (
+                "averaged"
+                if self.outer is None
+                else f"moved by an outer optimizer (lr {self.outer.lr:g}, Nesterov momentum"
+                f" {self.outer.momentum:g})"
+            )
+            told.append(f"local steps, weights {how} every {self.every} steps")
+        if self.stale:
+            told.append("gradients applied one step late")
+        if self.compress == "powersgd":
+            told.append(f"gradients approximated by PowerSGD of rank {self.powersgd_rank}")
+        elif self.compress is not None:
+            told.append(f"{'movements' if self.every > 1 else 'gradients'} sent in {self.compress}")
+        return "; ".join(told) or "exact, in every step"
+
+    def notices(self) -> tuple[str, ...]:
+        """Sentences for whoever reads the plan; none if it is exact."""
+        if self.is_exact:
+            return ()
+        loss = ", and the loss that is reported is that of rank 0's share" if self.every > 1 else ""
+        told = (
+            f"The exchange between ranks is not exact, as asked for ({self.describe()}): the result"
+            f" depends on it and on the number of ranks{loss}."
+        )
+        return (told,)

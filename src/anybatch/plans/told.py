@@ -1,0 +1,80 @@
+"""Told: a plan in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from anybatch.plans.ranks import Parallel
+from anybatch.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from anybatch.plans.plan import Plan
+
+_PARALLEL: dict[Parallel, str] = {
+    "single": "one device",
+    "replicate": "the whole model on each, gradients added up once per step",
+    "ddp": "the whole model on each, by torch's DistributedDataParallel",
+    "shard": "parameters, gradients and optimizer state divided over them",
+    "in-process": "all in this process, the whole model on each",
+}
+
+
+def explained(plan: Plan) -> list[tuple[str, str]]:
+    """`plan` as (what, how) lines that a person reads in ten seconds."""
+    task, choice, told = plan.task, plan.choice, plan.prediction
+    ghost = f", BatchNorm over ghost batches of {task.ghost_batch}" if task.ghost_batch else ""
+    if plan.norms == "synchronised":
+        ghost += ", each divided over the ranks"
+    each = f"{_shares(plan)}, " if plan.num_ranks > 1 else ""
+    samples = f"{task.global_batch:,} samples per step"
+    lines = [
+        ("task", f"{task.name}, {task.trainable_parameters:,} trainable parameters"),
+        ("device", plan.device_name or plan.device),
+    ]
+    if plan.num_ranks > 1:
+        lines.append(("ranks", f"{plan.num_ranks}, {_PARALLEL[plan.parallel]}"))
+    if not plan.exchange.is_exact:
+        lines.append(("exchange", f"not exact: {plan.exchange.describe()}"))
+    lines += [
+        ("global batch", f"{samples}: {each}{_cut(plan)}{ghost}"),
+        ("precision", choice.precision),
+        ("recompute", choice.recompute.describe()),
+    ]
+    if update := choice.describe_update():
+        lines.append(("update", update))
+    if kernels := plan.kernels.describe():
+        lines.append(("kernels", kernels))
+    if plan.budget_bytes is not None:
+        held = "enforced" if plan.enforced else "not enforced"
+        lines.append(("budget", f"{format_bytes(plan.budget_bytes)}, {held}"))
+    if told is not None:
+        part = (
+            f" ({told.peak_bytes / plan.budget_bytes:.0%} of the budget)"
+            if plan.budget_bytes
+            else ""
+        )
+        lines.append(("predicted peak", f"{format_bytes(told.peak_bytes)}{part}"))
+        spent = [f"{name} {format_seconds(time)}" for name, time in told.step_parts.items()]
+        parts = f" ({', '.join(spent)})" if spent else ""
+        lines.append(("predicted step", f"{format_seconds(told.step_seconds)}{parts}"))
+        if told.seconds_method:
+            lines.append(("times are", told.seconds_method))
+    return lines
+
+
+def _cut(plan: Plan) -> str:
+    size, longest = plan.choice.micro_batch, plan.task.longest
+    if plan.accumulation_steps == 1:
+        return "in one piece"
+    if longest is None:
+        return f"{plan.accumulation_steps} micro-batches of {size}, accumulated exactly"
+    return (
+        f"micro-batches of a padded size of at most {size * longest:,} ({size} x {longest:,}, the"
+        " longest), accumulated exactly"
+    )
+
+
+def _shares(plan: Plan) -> str:
+    if len(set(plan.shares)) == 1:
+        return f"up to {plan.largest_share:,} per rank"
+    return "shares " + ":".join(f"{share:g}" for share in plan.shares)

@@ -1,0 +1,72 @@
+"""Weighed: what choices were predicted to cost, and those that were not taken."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from anybatch.plans.choice import Choice
+from anybatch.plans.frozen import Frozen
+
+
+class Prediction(Frozen):
+    """What the plan is predicted to cost the rank with the largest share.
+
+    Attributes:
+        peak_bytes: most that the run adds to the device at any moment, as the budget counts it.
+        evaluation_peak_bytes: the same during evaluation alone.
+        commit_bytes: most that the update allocates: in the first step, which makes the optimizer's
+            state, and in later ones.
+        step_seconds: time of one global step.
+        by_kind: bytes at that peak, by kind.
+        method: how it was found, in words.
+        step_parts: seconds of the step by part (forward, backward, ...); they add up to
+            `step_seconds`.
+        seconds_method: how the time was found, in words.
+        bytes_corrected_by, seconds_corrected_by: factors learned from earlier runs, contained in
+            the figures above.
+        corrected_runs: how many.
+    """
+
+    peak_bytes: int = Field(ge=0)
+    evaluation_peak_bytes: int = Field(ge=0)
+    commit_bytes: tuple[int, int] = (0, 0)
+    step_seconds: float = Field(ge=0)
+    by_kind: dict[str, int] = Field(default_factory=dict)
+    method: str = ""
+    step_parts: dict[str, float] = Field(default_factory=dict)
+    seconds_method: str = ""
+    bytes_corrected_by: float = Field(default=1.0, ge=1)
+    seconds_corrected_by: float = Field(default=1.0, gt=0)
+    corrected_runs: int = Field(default=0, ge=0)
+
+
+class Candidate(Frozen):
+    """A choice that was weighed: what it would cost, and why it was not taken."""
+
+    choice: Choice
+    peak_bytes: int = Field(ge=0)
+    step_seconds: float = Field(ge=0)
+    reason: str
+
+
+class FrontierPoint(Frozen):
+    """A choice that nothing else that was weighed beats in both bytes and time."""
+
+    choice: Choice
+    peak_bytes: int = Field(ge=0)
+    step_seconds: float = Field(ge=0)
+
+
+class Rival(Frozen):
+    """Another choice that fits, and is predicted to be nearly as fast: so nearly that a trial on the
+    device is to decide.
+
+    Attributes:
+        choice, ladder, prediction: as those of a plan.
+        kernel_bytes: what a trial of it leaves in the process: kernels for its shapes.
+    """
+
+    choice: Choice
+    ladder: tuple[Choice, ...] = ()
+    prediction: Prediction
+    kernel_bytes: int = Field(default=0, ge=0)

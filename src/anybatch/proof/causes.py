@@ -1,0 +1,185 @@
+"""Causes: why pieces and whole differ, found by taking one thing away at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.proof.runs import Runs, deviation
+from anybatch.task import Loss, LossFunction
+
+_ALIKE_IN_FLOAT32 = 1e-5  # relative: of a loss
+_IGNORED = -100  # the label that counts nothing, as in torch
+
+_BLOCKS = 8  # of which a loss is asked for its value
+
+
+def causes_of(runs: Runs, tolerance: float) -> Iterator[str]:
+    """Whatever, taken away, takes the deviation away or most of it."""
+    found = False
+    if _draws_random_numbers(runs):
+        found = True
+        without = runs.deviation_when(())
+        yield (
+            "The model draws random numbers in training (dropout, say), and draws them anew for"
+            " each micro-batch. Each draw is as good as another, so this is no error; it cannot"
+            " be compared, though."
+            + (
+                f" Without dropout the pieces agree (deviation {without:.1e})."
+                if without <= tolerance
+                else ""
+            )
+        )
+    names = [name for name, m in runs.model.named_modules() if _looks_across(m)]
+    if names and runs.deviation_when(names) < runs.deviation_when(()) / 10:
+        found = True
+        yield (
+            f"{_some(names)} look{'s' if len(names) == 1 else ''} across the samples of a pass, so"
+            " the result depends on the micro-batch: use anybatch's ghost batches (plain"
+            " torch BatchNorm), GroupNorm or LayerNorm."
+        )
+    if _is_mean_over_tokens(runs, tolerance, names):
+        found = True
+        yield (
+            "The loss is a mean over tokens (labels other than -100), of which pieces have unequal"
+            " numbers, so means of pieces do not make up the mean of the whole: weigh by tokens, as"
+            " anybatch.model_loss (or causal_lm_loss) does for a model of transformers, or return"
+            " anybatch.Loss(sum, weight) with the sum over the tokens and their number."
+        )
+    elif fault := _fault_of_loss(runs, tolerance, names):
+        found = True
+        yield fault
+    if not found and _fault_is_of_padding(runs, tolerance):
+        found = True
+        yield (
+            "What collate makes of a sample depends on the others beside it, and the result on"
+            " that: padding that the model or the loss does not mask, most likely. Mask it in"
+            " attention, in means over positions and in the loss."
+        )
+    if not found:
+        yield (
+            "The cause is not among the known ones (random numbers, norms across the batch, a"
+            " mean of means): look for a loss or a layer that mixes samples of one pass, such as"
+            " contrastive losses or statistics over dim 0."
+        )
+
+
+def _draws_random_numbers(runs: Runs) -> bool:
+    first = runs.gradient(runs.whole, seed=1)
+    return deviation(first, runs.gradient(runs.whole, seed=2)) > 1e-12
+
+
+def _fault_of_loss(runs: Runs, tolerance: float, names: Sequence[str]) -> str | None:
+    """What is wrong with how a loss that returns plain numbers averages, if it is that: told by its
+    values for a few blocks, for pairs of neighbours, and for the whole.
+
+    A mean over w_b counted elements in block b has, for two blocks, a value between theirs that
+    shows w_b's ratio; from the ratios follows the value of the whole. A loss that mixes samples
+    does not obey this.
+    """
+    size = runs.sample.size
+    for most in (_BLOCKS, _BLOCKS // 2, 2):
+        count = min(most, size)
+        ends = [size * i // count for i in range(count + 1)]
+        sizes = [b - a for a, b in pairwise(ends)]
+        values = runs.losses(sizes, names)
+        if values and all(value.isfinite() for value in values):
+            break  # no block is without anything that counts
+    one = runs.losses(runs.whole, names)
+    if one is None or values is None:
+        return None
+    whole, blocks = float(one[0]), [float(value) for value in values]
+    # Many models compute the loss in float32 whatever they are in.
+    coarse = one[0].dtype != torch.float64
+    alike = max(10 * tolerance, _ALIKE_IN_FLOAT32 if coarse else 0.0)
+
+    def is_whole(value: float) -> bool:
+        return abs(value - whole) <= alike * max(abs(whole), 1e-12)
+
+    if is_whole(sum(blocks)):
+        return (
+            "The loss is a sum over the samples, returned where a mean is expected: return"
+            " anybatch.Loss(sum, weight) with that sum and the number of samples, or the mean."
+        )
+    if is_whole(_mean_of(blocks, sizes)):
+        return None
+    weights = [1.0]
+    for b, pair in enumerate(_pairs(runs, sizes, names)):
+        rest = blocks[b + 1] - pair
+        ratio = (pair - blocks[b]) / rest if rest else -1.0
+        if not ratio > 0:
+            return None
+        weights.append(weights[-1] * ratio)
+    if not is_whole(_mean_of(blocks, weights)):
+        return None
+    return (
+        "The loss is a mean over something else than the samples (non-ignored tokens,"
+        " positive pairs), so means of pieces do not make up the mean of the whole: return"
+        " anybatch.Loss(sum, weight) with the sum and the number of what is counted."
+    )
+
+
+def _is_mean_over_tokens(runs: Runs, tolerance: float, names: Sequence[str]) -> bool:
+    """Whether pieces agree with the whole if each weighs as many as it has labels: all of them, or
+    those that are predicted from the token before."""
+    if runs.losses(runs.whole, names) is None or _labels_of(runs.sample.batch) is None:
+        return False
+    ways = (partial(_by_labels, runs.task.loss, first) for first in (0, 1))
+    return any(runs.deviation_when(names, loss=way) <= tolerance for way in ways)
+
+
+def _fault_is_of_padding(runs: Runs, tolerance: float) -> bool:
+    """Whether pieces that are cut from the whole batch agree with it, unlike those that are collated by
+    themselves."""
+    if runs.sample.fetch is None:
+        return False
+    once = replace(runs, sample=runs.sample.collated_once())
+    return once.deviation_when(()) <= tolerance
+
+
+def _pairs(runs: Runs, sizes: Sequence[int], names: Sequence[str]) -> list[float]:
+    """What the loss returns for each block with the next one."""
+    found: dict[int, float] = {}
+    for first in (0, 1):  # pairs that begin at even blocks, then at odd ones
+        cut = [*sizes[:first]]
+        starts = range(first, len(sizes), 2)
+        cut += [sum(sizes[b : b + 2]) for b in starts]
+        losses = (runs.losses(cut, names) or [])[first:]
+        found.update((b, float(value)) for b, value in zip(starts, losses, strict=True))
+    return [found[b] for b in range(len(sizes) - 1)]
+
+
+def _labels_of(batch: object) -> Tensor | None:
+    """`labels` of tokens, `[batch, tokens]`, if there are any."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    return labels if isinstance(labels, Tensor) and labels.dim() == 2 else None
+
+
+def _by_labels(loss: LossFunction, first: int, model: nn.Module, batch: object) -> Loss:
+    """What `loss` returns, as the mean over the labels from number `first` on that count."""
+    labels = _labels_of(batch)
+    count = 0 if labels is None else int((labels[:, first:] != _IGNORED).sum())
+    if not count:  # a mean over nothing is not a number
+        return Loss(torch.stack([param.sum() * 0 for param in model.parameters()]).sum(), 0)
+    mean = loss(model, batch)
+    assert isinstance(mean, Tensor)
+    return Loss(mean * count, count)
+
+
+def _mean_of(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights)
+
+
+def _looks_across(module: nn.Module) -> bool:
+    """A norm with running statistics, torch's or (by its buffers) anybody's."""
+    return hasattr(module, "running_mean") and next(module.children(), None) is None
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

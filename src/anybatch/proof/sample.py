@@ -1,0 +1,85 @@
+"""Sample: the data of a proof, whole and in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from anybatch.data import (
+    Piece,
+    Request,
+    batch_size,
+    evaluation_batches,
+    is_map_style,
+    map_leaves,
+    open_fetch,
+    permutation,
+    slice_batch,
+)
+from anybatch.errors import InputError
+from anybatch.task import Task
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some samples of the training data.
+
+    Attributes:
+        batch: all of them, collated together.
+        order: their numbers, in map-style data.
+        fetch: collates some of them by themselves, as training would; None: pieces are cut from the
+            whole.
+    """
+
+    batch: object
+    order: Tensor
+    fetch: Callable[[Request], object] | None
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return batch_size(self.batch)
+
+    def cut(self, sizes: Sequence[int], dtype: torch.dtype) -> Iterator[object]:
+        """Pieces of these sizes, their floating-point numbers in `dtype`."""
+
+        def cast(leaf: object) -> object:
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                return leaf.to(dtype)
+            return leaf
+
+        start = 0
+        for size in sizes:
+            yield map_leaves(self._piece(start, start + size), cast)
+            start += size
+
+    def collated_once(self) -> Sample:
+        """The same samples, of which pieces are cut from the whole."""
+        return replace(self, fetch=None)
+
+    def _piece(self, start: int, stop: int) -> object:
+        if self.fetch is None or stop - start == self.size:
+            return slice_batch(self.batch, start, stop)
+        return self.fetch([Piece(0, self.order[start:stop])])
+
+
+def sample_of(task: Task, wanted: int) -> Sample:
+    """The first samples of the first epoch of `task`, at most `wanted`. Raises `InputError` if there is
+    a single one."""
+    data = task.train
+    nothing = torch.empty(0, dtype=torch.int64)
+    if is_map_style(data):
+        order = permutation(task.seed, 0, len(data), task.shuffle)[:wanted]
+        if len(order) > 1:
+            fetch = open_fetch(data, task.collate, task.seed)
+            return Sample(fetch([Piece(0, order)]), order, fetch)
+    for batch, num_samples in evaluation_batches(data, task.collate, wanted, seed=task.seed):
+        if num_samples >= 2:
+            return Sample(batch, nothing, None)
+    raise InputError(
+        f"the training data of task {task.name!r} has a single sample, which cannot be cut:"
+        " there is nothing to prove."
+    )

@@ -1,0 +1,86 @@
+"""Batches: what one rank runs of data that it does not train on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from anybatch.data import evaluation_batches, is_map_style, lengths_of, on_device
+from anybatch.engine import Pulse, Skips
+from anybatch.parallel import Group
+from anybatch.task import Task
+
+
+class Batches:
+    """Batches of held-out samples, or of others to predict, on the device.
+
+    Args:
+        task: how samples are collated and loaded.
+        longest: length of the longest sample, where they differ in it.
+        group: the ranks.
+        device: of this rank.
+        pulse: told of each batch.
+
+    Raises `InputError` if the task's lengths of the held-out samples cannot be used.
+    """
+
+    def __init__(
+        self, task: Task, longest: int | None, group: Group, device: torch.device, pulse: Pulse
+    ) -> None:
+        self._task = task
+        self._longest = longest or 1
+        self._group = group
+        self._device = device
+        self._pulse = pulse
+        # Lengths by index are those of the training data alone.
+        known = callable(task.lengths) and task.valid is not None and is_map_style(task.valid)
+        self._lengths = lengths_of(task.lengths, task.valid, "held-out") if known else None
+
+    def of(
+        self,
+        data: Any,
+        size: int,
+        first: int = 0,
+        *,
+        alone: bool = False,
+        skips: Skips | None = None,
+    ) -> Iterator[tuple[Any, int]]:
+        """This rank's part of `data` from sample `first` on, as (batch, number of samples).
+
+        Args:
+            data: a data set.
+            size: the most samples of a batch; the most of the longest, where they differ in length.
+            first: sample to begin with.
+            alone: this rank takes all of it.
+            skips: knows the held-out samples that are left out.
+        """
+        task, group = self._task, self._group
+        batches = evaluation_batches(
+            data,
+            task.collate,
+            size,
+            first=first,
+            rank=0 if alone else group.rank,
+            shares=(1.0,) if alone else group.shares,
+            seed=task.seed,
+            num_workers=task.num_workers,
+            pin_memory=self._device.type == "cuda",
+            lockstep=group.lockstep and not alone,
+            gaps=skips.held_out if skips else (),
+            find_all=skips is not None,
+            lengths=self._lengths if data is task.valid else None,
+            most=size * self._longest,
+        )
+        numbers: deque[int] = deque()  # a batch is copied ahead: its number waits for it here
+
+        def plain() -> Iterator[Any]:
+            for batch, num_samples in batches:
+                numbers.append(num_samples)
+                yield batch
+
+        for batch in on_device(plain(), self._device):
+            self._pulse.beat()
+            yield batch, numbers.popleft()

@@ -1,0 +1,98 @@
+"""Record: the figures of a run, and the events that open and close it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from anybatch.data import Steps
+from anybatch.engine import Meter, Skips
+from anybatch.events import RunEnded, RunStarted
+from anybatch.parallel import Group
+from anybatch.plans import Plan
+from anybatch.rank.checks import versions
+from anybatch.rank.position import Position
+
+_METER_SECONDS = 0.5  # reading the kernel's books costs more than a small step
+
+
+class Record:
+    """What a rank knows of its run.
+
+    Args:
+        name: of the task.
+        steps: of the run.
+        position: how far it has come.
+        group: the ranks.
+        meter: of the memory in use.
+        skips: of bad data, if there are any.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        steps: Steps,
+        position: Position,
+        group: Group,
+        meter: Meter,
+        skips: Skips | None,
+    ) -> None:
+        self._name = name
+        self._steps = steps
+        self._position = position
+        self._group = group
+        self._meter = meter
+        self._skips = skips
+        self._step_seconds: deque[float] = deque(maxlen=1000)
+        self._memory = 0
+        self._memory_read = 0.0
+
+    def took(self, seconds: float) -> None:
+        """A step took so long."""
+        self._step_seconds.append(seconds)
+
+    def memory_bytes(self) -> int:
+        """The peak so far, as it was read not long ago."""
+        now = time.perf_counter()
+        if now - self._memory_read > _METER_SECONDS:
+            self._memory, self._memory_read = self._meter.peak_bytes(), now
+        return self._memory
+
+    def started(self, plan: Plan) -> RunStarted:
+        """The event that opens a run under `plan`."""
+        return RunStarted(
+            time=time.time(),
+            task=self._name,
+            device=plan.device_name or plan.device,
+            num_samples=self._steps.num_samples,
+            total_steps=self._steps.total_steps,
+            plan=plan.model_dump(mode="json"),
+            versions=versions(),
+            notices=(*plan.notices, *plan.exchange.notices()),
+        )
+
+    def ended(
+        self, given: Plan, followed: Plan, seconds: float, finished: bool, reason: str
+    ) -> RunEnded:
+        """The event that closes a run which was `given` one plan and `followed` another at the end, or
+        the same. Ranks speak to each other only if it is `finished`."""
+        # Else what was predicted is of another choice.
+        told = given.prediction if followed.choice == given.choice else None
+        times = sorted(list(self._step_seconds)[1:] or self._step_seconds)
+        mine = self._meter.peak_bytes()
+        peaks = self._group.exchange(mine) if finished else [mine]
+        return RunEnded(
+            time=time.time(),
+            steps=self._position.step,
+            samples_seen=self._position.samples_seen,
+            seconds=seconds,
+            step_seconds=times[len(times) // 2] if times else None,
+            predicted_peak_bytes=told.peak_bytes if told else None,
+            measured_peak_bytes=max(peaks),
+            predicted_step_seconds=told.step_seconds if told else None,
+            budget_bytes=given.budget_bytes,
+            finished=finished,
+            reason=reason,
+            rank_peak_bytes=tuple(peaks) if len(peaks) > 1 else (),
+            num_skipped=self._skips.num_samples if self._skips else 0,
+        )
