@@ -14,14 +14,15 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from anybatch.compute.precision import check_available, precision_notices
 from anybatch.data import is_map_style, num_samples_of
-from anybatch.errors import InputError, NoPlanFits, PeerFailed
+from anybatch.errors import InputError, PeerFailed
 from anybatch.estimate import Subject, few_collections, subject_of
 from anybatch.launch import find
 from anybatch.machine import Device, Machine
 from anybatch.parallel import exchange as tell
 from anybatch.parallel.told import Told
-from anybatch.planner import Wishes, default_ghost_notice, layout_of, make_plan, unpredicted
+from anybatch.planner import Wishes, default_ghost_notice, layouts_of, make_plan, unpredicted
 from anybatch.plans import (
     Balancing,
     Exchange,
@@ -31,7 +32,7 @@ from anybatch.plans import (
     Recompute,
     parse_balance,
     parse_norms,
-    parse_precision,
+    parse_open_precision,
 )
 from anybatch.session import Session
 from anybatch.task import Task, check_task
@@ -52,6 +53,7 @@ def plan(
     balance: Balancing | None = None,
     compile: bool = False,
     frontier: bool = False,
+    watch: Callable[[str], None] | None = None,
 ) -> Plan:
     """The fastest plan for `task` that is predicted to fit.
 
@@ -64,8 +66,11 @@ def plan(
         memory: budget per device (`"10GiB"`, or bytes); None: most of what is free, or what
             `machine` says.
         ranks: how many to plan for; None: those that are here, or one for each device of `machine`.
-        parallel: how they share a step, see `plans.Parallel`; None: chosen.
-        precision: one of `plans.Precision`, or O0 to O3. Never changed by the planner.
+        parallel: how they share a step, see `plans.Parallel`; None: `"replicate"` or `"shard"`, as is
+            predicted to be faster.
+        precision: one of `plans.Precision`, or O0 to O3, which is never changed; or `"auto"`: of fp32,
+            tf32, bf16 (and fp16 where there is no bf16) what is predicted to be fastest on the device,
+            the more exact one among equals.
         micro_batch: samples per forward pass; None lets the planner choose.
         recompute: `"none"`, `"all"`, `"nested"`, names of modules separated by commas, or a
             `Recompute`; None lets the planner choose.
@@ -78,6 +83,7 @@ def plan(
         compile: compile the blocks of the model by `torch.compile`. Then a budget on a CPU is planned
             with and not enforced.
         frontier: look at ways that cannot win, too, so that the plan tells what memory buys in time.
+        watch: told what is being looked at, in a few words, as often as that changes.
 
     Raises:
         NoPlanFits: not even the leanest plan fits.
@@ -91,46 +97,44 @@ def plan(
     devices = _devices(machine, memory, ranks, parallel)
 
     def make() -> Plan:
+        wanted = parse_open_precision(precision)
+        told: dict[str, None] = {}  # each once
+        if wanted is not None:
+            for device in devices:
+                check_available(wanted, device)
+                told |= dict.fromkeys(precision_notices(wanted, device))
         subject = subject_of(task)
         wishes = Wishes(
-            precision=parse_precision(precision),
+            precision=wanted,
             micro_batch=micro_batch,
             recompute=_recompute(recompute, subject),
             frontier=frontier,
+            watch=watch,
             compile=compile,
             shapes_vary=task.lengths is not None or task.collate is not None,
         )
 
-        @few_collections()
-        def shared(way: Parallel | None, *more: str) -> Plan:
-            return make_plan(
+        # Ranks that meet inside passes exchange exactly.
+        exact = exchange is None or exchange.is_exact
+        with few_collections():
+            made = make_plan(
                 subject,
                 min(devices, key=lambda device: device.budget_bytes),
                 wishes,
                 limited=memory is not None or machine is not None,
-                layout=layout_of(devices, way, balance),
-                # Ranks that meet inside passes exchange exactly.
-                norms=norms if exchange is None or exchange.is_exact else "ghosts",
+                layouts=layouts_of(devices, parallel, balance, exact=exact),
+                norms=norms if exact else "ghosts",
                 notices=(
                     *default_ghost_notice(subject.identity.ghost_batch, task.ghost_batch),
                     *_size_notice(task),
+                    *told,
                     *_length_notice(subject),
-                    *more,
+                    *subject.depends,
                 ),
             )
-
-        try:
-            made = shared(parallel)
-            if machine is None and not together and wishes.micro_batch is None:
-                made = _measured(task, made)
-            return made if exchange is None else made.exchanging(exchange)
-        except NoPlanFits as error:
-            if parallel is not None or exchange is not None or len(devices) == 1:
-                raise
-            try:
-                return shared("shard", _SHARDED)
-            except (NoPlanFits, InputError):
-                raise error from None
+        if machine is None and not together and wishes.micro_batch is None:
+            made = _measured(task, made)
+        return made if exchange is None else made.exchanging(exchange)
 
     return _by_rank_0(make) if together else make()
 
@@ -183,7 +187,7 @@ def serves_again(
         and before.device_name == leanest.name
         and before.enforced == (memory is not None and not (compile and before.device == "cpu"))
         and (memory is None or before.budget_bytes == leanest.budget_bytes)
-        and before.choice.precision == parse_precision(precision)
+        and parse_open_precision(precision) in (None, before.choice.precision)
         and before.kernels.compile == compile
         and (parallel is None or before.parallel == parallel)
         and before.exchange == (exchange or Exchange())
@@ -191,12 +195,6 @@ def serves_again(
         and micro_batch is None
         and recompute is None
     )
-
-
-_SHARDED = (
-    "The whole model does not fit on each rank, so parameters, gradients and optimizer state are"
-    " divided over the ranks."
-)
 
 
 def checked_ranks(ranks: int | None, parallel: Parallel | None) -> None:

@@ -7,5 +7,5 @@ from anybatch.planner.make import default_ghost_notice as default_ghost_notice
 from anybatch.planner.make import make_plan as make_plan
 from anybatch.planner.make import unpredicted as unpredicted
 from anybatch.planner.ranks import Layout as Layout
-from anybatch.planner.ranks import layout_of as layout_of
+from anybatch.planner.ranks import layouts_of as layouts_of
 from anybatch.planner.setting import Wishes as Wishes

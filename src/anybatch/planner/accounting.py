@@ -7,20 +7,22 @@ from dataclasses import dataclass
 from anybatch.estimate import Subject
 from anybatch.estimate.ledger import Ledger, ledger
 from anybatch.machine import Machine
-from anybatch.planner.knobs import Knob, knobs
-from anybatch.planner.make import setting_of
-from anybatch.planner.ranks import Layout, of_one_rank
-from anybatch.planner.setting import Wishes
+from anybatch.planner.costs import Costs, Untraceable
+from anybatch.planner.knobs import Knob, in_use, knobs
+from anybatch.planner.ranks import Layout, rank_of
+from anybatch.planner.setting import setting_of
 from anybatch.planner.sizes import Sizes
 from anybatch.plans import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The ledger of a plan's choice, and what turning one knob of it would do."""
+    """The ledger of a plan's choice, what turning one knob of it would do, and what turning one back
+    would that is in use."""
 
     ledger: Ledger
     knobs: tuple[Knob, ...]
+    in_use: tuple[Knob, ...]
 
 
 def account(subject: Subject, machine: Machine, plan: Plan) -> Account:
@@ -28,12 +30,15 @@ def account(subject: Subject, machine: Machine, plan: Plan) -> Account:
 
     Raises whatever the model or loss raises on fake tensors.
     """
-    device = machine.device
-    wishes = Wishes(precision=plan.choice.precision)
+    device, choice = machine.device, plan.choice
     layout = Layout(plan.parallel, plan.shares, plan.balance, plan.devices, plan.norms)
-    subject = of_one_rank(subject, layout, device)
-    setting = setting_of(subject, device, wishes, plan.enforced, plan.num_ranks)
-    return Account(ledger(subject, plan.choice, device), knobs(subject, setting, plan.choice))
+    subject = rank_of(subject, layout, device)
+    setting = setting_of(subject, device, choice.precision, layout, plan.enforced)
+    costs = Costs(subject, setting, choice.optimizer_states)
+    try:
+        return Account(ledger(subject, choice, device), knobs(costs, choice), in_use(costs, choice))
+    except Untraceable as error:
+        raise error.cause from None
 
 
 def smallest_micro_batch(subject: Subject) -> int:

@@ -8,12 +8,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from anybatch.errors import AnybatchError
 from anybatch.estimate import Footprint, Peak, Subject, evaluation_peak, footprint
-from anybatch.estimate.seconds import StepSeconds, exchange_seconds
+from anybatch.estimate.seconds import StepSeconds
+from anybatch.planner.exchange import seconds_of_exchange
 from anybatch.planner.reserve import reserve_of
 from anybatch.planner.setting import Setting
-from anybatch.planner.sizes import Sizes
-from anybatch.plans import Choice, Precision, Recompute, StatesOn
+from anybatch.planner.sizes import Sizes, first_evaluation_batch
+from anybatch.plans import Choice, Parallel, Recompute, StatesOn
+
+
+class Untraceable(Exception):
+    """The user's code raised something on fake tensors: its cause.
+
+    Attributes:
+        choice: under which.
+    """
+
+    def __init__(self, choice: Choice, cause: Exception) -> None:
+        super().__init__(f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), '')}")
+        self.choice: Choice = choice
+        self.cause: Exception = cause
 
 
 class Costs:
@@ -25,12 +40,11 @@ class Costs:
 
     Args:
         subject: what a rank computes.
-        setting: where.
-        precision: of all choices.
+        setting: where, and among which ranks.
         states_on: where all of them have the optimizer's states.
 
     Attributes:
-        subject, setting: as given.
+        subject, setting, states_on: as given.
         sizes: micro-batches that there are.
         room: bytes that the budget leaves.
     """
@@ -39,40 +53,47 @@ class Costs:
         self,
         subject: Subject,
         setting: Setting,
-        precision: Precision,
         states_on: StatesOn = "device",
     ) -> None:
         self.subject = subject
         self.setting = setting
+        self.states_on: StatesOn = states_on
         self.sizes: Sizes = Sizes.of(subject)
         budget = setting.device.budget_bytes
         self.room: int = int((budget - reserve_of(budget)) / setting.correction.bytes)
-        self._precision: Precision = precision
-        self._states_on: StatesOn = states_on
-        self._exchange = exchange_seconds(
-            setting.pace.parameter_bytes, setting.device, setting.num_ranks
-        )
         self._traced: dict[Choice, Footprint] = {}
         self._read_off: dict[Choice, int] = {}  # bytes by the line, where nothing was traced
+
+    @property
+    def parallel(self) -> Parallel:
+        """How the ranks share a step."""
+        return self.setting.layout.parallel
 
     def choice(self, way: Recompute, micro_batch: int) -> Choice:
         """The choice of that way and micro-batch."""
         return Choice(
             micro_batch=micro_batch,
-            evaluation_batch=1,
-            precision=self._precision,
+            evaluation_batch=first_evaluation_batch(micro_batch, self.subject.num_valid),
+            precision=self.setting.precision,
             recompute=way,
             update=self.setting.pace.update,
-            optimizer_states=self._states_on,
+            optimizer_states=self.states_on,
         )
 
     # -------------------------------------------------------------------------------------- bytes
 
     def footprint(self, choice: Choice) -> Footprint:
-        """Of `choice`, from a trace."""
+        """Of `choice`, from a trace. Raises `Untraceable`."""
         found = self._traced.get(choice)
         if found is None:
-            found = self._divided(footprint(self.subject, choice, self.setting.device))
+            if self.setting.watch is not None:
+                self.setting.watch(f"candidate {len(self._traced) + 1}: {choice.describe()}")
+            try:
+                found = self._divided(footprint(self.subject, choice, self.setting.device))
+            except AnybatchError:
+                raise
+            except Exception as error:  # whatever the user's code raises
+                raise Untraceable(choice, error) from error
             self._traced[choice] = found
         return found
 
@@ -142,17 +163,18 @@ class Costs:
 
     def _peak_divided(self, peak: Peak) -> Peak:
         division = self.subject.division
-        return peak if division is None else Peak(*division.divided(peak.num_bytes, peak.by_kind))
+        return peak if division is None else peak.divided(division)
 
     # ------------------------------------------------------------------------------------ seconds
 
     def step(self, choice: Choice) -> StepSeconds:
         """Seconds of a step under `choice`, by part."""
+        passes = self.sizes.passes(choice.micro_batch)
         return self.setting.pace.step(
             choice.micro_batch,
             choice.recompute,
             self.sizes.whole,
-            self._exchange,
+            seconds_of_exchange(self.subject, self.setting, choice, passes),
             choice.optimizer_states,
         )
 

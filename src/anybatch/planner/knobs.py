@@ -1,26 +1,41 @@
 """Knobs: what each way to need less memory buys, and what it costs in time.
 
 For people who look at where the bytes go, or to whom nothing fits: one knob is turned at a time, from
-one choice on. Some of them no plan turns by itself, since they change what is computed.
+one choice on. Some of them no plan turns by itself, since they change what is computed. Knobs that the
+choice has turned already are turned back one at a time, which tells what they are good for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.util import find_spec
 
-from anybatch.errors import AnybatchError
-from anybatch.estimate import Peak, Subject, footprint
-from anybatch.estimate.calibration_store import speeds_of
-from anybatch.estimate.seconds import Pace, exchange_seconds
-from anybatch.planner.ranks import half_of
-from anybatch.planner.setting import Setting
-from anybatch.planner.sizes import Sizes
+from anybatch.errors import AnybatchError, InputError
+from anybatch.estimate import Peak, loss_in_pieces
+from anybatch.estimate.sharding import Division
+from anybatch.planner.costs import Costs, Untraceable
+from anybatch.planner.ranks import Layout, division_of, half_of
+from anybatch.planner.setting import setting_of
 from anybatch.plans import Choice, Precision, Recompute
 
 _MOST_BYTES = 0.995
 """A knob that leaves more than this part of the peak is not worth a line."""
+
+_LOWER: dict[Precision, tuple[Precision, ...]] = {
+    "fp32": ("bf16", "bf16-weights", "bf16-pure"),
+    "tf32": ("bf16", "bf16-weights", "bf16-pure"),
+    "bf16": ("bf16-weights", "bf16-pure"),
+    "bf16-weights": ("bf16-pure",),
+    "fp16": ("fp16-weights", "fp16-pure"),
+    "fp16-weights": ("fp16-pure",),
+}
+"""Precisions that take less memory than another."""
+
+_ADAPTED = 0.01
+"""Part of the weights that small adapters have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,116 +44,149 @@ class Knob:
 
     Attributes:
         what: in a few words.
-        peak_bytes: predicted peak with it.
-        step_seconds: predicted time of a step with it.
+        peak_bytes: predicted peak with it; of one that is in use, without it.
+        step_seconds: predicted time of a step with it; of one that is in use, without it.
         remark: what else it does; empty: nothing, the result stays the same.
     """
 
     what: str
     peak_bytes: int
     step_seconds: float
-    remark: str
+    remark: str = ""
 
 
-def knobs(subject: Subject, setting: Setting, choice: Choice) -> tuple[Knob, ...]:
-    """What turning one knob of `choice` would do; what frees most comes first.
-
-    Raises whatever the model or loss raises on fake tensors.
-    """
-    here = _Here(subject, setting, choice)
-    found = [knob for knob in here.all() if knob.peak_bytes < _MOST_BYTES * here.peak.num_bytes]
+def knobs(costs: Costs, choice: Choice) -> tuple[Knob, ...]:
+    """What turning one knob of `choice` would do; what frees most comes first."""
+    here = _Here(costs, choice)
+    most = _MOST_BYTES * costs.learned_bytes(here.peak.num_bytes)
+    found = [knob for knob in here.to_turn() if knob.peak_bytes < most]
     return tuple(sorted(found, key=lambda knob: (knob.peak_bytes, knob.step_seconds, knob.what)))
+
+
+def in_use(costs: Costs, choice: Choice) -> tuple[Knob, ...]:
+    """What turning back one knob that `choice` has turned would do; what needs most comes first."""
+    here = _Here(costs, choice)
+    least = costs.learned_bytes(here.peak.num_bytes) / _MOST_BYTES
+    found = [knob for knob in here.to_turn_back() if knob.peak_bytes > least]
+    return tuple(sorted(found, key=lambda knob: (-knob.peak_bytes, knob.step_seconds, knob.what)))
 
 
 class _Here:
     """The choice that is started from."""
 
-    def __init__(self, subject: Subject, setting: Setting, choice: Choice) -> None:
-        self._subject = subject
-        self._setting = setting
+    def __init__(self, costs: Costs, choice: Choice) -> None:
+        self._costs = costs
+        self._subject, self._setting = costs.subject, costs.setting
         self._choice = choice
-        self._sizes = Sizes.of(subject)
-        self.peak: Peak = footprint(subject, choice, setting.device).peak
+        self._num_ranks = len(costs.setting.layout.shares)
+        self.peak: Peak = costs.footprint(choice).peak
 
-    def all(self) -> Iterator[Knob]:
+    def to_turn(self) -> Iterator[Knob]:
         """Every knob that there is."""
-        size = self._choice.micro_batch
-        smallest = self._sizes.smallest
-        if smallest < size // 2:
-            half = self._sizes.in_units(size // 2)
+        for turned in (
+            self._micro_batches,
+            self._ways,
+            self._loss,
+            self._precisions,
+            self._optimizers,
+            self._on_host,
+            self._in_backward,
+            self._over_ranks,
+        ):
+            with suppress(Untraceable):
+                yield from turned()
+
+    def to_turn_back(self) -> Iterator[Knob]:
+        """Every knob that is turned."""
+        for turned in (self._larger, self._kept, self._on_device, self._whole):
+            with suppress(Untraceable):
+                yield from turned()
+
+    # ------------------------------------------------------------------------------------- to turn
+
+    def _micro_batches(self) -> Iterator[Knob]:
+        size, sizes = self._choice.micro_batch, self._costs.sizes
+        if sizes.smallest < size // 2:
+            half = sizes.in_units(size // 2)
             yield self._turned(f"micro-batch {half}", {"micro_batch": half})
-        if smallest < size:
-            yield self._turned(f"micro-batch {smallest}", {"micro_batch": smallest})
-        for what, way in self._ways():
-            if way != self._choice.recompute:
-                yield self._turned(what, {"recompute": way})
-        yield from self._precisions()
-        yield from self._eight_bit()
-        yield from self._on_host()
-        yield from self._in_backward()
-        yield self._sharded()
+        if sizes.smallest < size:
+            yield self._turned(f"micro-batch {sizes.smallest}", {"micro_batch": sizes.smallest})
 
-    def _ways(self) -> Iterator[tuple[str, Recompute]]:
+    def _ways(self) -> Iterator[Knob]:
+        now = self._choice.recompute
+        ways: dict[str, Recompute] = {}
         if blocks := self._subject.blocks:
-            yield (
-                "recompute every block, keep matrix products",
-                Recompute(blocks=blocks, keep="matmuls"),
+            ways["recompute every block, keep matrix products"] = Recompute(
+                blocks=blocks, keep="matmuls"
             )
-            yield "recompute every block", Recompute(blocks=blocks)
+            ways["recompute every block"] = Recompute(blocks=blocks)
         if chains := self._subject.chains:
-            yield "recompute nested", Recompute(blocks=chains, nested=True)
+            ways["recompute nested"] = Recompute(blocks=chains, nested=True)
+        if self._setting.pace.has_host and not now.nested:
+            ways["activations in host memory"] = now.model_copy(update={"to_host": True})
+        for what, way in ways.items():
+            if way != now:
+                yield self._turned(what, {"recompute": way})
 
-    def _turned(self, what: str, changes: dict[str, object], remark: str = "") -> Knob:
-        choice = self._choice.model_copy(update=changes)
-        peak = footprint(self._subject, choice, self._setting.device).peak.num_bytes
-        return self._knob(what, peak, self._seconds(choice), remark)
-
-    def _knob(self, what: str, peak_bytes: float, seconds: float, remark: str) -> Knob:
-        learned = self._setting.correction
-        return Knob(what, int(peak_bytes * learned.bytes), seconds * learned.seconds, remark)
-
-    def _seconds(self, choice: Choice) -> float:
-        pace = self._setting.pace
-        if choice.precision != self._choice.precision:
-            device = self._setting.device
-            speeds, mapped = speeds_of(device), self._setting.mapped
-            pace = Pace(self._subject, device, speeds, choice.precision, mapped)
-        return pace.step(
-            choice.micro_batch,
-            choice.recompute,
-            self._sizes.whole,
-            states_on=choice.optimizer_states,
-        ).total
+    def _loss(self) -> Iterator[Knob]:
+        found = loss_in_pieces(self._subject, self._choice, self._setting.device)
+        if found is not None:
+            division = self._subject.division
+            peak = found if division is None else found.divided(division)
+            yield self._knob(
+                "loss in pieces (lm_loss, causal_lm_loss)",
+                peak.num_bytes,
+                self._costs.seconds(self._choice),
+                "put it in the task: the logits are computed twice, which takes a little longer",
+            )
 
     def _precisions(self) -> Iterator[Knob]:
-        if self._choice.precision not in ("fp32", "tf32"):
-            return
-        wanted: tuple[tuple[Precision, str], ...] = (
-            ("bf16", "activations in bfloat16: rounds differently"),
-            ("bf16-weights", "weights in bfloat16: rounds differently"),
-            ("bf16-pure", "weights and optimizer in bfloat16: small updates are lost"),
-        )
-        for precision, remark in wanted:
-            try:
-                yield self._turned(f"precision {precision}", {"precision": precision}, remark)
-            except AnybatchError:  # the task or the device cannot
-                continue
+        remarks = {
+            "": "activations in half precision: rounds differently",
+            "weights": "weights in half precision: rounds differently",
+            "pure": "weights and optimizer in half precision: small updates are lost",
+        }
+        for precision in _LOWER.get(self._choice.precision, ()):
+            with suppress(AnybatchError):  # the task or the device cannot
+                yield self._in_precision(precision, remarks[precision.partition("-")[2]])
 
-    def _eight_bit(self) -> Iterator[Knob]:
+    def _in_precision(self, precision: Precision, remark: str) -> Knob:
+        now = self._setting
+        setting = setting_of(self._subject, now.device, precision, now.layout)
+        setting = replace(setting, mapped=now.mapped, correction=now.correction)
+        other = Costs(self._subject, setting, self._costs.states_on)
+        choice = self._choice.model_copy(update={"precision": precision})
+        return self._knob(
+            f"precision {precision}", other.peak(choice), other.seconds(choice), remark
+        )
+
+    def _optimizers(self) -> Iterator[Knob]:
+        """Other optimizers, and training so little that theirs does not count."""
+        here, seconds = self.peak.num_bytes, self._costs.seconds(self._choice)
         states = self.peak.by_kind.get("optimizer state", 0)
-        if not states or find_spec("torchao") is None:
-            return
-        # One byte for four (or two), and a scale for each block of 256.
-        saved = states * (0.49 if self._choice.precision.endswith("pure") else 0.74)
+        if states:
+            remark = "give the task another optimizer, which learns differently"
+            yield self._knob("SGD without momentum", here - states, seconds, remark)
+        if states and self._subject.division is None and find_spec("torchao") is not None:
+            # One byte for four (or two), and a scale for each block of 256.
+            saved = states * (0.49 if self._choice.precision.endswith("pure") else 0.74)
+            yield self._knob(
+                "8-bit optimizer (torchao)",
+                here - saved,
+                seconds,
+                "give the task another optimizer",
+            )
+        trained = states + self.peak.by_kind.get("gradients", 0)
         yield self._knob(
-            "8-bit optimizer (torchao)",
-            self.peak.num_bytes - saved,
-            self._seconds(self._choice),
-            "give the task another optimizer",
+            "small adapters on frozen weights (LoRA)",
+            here - (1 - _ADAPTED) * trained,
+            seconds,
+            "for fine-tuning: only the adapters learn",
         )
 
     def _on_host(self) -> Iterator[Knob]:
-        if self._setting.pace.can_offload and self._choice.optimizer_states == "device":
+        on_device = self._choice.optimizer_states == "device"
+        if self._setting.pace.can_offload and on_device and self._subject.division is None:
             yield self._turned("optimizer states in host memory", {"optimizer_states": "host"})
 
     def _in_backward(self) -> Iterator[Knob]:
@@ -146,33 +194,98 @@ class _Here:
         pass, and what it keeps recomputed. No plan does that, since an update that has begun could
         not be undone."""
         blocks = self._subject.blocks
-        if self._subject.clip_norm is not None or self._setting.num_ranks > 1 or not blocks:
+        if self._subject.clip_norm is not None or self._num_ranks > 1 or not blocks:
             return
         choice = self._choice.model_copy(
-            update={"micro_batch": self._sizes.whole, "recompute": Recompute(blocks=blocks)}
+            update={"micro_batch": self._costs.sizes.whole, "recompute": Recompute(blocks=blocks)}
         )
-        peak = footprint(self._subject, choice, self._setting.device).peak
+        peak = self._costs.footprint(choice).peak
         gradients = peak.by_kind.get("gradients", 0)
         yield self._knob(
             "one micro-batch, every block recomputed, update in backward",
             peak.num_bytes - gradients * (1 - 1 / len(blocks)),
-            self._seconds(choice),
+            self._costs.seconds(choice),
             "by hand: a failure leaves half an update",
         )
 
-    def _sharded(self) -> Knob:
-        """Twice the devices, state divided among them: half of it, gathered block by block."""
-        kinds = ("parameters", "gradients", "optimizer state")
-        state = sum(self.peak.by_kind.get(kind, 0) for kind in kinds)
-        part = half_of(self._sizes.whole, self._sizes.smallest)
-        size = min(self._choice.micro_batch, part)
-        pace, device = self._setting.pace, self._setting.device
-        exchange = exchange_seconds(pace.parameter_bytes, device, 2 * self._setting.num_ranks)
-        # Parameters are gathered for forward and again for backward: half as much again each.
-        seconds = pace.step(size, self._choice.recompute, part, 1.5 * exchange).total
-        return self._knob(
-            f"{2 * self._setting.num_ranks} devices, state divided",
-            self.peak.num_bytes - state / 2,
-            seconds,
-            "more hardware",
+    def _over_ranks(self) -> Iterator[Knob]:
+        """The model divided over the devices that there are, and over twice as many."""
+        division = self._division
+        if division is None:
+            return
+        if self._subject.division is None and self._num_ranks > 1:
+            count = self._num_ranks
+            yield self._divided(
+                f"state divided over the {count} devices", replace(division, ranks=count), ""
+            )
+        count = 2 * self._num_ranks
+        yield self._divided(
+            f"{count} devices, state divided", replace(division, ranks=count), "more hardware"
         )
+
+    @cached_property
+    def _division(self) -> Division | None:
+        if self._subject.division is not None:
+            return self._subject.division
+        try:
+            return division_of(self._subject, self._num_ranks, self._setting.device)
+        except InputError:
+            return None
+
+    def _divided(self, what: str, division: Division, remark: str) -> Knob:
+        """The knob of a model that is divided over as many ranks as `division` has."""
+        subject, smallest = self._subject, self._costs.sizes.smallest
+        if division.ranks > self._num_ranks:  # each has half of what there is to do
+            part = half_of(subject.identity.global_batch, smallest)
+            identity = subject.identity.model_copy(update={"global_batch": part})
+            padded = subject.padded and half_of(subject.padded, smallest)
+            subject = replace(subject, identity=identity, padded=padded)
+        layout = Layout("shard", (1.0,) * division.ranks)
+        other = Costs(replace(subject, division=division), replace(self._setting, layout=layout))
+        size = min(self._choice.micro_batch, other.sizes.whole)
+        choice = other.choice(self._choice.recompute, size)
+        return self._knob(what, other.peak(choice), other.seconds(choice), remark)
+
+    # -------------------------------------------------------------------------------- to turn back
+
+    def _larger(self) -> Iterator[Knob]:
+        size, sizes = self._choice.micro_batch, self._costs.sizes
+        if (larger := min(2 * size, sizes.whole)) > size:
+            what = f"micro-batch {size}, not {larger}"
+            yield self._turned(what, {"micro_batch": larger})
+
+    def _kept(self) -> Iterator[Knob]:
+        now = self._choice.recompute
+        if now.blocks:
+            kept = Recompute(to_host=now.to_host)
+            yield self._turned(f"recompute {now.describe()}", {"recompute": kept})
+        if now.to_host:
+            kept = now.model_copy(update={"to_host": False})
+            yield self._turned("activations in host memory", {"recompute": kept})
+
+    def _on_device(self) -> Iterator[Knob]:
+        if self._choice.optimizer_states == "host":
+            yield self._turned("optimizer states in host memory", {"optimizer_states": "device"})
+        if self._choice.update != "as given":
+            update = self._choice.update
+            yield self._turned(f"update {update}", {"update": "as given"})
+
+    def _whole(self) -> Iterator[Knob]:
+        if self._subject.division is not None:
+            layout = replace(self._setting.layout, parallel="replicate")
+            other = Costs(
+                replace(self._subject, division=None), replace(self._setting, layout=layout)
+            )
+            choice = self._choice
+            what = f"state divided over the {self._num_ranks} devices"
+            yield self._knob(what, other.peak(choice), other.seconds(choice))
+
+    # --------------------------------------------------------------------------------------- parts
+
+    def _turned(self, what: str, changes: dict[str, object], remark: str = "") -> Knob:
+        choice = self._choice.model_copy(update=changes)
+        return self._knob(what, self._costs.peak(choice), self._costs.seconds(choice), remark)
+
+    def _knob(self, what: str, peak_bytes: float, seconds: float, remark: str = "") -> Knob:
+        costs = self._costs
+        return Knob(what, costs.learned_bytes(peak_bytes), costs.learned_seconds(seconds), remark)

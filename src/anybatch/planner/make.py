@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from anybatch.compute import DEFAULT_GHOST_BATCH
 from anybatch.errors import AnybatchError, InputError, NoPlanFits
-from anybatch.estimate import Subject
-from anybatch.estimate.calibration_history import correction
-from anybatch.estimate.calibration_store import speeds_of
-from anybatch.estimate.seconds import Pace, meeting_seconds
+from anybatch.estimate import Subject, why_untraced
+from anybatch.estimate.seconds import meeting_seconds
 from anybatch.machine import Device
+from anybatch.planner.costs import Costs, Untraceable
 from anybatch.planner.enforcement import budget_notices, is_enforced
+from anybatch.planner.floor import check_floor
 from anybatch.planner.kernel_rule import with_kernels
 from anybatch.planner.option import Option
+from anybatch.planner.precisions import faster_notice, precisions_of
 from anybatch.planner.prediction import prediction_of
 from anybatch.planner.ranks import (
     Layout,
+    division_of,
     norms_that_meet,
     num_ghosts,
     num_idle,
@@ -25,7 +27,7 @@ from anybatch.planner.ranks import (
     pass_of,
 )
 from anybatch.planner.search import Found, search
-from anybatch.planner.setting import Setting, Wishes
+from anybatch.planner.setting import Wishes, setting_of
 from anybatch.plans import Choice, Norms, Plan, Recompute, Rival
 from anybatch.units import format_bytes, format_seconds
 
@@ -42,7 +44,7 @@ def make_plan(
     wishes: Wishes,
     *,
     limited: bool,
-    layout: Layout | None = None,
+    layouts: Sequence[Layout] = (Layout(),),
     norms: Norms | None = None,
     notices: tuple[str, ...] = (),
 ) -> Plan:
@@ -53,7 +55,7 @@ def make_plan(
         device: where; its budget is kept in either case. With several ranks, the one that has least.
         wishes: what the user fixed.
         limited: the user named the budget, so it is to be enforced.
-        layout: the ranks; None: a single one.
+        layouts: those that the ranks may have, the one to take among equals first.
         norms: where ghost batches of BatchNorm are computed; None: on one rank each, or divided over
             the ranks where some would have none and the step is faster so.
         notices: what the user should read, found elsewhere.
@@ -62,15 +64,16 @@ def make_plan(
         NoPlanFits: no plan does.
         InputError: a wish cannot be had.
     """
-    layout = layout or Layout()
+    whole = layouts[0]
 
-    def made(norms: Norms, *more: str) -> Plan:
-        way = replace(layout, norms=norms)
-        plan = _make(subject, device, wishes, limited, way, (*notices, *more))
+    def made(norms: Norms) -> Plan:
+        # Norms meet over ranks that have the whole model each.
+        open_to = layouts if norms == "ghosts" else [replace(whole, norms=norms)]
+        plan = _make(subject, device, wishes, limited, open_to, notices)
         return with_kernels(plan, subject, wishes.compile, wishes.shapes_vary)
 
     if norms is not None:
-        _check_norms(norms, subject, layout, wishes)
+        _check_norms(norms, subject, whole, wishes)
         return made(norms)
     refused: NoPlanFits | None = None
     plain: Plan | None = None
@@ -78,7 +81,7 @@ def make_plan(
         plain = made("ghosts")
     except NoPlanFits as error:
         refused = error
-    divided = _divided(subject, layout, wishes, plain, made)
+    divided = _divided(subject, whole, wishes, plain, made)
     if divided is not None:
         return divided
     if plain is None:
@@ -137,32 +140,31 @@ def _make(
     device: Device,
     wishes: Wishes,
     limited: bool,
-    layout: Layout,
+    layouts: Sequence[Layout],
     notices: tuple[str, ...],
 ) -> Plan:
-    """The plan of one layout."""
-    whole, subject = subject, of_one_rank(subject, layout, device)
+    """The plan of the best of `layouts`."""
+    whole, layout = subject, layouts[0]
     if layout.norms == "synchronised":
         # One ghost batch per pass: the micro-batch is a rank's part of it.
         wishes = replace(wishes, micro_batch=pass_of(whole, layout))
     else:
-        _check(subject, wishes)
+        _check(of_one_rank(subject, layout), wishes)
     enforced = is_enforced(device, layout, wishes, limited)
     told = [*notices, *budget_notices(device, layout, limited)]
-    given = {**layout.fields(device), "task": whole.identity, "enforced": enforced}
+    given = {"task": whole.identity, "enforced": enforced}
     try:
-        setting = setting_of(subject, device, wishes, enforced, len(layout.shares))
-        found = search(subject, setting, wishes)
-    except AnybatchError:
-        raise
-    except Exception as error:  # whatever the user's code raises on fake tensors
-        reason = str(error).splitlines()[0] if str(error) else ""
-        choice = _first_try(subject, wishes)
-        told += [
-            f"The model could not be traced on fake tensors ({type(error).__name__}: {reason}).",
-            unpredicted(choice.micro_batch),
-        ]
-        return Plan(**given, choice=choice, notices=tuple(told))
+        found = search(_costs(subject, device, wishes, enforced, layouts), wishes)
+    except Untraceable as error:
+        choice = _first_try(of_one_rank(subject, layout), wishes)
+        why = why_untraced(error.cause)
+        if not device.present:
+            check_floor(whole, device, layouts, choice.precision, why)
+        told += [why, unpredicted(choice.micro_batch)]
+        return Plan(**given, **layout.fields(device), choice=choice, notices=tuple(told))
+    layout = found.setting.layout
+    told += found.assumptions
+    told += faster_notice(found.choice, found.sizes, found.setting)
     if not found.fits and layout.norms == "synchronised":
         raise NoPlanFits(
             f"no plan fits the budget of {format_bytes(device.budget_bytes)}: a pass of"
@@ -177,16 +179,21 @@ def _make(
             f" {format_bytes(found.option.footprint.peak.num_bytes)}, more than the budget of"
             f" {format_bytes(device.budget_bytes)}: expect it to be replaced when memory runs out."
         )
+    if layout.parallel == "shard" and len(layouts) > 1:
+        told.append(_why_divided(found))
+    if layout.norms == "ghosts" and (idle := num_idle(whole, layout)):
+        told.append(_told_idle(whole, layout, idle))
     return Plan(
         **given,
+        **layout.fields(device),
         choice=found.choice,
         ladder=_rungs(found.option, layout),
-        prediction=prediction_of(found.option, setting, _meetings(whole, layout, found)),
+        prediction=prediction_of(found.option, found.setting, _meetings(whole, layout, found)),
         rivals=tuple(
             Rival(
                 choice=rival.choice,
                 ladder=_rungs(rival, layout),
-                prediction=prediction_of(rival, setting),
+                prediction=prediction_of(rival, found.setting),
                 kernel_bytes=rival.footprint.kernel_bytes,
             )
             for rival in (found.rivals if _can_try(layout) else ())
@@ -194,6 +201,83 @@ def _make(
         rejected=found.rejected,
         frontier=found.frontier,
         notices=tuple(told),
+    )
+
+
+def _costs(
+    subject: Subject,
+    device: Device,
+    wishes: Wishes,
+    enforced: bool,
+    layouts: Sequence[Layout],
+) -> list[Costs]:
+    """Of everything that the wishes leave open, the one to take among equals first: the more exact
+    precision, then states on the device before those in host memory, and a whole model before a divided
+    one.
+
+    Raises `InputError` if the model is to be divided and cannot be, and `Untraceable`.
+    """
+    one = of_one_rank(subject, layouts[0])
+    ranks = list(_ranks(one, device, layouts))
+    every: list[Costs] = []
+    for precision in (wishes.precision,) if wishes.precision else precisions_of(device):
+        try:
+            setting = setting_of(one, device, precision, layouts[0], enforced, wishes.watch)
+        except AnybatchError:
+            raise
+        except Exception as error:  # whatever the user's code raises on fake tensors
+            if every:  # then it is this precision, which nobody asked for
+                continue
+            first = Choice(micro_batch=1, evaluation_batch=1, precision=precision)
+            raise Untraceable(first, error) from error
+        here = [Costs(rank, replace(setting, layout=layout)) for layout, rank in ranks]
+        if setting.pace.can_offload:
+            here += [
+                Costs(costs.subject, costs.setting, "host")
+                for costs in here
+                if costs.subject.division is None
+            ]
+        every += here
+    return every
+
+
+def _ranks(
+    one: Subject, device: Device, layouts: Sequence[Layout]
+) -> Iterator[tuple[Layout, Subject]]:
+    """What a rank holds under each of `layouts` that the model allows. Raises `InputError` if the only
+    one cannot be had."""
+    for layout in layouts:
+        if layout.parallel != "shard":
+            yield layout, one
+            continue
+        try:
+            division = division_of(one, len(layout.shares), device)
+        except InputError:
+            if len(layouts) == 1:
+                raise
+        else:
+            yield layout, replace(one, division=division)
+
+
+def _told_idle(subject: Subject, layout: Layout, idle: int) -> str:
+    identity, ranks = subject.identity, len(layout.shares)
+    units = f"{identity.global_batch:,} samples"
+    if identity.ghost_batch:
+        units += f", {num_ghosts(subject)} ghost batches of BatchNorm,"
+    return (
+        f"A global batch of {units} leaves {idle:,} of {ranks:,} ranks without work in every step:"
+        f" {ranks - idle:,} would be as fast."
+    )
+
+
+def _why_divided(found: Found) -> str:
+    divided = "parameters, gradients and optimizer state are divided over the ranks"
+    if found.otherwise is None:
+        return f"The whole model with its state does not fit on each rank, so {divided}."
+    return (
+        f"The model is divided, which is predicted to be faster than the whole of it on each rank:"
+        f" {format_seconds(found.seconds.total)} per step instead of"
+        f" {format_seconds(found.otherwise)}, since more memory is left for activations."
     )
 
 
@@ -205,7 +289,7 @@ def _first_try(subject: Subject, wishes: Wishes) -> Choice:
     return Choice(
         micro_batch=size,
         evaluation_batch=size,
-        precision=wishes.precision,
+        precision=wishes.precision or "fp32",
         recompute=wishes.recompute or Recompute(),
     )
 
@@ -272,19 +356,6 @@ def _check_norms(norms: Norms, subject: Subject, layout: Layout, wishes: Wishes)
             f"micro_batch is {wishes.micro_batch} and norms is 'synchronised', where a pass is one"
             " ghost batch: leave one of them out, and set ghost_batch in the task."
         )
-
-
-def setting_of(
-    subject: Subject, device: Device, wishes: Wishes, enforced: bool = False, num_ranks: int = 1
-) -> Setting:
-    """What the search needs to know of `device`. A device that is here is measured, if it was not
-    before.
-
-    Raises whatever the model or loss raises on fake tensors.
-    """
-    mapped = enforced and device.kind == "cpu"
-    pace = Pace(subject, device, speeds_of(device), wishes.precision, mapped)
-    return Setting(device, num_ranks, pace, mapped, correction(device, subject.identity))
 
 
 def unpredicted(micro_batch: int) -> str:

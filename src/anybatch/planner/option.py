@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from anybatch.estimate import Footprint, Peak
 from anybatch.estimate.seconds import StepSeconds
 from anybatch.planner.costs import Costs
+from anybatch.planner.sizes import first_evaluation_batch
 from anybatch.planner.ways import leaner
 from anybatch.plans import Choice, Recompute
-
-_LARGEST_EVALUATION_BATCH = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +24,18 @@ class Option:
     ladder: tuple[Choice, ...]
 
 
-def option_of(choice: Choice, ways: Sequence[Recompute], costs: Costs) -> Option:
-    """`choice`, made ready; `ways` are those that its ladder may lead to."""
+def option_of(
+    choice: Choice, ways: Sequence[Recompute], costs: Costs, can_offload: bool = False
+) -> Option:
+    """`choice`, made ready; its ladder may lead to `ways`, and at its end to states in host memory if
+    they `can_offload`."""
     size, evaluation = _evaluation_batch(choice, costs)
     chosen = choice.model_copy(update={"evaluation_batch": size})
     ladder = tuple(leaner(chosen, ways, costs))
-    return Option(chosen, costs.footprint(choice), evaluation, costs.step(choice), ladder)
+    if can_offload:
+        last = (chosen, *ladder)[-1]
+        ladder += (last.model_copy(update={"optimizer_states": "host"}),)
+    return Option(chosen, costs.footprint(chosen), evaluation, costs.step(choice), ladder)
 
 
 def _evaluation_batch(choice: Choice, costs: Costs) -> tuple[int, Peak]:
@@ -38,8 +43,7 @@ def _evaluation_batch(choice: Choice, costs: Costs) -> tuple[int, Peak]:
     valid = costs.subject.num_valid
     if valid == 0:
         return choice.micro_batch, Peak(0, {})
-    size = min(4 * choice.micro_batch, _LARGEST_EVALUATION_BATCH)
-    size = min(size, valid) if valid else size
+    size = first_evaluation_batch(choice.micro_batch, valid)
     while True:
         peak = costs.evaluation(choice.model_copy(update={"evaluation_batch": size}))
         if size == 1 or peak.num_bytes <= costs.room:

@@ -32,6 +32,10 @@ def prediction_of(option: Option, setting: Setting, meeting_seconds: float = 0.0
         commit_bytes=option.footprint.commit_bytes,
         step_seconds=(option.seconds.total + meeting_seconds) * learned.seconds,
         by_kind=by_kind,
+        totals={
+            name: max(size, evaluation.totals.get(name, 0))
+            for name, size in training.totals.items()
+        },
         method=option.footprint.method,
         step_parts={part: time * learned.seconds for part, time in seconds.items() if time},
         seconds_method=_told_of_time(setting),

@@ -15,10 +15,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch.compute import batch_norms
+from anybatch.compute.dividing import check_divisible
+from anybatch.compute.optimizers import check_whole
 from anybatch.data import divided_ghosts, ghosts, share
 from anybatch.estimate import Subject
 from anybatch.estimate.sharding import Division, parts_of
 from anybatch.machine import Device
+from anybatch.planner.reserve import reserve_of
 from anybatch.plans import Balancing, Norms, Parallel
 
 
@@ -44,30 +47,45 @@ class Layout:
             "device": device.kind if several else device.torch_name,
             "device_name": device.name,
             "budget_bytes": device.budget_bytes,
+            "reserve_bytes": reserve_of(device.budget_bytes),
         }
 
 
-def layout_of(
-    devices: Sequence[Device], parallel: Parallel | None, balance: Balancing | None = None
-) -> Layout:
-    """How the ranks on `devices`, one each, share a step, before anything is measured: by the nominal
-    speed of their devices. `balance`: as asked for; None: measured where the ranks' times tell
-    something."""
+def layouts_of(
+    devices: Sequence[Device],
+    parallel: Parallel | None,
+    balance: Balancing | None = None,
+    *,
+    exact: bool = True,
+) -> tuple[Layout, ...]:
+    """How the ranks on `devices`, one each, may share a step, before anything is measured: by the
+    nominal speed of their devices. The one to take among equals comes first.
+
+    Args:
+        devices: one for each rank.
+        parallel: as asked for; None leaves open whether the model is divided.
+        balance: as asked for; None: measured where the ranks' times tell something.
+        exact: whether ranks tell each other everything in every step; else each has the whole model.
+    """
     if len(devices) == 1 and parallel in (None, "single"):
-        return Layout()
+        return (Layout(),)
     speeds = [device.rates.flops for device in devices]
     alike = len(set(speeds)) == 1
-    return Layout(
+    whole = Layout(
         parallel=parallel or "replicate",
         shares=(1.0,) * len(devices) if alike else tuple(s / max(speeds) for s in speeds),
         # What ranks on one CPU measure is mostly what they take from each other.
         balance=balance or ("fixed" if devices[0].kind == "cpu" else "measured"),
         devices=tuple(d.torch_name for d in devices) if parallel == "in-process" else (),
     )
+    if parallel is not None or not exact:
+        return (whole,)
+    return whole, replace(whole, parallel="shard")
 
 
-def of_one_rank(subject: Subject, layout: Layout, device: Device) -> Subject:
-    """What the rank with the largest share computes: its part of the global batch."""
+def of_one_rank(subject: Subject, layout: Layout) -> Subject:
+    """What the rank with the largest share computes if it holds the whole model: its part of the global
+    batch. `division_of` tells what it holds of one that is divided."""
     if len(layout.shares) == 1:
         return subject
     identity = subject.identity
@@ -88,11 +106,20 @@ def of_one_rank(subject: Subject, layout: Layout, device: Device) -> Subject:
         ),
         padded=subject.padded and _part_of_padded(subject.padded, layout, unit),
         num_valid=valid and max(_parts(valid, layout, 1)),
-        flat=layout.parallel == "replicate",
-        division=_division(subject, layout, device) if layout.parallel == "shard" else None,
+        # Of a divided model too: its gradients are there all the time, and both are traced at once.
+        flat=layout.parallel in ("replicate", "shard"),
         families={},  # traces of the whole say nothing of a part
         stages={},
     )
+
+
+def rank_of(subject: Subject, layout: Layout, device: Device) -> Subject:
+    """What the rank with the largest share computes, and holds. Raises `InputError` if the model is to
+    be divided and cannot be."""
+    one = of_one_rank(subject, layout)
+    if layout.parallel != "shard":
+        return one
+    return replace(one, division=division_of(subject, len(layout.shares), device))
 
 
 def _parts(num_samples: int, layout: Layout, unit: int) -> list[int]:
@@ -127,9 +154,10 @@ def pass_of(subject: Subject, layout: Layout) -> int:
 
 
 def num_idle(subject: Subject, layout: Layout) -> int:
-    """Ranks that would take part, but have no ghost batch of their own."""
+    """Ranks that would take part, but have no sample of their own, or no ghost batch."""
     able = sum(1 for one in layout.shares if one > 0)
-    return max(0, able - num_ghosts(subject)) if subject.identity.ghost_batch else 0
+    identity = subject.identity
+    return max(0, able - (num_ghosts(subject) if identity.ghost_batch else identity.global_batch))
 
 
 def norms_that_meet(subject: Subject) -> int | None:
@@ -141,10 +169,17 @@ def norms_that_meet(subject: Subject) -> int | None:
     return len(norms) if all(type(norm).forward in known for norm in norms) else None
 
 
-def _division(subject: Subject, layout: Layout, device: Device) -> Division:
+def division_of(subject: Subject, num_ranks: int, device: Device) -> Division:
+    """How the model is divided over `num_ranks` ranks on devices like `device`.
+
+    Raises `InputError` if the model or its optimizer cannot be.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True):
-        parts = parts_of(subject.build_model())
-    return Division(parts, len(layout.shares), by_gloo=device.kind == "cpu")
+        model = subject.build_model()
+        check_divisible(model)
+        check_whole(subject.make_optimizer(model))
+        parts = parts_of(model)
+    return Division(parts, num_ranks, by_gloo=device.kind == "cpu")
 
 
 def half_of(global_batch: int, unit: int) -> int:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from anybatch.errors import NoPlanFits
 from anybatch.planner.costs import Costs
-from anybatch.planner.knobs import knobs
+from anybatch.planner.knobs import Knob, in_use, knobs
 from anybatch.planner.reserve import budget_for
 from anybatch.plans import Choice, Recompute
 from anybatch.units import format_bytes, format_seconds
 
 
-def nothing_fits(ways: Sequence[Recompute], costs: Costs) -> NoPlanFits:
-    """The error that names the least budget under which one of `ways` would fit."""
-    leanest = min((costs.choice(way, costs.sizes.smallest) for way in ways), key=costs.peak)
+def nothing_fits(searched: Sequence[tuple[Costs, Sequence[Recompute]]]) -> NoPlanFits:
+    """The error that names the least budget under which some choice would fit, of all ways of all costs
+    that were `searched`."""
+    every = [
+        (costs, costs.choice(way, costs.sizes.smallest)) for costs, ways in searched for way in ways
+    ]
+    costs, leanest = min(every, key=lambda each: each[0].peak(each[1]))
     peak = costs.learned_bytes(costs.peak(leanest))
     least = budget_for(peak)
     budget = format_bytes(costs.setting.device.budget_bytes)
@@ -28,19 +32,31 @@ def nothing_fits(ways: Sequence[Recompute], costs: Costs) -> NoPlanFits:
         smaller += f" It has to hold the longest sample: {long}; shorten what is too long."
     seconds = format_seconds(costs.learned_seconds(costs.seconds(leanest)))
     return NoPlanFits(
-        f"no plan fits the budget of {budget}: the leanest ({leanest.describe()}) is predicted to"
-        f" need {format_bytes(peak)}, at {seconds} per step. Give it at least"
-        f" {format_bytes(least)} (--memory {-(-least // (1 << 20))}MiB), or take lower"
-        f" precision.{smaller}{_bought(leanest, costs)}",
+        f"no plan fits the budget of {budget}: the leanest ({leanest.describe()}{_divided(costs)}) is"
+        f" predicted to need {format_bytes(peak)}, at {seconds} per step. Give it at least"
+        f" {format_bytes(least)} (--memory {-(-least // (1 << 20))}MiB)."
+        f"{smaller}{_knobs(leanest, costs)}",
         least_bytes=least,
     )
 
 
-def _bought(leanest: Choice, costs: Costs) -> str:
-    """What the knobs that no plan turns by itself would buy."""
-    found = knobs(costs.subject, costs.setting, leanest)
-    if not found:
-        return ""
+def _divided(costs: Costs) -> str:
+    division = costs.subject.division
+    return "" if division is None else f", divided over {division.ranks} ranks"
+
+
+def _knobs(leanest: Choice, costs: Costs) -> str:
+    """What is in use already, and what the knobs that no plan turns by itself would buy."""
+    found, used = knobs(costs, leanest), in_use(costs, leanest)
+    told = ""
+    if used:
+        told += "\nIn use already; without it, it would need:\n" + "\n".join(_rows(used))
+    if found:
+        told += "\nFrom there, one change at a time would need:\n" + "\n".join(_rows(found))
+    return told
+
+
+def _rows(found: Sequence[Knob]) -> Iterator[str]:
     rows = [
         (
             knob.what,
@@ -51,8 +67,5 @@ def _bought(leanest: Choice, costs: Costs) -> str:
         for knob in found
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [
-        f"  {what:{widths[0]}}  {peak:>{widths[1]}}  {time:>{widths[2]}}  {remark}".rstrip()
-        for what, peak, time, remark in rows
-    ]
-    return "\nFrom there, one change at a time would need:\n" + "\n".join(lines)
+    for what, peak, time, remark in rows:
+        yield f"  {what:{widths[0]}}  {peak:>{widths[1]}}  {time:>{widths[2]}}  {remark}".rstrip()

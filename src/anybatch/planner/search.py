@@ -1,31 +1,40 @@
 """Search: of all the ways to run a task within a budget, the one predicted to be fastest.
 
-A candidate is a way to recompute and a micro-batch; `costs` knows its seconds and bytes. For each way a
-few traces find the largest micro-batch that fits (`largest`), and the rest is read off a line. Between
-nothing and everything lie subsets of the blocks (`subsets`). Whatever is chosen is traced itself before
-it is taken. Every candidate that was looked at stays in the plan with the reason for which it was not
-taken (`comparison`).
+What all choices of one search have in common (the layout of the ranks, the precision, where the
+optimizer's states lie) its `costs` know. In it a candidate is a way to recompute and a micro-batch: for
+each way a few traces find the largest micro-batch that fits (`largest`), and the rest is read off a
+line. Between nothing and everything lie subsets of the blocks (`subsets`). What is chosen is traced
+itself before it is taken. Every candidate that was looked at stays in the plan with the reason why it
+was not taken (`comparison`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
 
-from anybatch.errors import NoPlanFits
-from anybatch.estimate import Subject
 from anybatch.estimate.seconds import StepSeconds
-from anybatch.planner.comparison import SAME_TIME, candidate, explore, frontier, rejected
-from anybatch.planner.costs import Costs
+from anybatch.planner.comparison import SAME_TIME, frontier, impossible, rejected
+from anybatch.planner.costs import Costs, Untraceable
 from anybatch.planner.largest import largest
 from anybatch.planner.option import Option, option_of
 from anybatch.planner.refusal import nothing_fits
 from anybatch.planner.rivals import rivals_of
 from anybatch.planner.setting import Setting, Wishes
+from anybatch.planner.sizes import Sizes
 from anybatch.planner.subsets import leanest_subset, subsets
 from anybatch.planner.ways import order, ways_of
 from anybatch.plans import Candidate, Choice, FrontierPoint, Recompute
+
+PAYS = 1.03
+"""What all choices have in common is exchanged for another (a divided model, states in host memory, a
+lower precision) only where that is predicted to be so many times faster: predictions are no finer."""
+
+
+_TENSOR_CORES = 8
+"""Products in half precision are fastest where their sides are multiples of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +43,24 @@ class Found:
 
     Attributes:
         option: the one taken.
+        setting, sizes: of the one taken.
         rivals: nearly as fast by prediction, the fastest first.
         rejected: all others, with reasons.
         frontier: see `Plan`.
         fits: False only for a micro-batch that the user fixed against the prediction.
+        assumptions: that were made where the model was traced, in sentences.
+        otherwise: seconds of the best that fits with another layout; None: nothing does.
     """
 
     option: Option
+    setting: Setting
+    sizes: Sizes
     rivals: tuple[Option, ...]
     rejected: tuple[Candidate, ...]
     frontier: tuple[FrontierPoint, ...]
     fits: bool
+    assumptions: tuple[str, ...]
+    otherwise: float | None
 
     @property
     def choice(self) -> Choice:
@@ -57,119 +73,206 @@ class Found:
         return self.option.seconds
 
 
-def search(subject: Subject, setting: Setting, wishes: Wishes) -> Found:
-    """The fastest choice that is predicted to fit the budget of the device.
-
-    Optimizer states lie on the device, or in host memory where nothing else fits or where what they
-    leave room for saves more time than they take to come over.
+def search(every: Sequence[Costs], wishes: Wishes) -> Found:
+    """The fastest choice that is predicted to fit the budget of the device, of all that `every` one of
+    the costs knows of. They are given with the one to take among equals first.
 
     Raises:
         NoPlanFits: none does; with the least budget under which one would.
+        Untraceable: the model cannot be traced, even with nothing recomputed.
     """
-    here = _Search(Costs(subject, setting, wishes.precision), wishes)
-    if not setting.pace.can_offload or subject.division is not None:
-        return here.run()
-    offloading = _Search(Costs(subject, setting, wishes.precision, states_on="host"), wishes)
-    try:
-        found = here.run()
-    except NoPlanFits:
-        return offloading.run()
-    if not found.fits or offloading.least_seconds() < found.seconds.total:
-        with suppress(NoPlanFits):
-            other = offloading.run()
-            if other.fits and (not found.fits or other.seconds.total < found.seconds.total):
-                passed = here.compared(found.choice, other.choice)
-                return replace(other, rejected=(*other.rejected, *found.rejected, passed))
-    last = (found.choice, *found.option.ladder)[-1]
-    leaner = last.model_copy(update={"optimizer_states": "host"})
-    passed = offloading.compared(found.choice, found.choice)
-    option = replace(found.option, ladder=(*found.option.ladder, leaner))
-    return replace(found, option=option, rejected=(*found.rejected, passed))
+    searches = [_Search(costs, wishes) for costs in every]
+    best: _Search | None = None
+    for one in searches:
+        if best is not None and best.fits and best.seconds <= PAYS * one.least_seconds():
+            continue  # even with all the memory it can use
+        one.run()
+        if one.taken is not None and (best is None or one.beats(best)):
+            best = one
+    if best is None:
+        raise nothing_fits([(one.costs, one.ways) for one in searches])
+    assert best.taken is not None
+    for one in searches:
+        one.look_at(best.taken)
+    # Before rivals are traced, so that all are compared by what was known when the choice was made.
+    passed = [candidate for one in searches for candidate in one.rejected(best)]
+    points = frontier(every)
+    rivals = rivals_of(best.taken, wishes, best.costs) if best.fits else ()
+    layout = best.costs.setting.layout
+    others = [one for one in searches if one.fits and one.costs.setting.layout != layout]
+    return Found(
+        option=option_of(best.taken, best.ways, best.costs, _can_offload(best.costs, every)),
+        setting=best.costs.setting,
+        sizes=best.costs.sizes,
+        rivals=tuple(option_of(rival, best.ways, best.costs) for rival in rivals),
+        rejected=tuple(passed),
+        frontier=points,
+        fits=best.fits,
+        assumptions=tuple(best.costs.subject.assumptions),
+        otherwise=min((one.seconds for one in others), default=None),
+    )
+
+
+def _can_offload(taken: Costs, every: Sequence[Costs]) -> bool:
+    """Whether the states of what was taken could go to host memory, if memory ran out."""
+    return any(
+        other.states_on == "host" and other.setting is taken.setting and other is not taken
+        for other in every
+    )
 
 
 class _Search:
-    """One search, among choices that have the optimizer's states at one place."""
+    """One search, among choices that have the layout, the precision and the place of states in common.
+
+    Attributes:
+        costs: as given.
+        ways: to recompute, those that can be traced as far as is known.
+        taken: what `run` took; None: nothing fits.
+        fits: whether that fits.
+    """
 
     def __init__(self, costs: Costs, wishes: Wishes) -> None:
-        self._costs = costs
+        self.costs = costs
         self._wishes = wishes
         wished = wishes.recompute
-        self._ways = tuple(ways_of(costs)) if wished is None else (wished,)
+        self.ways: list[Recompute] = list(ways_of(costs)) if wished is None else [wished]
+        self.taken: Choice | None = None
+        self.fits: bool = False
+        self._untraceable: list[Untraceable] = []
 
-    def run(self) -> Found:
-        """What is taken, or `NoPlanFits`."""
+    @property
+    def seconds(self) -> float:
+        """Of what was taken."""
+        assert self.taken is not None
+        return self.costs.seconds(self.taken)
+
+    def run(self) -> None:
+        """Find what is to be taken. Raises `Untraceable`."""
         if self._wishes.micro_batch is not None:
-            return self._pinned(min(self._wishes.micro_batch, self._costs.sizes.whole))
+            self._run_pinned(min(self._wishes.micro_batch, self.costs.sizes.whole))
+            return
         fitting = self._fitting()
         while fitting:
             best = self._best(fitting)
-            if self._costs.fits(best):
-                return self._found(best, fits=True)
+            if self.costs.fits(best):
+                self.taken, self.fits = best, True
+                return
             fitting.remove(best)  # it fitted by the line alone
-        raise nothing_fits(self._ways, self._costs)
 
     def least_seconds(self) -> float:
         """Predicted time of a step if memory were no matter."""
-        return min(map(self._costs.least_seconds, self._ways))
+        return min(map(self.costs.least_seconds, self.ways))
 
-    def compared(self, choice: Choice, taken: Choice) -> Candidate:
-        """`choice` with the optimizer's states where this search has them, as a candidate beside the
-        one that was `taken`."""
-        here = self._costs.choice(choice.recompute, choice.micro_batch)
-        self._costs.footprint(here)
-        return candidate(here, taken, self._costs)
+    def beats(self, other: _Search) -> bool:
+        """Whether what was taken here is to be taken in place of the `other`'s."""
+        assert self.taken is not None
+        assert other.taken is not None
+        if not (self.fits and other.fits):
+            return self.fits or (
+                not other.fits and self.costs.peak(self.taken) < other.costs.peak(other.taken)
+            )
+        return PAYS * self.seconds < other.seconds
+
+    def look_at(self, taken: Choice) -> None:
+        """Weigh what is to be compared with what was `taken` in some search, and all over the frontier
+        if that is asked for."""
+        costs = self.costs
+        if taken.recompute in self.ways:
+            with self._dropping():
+                costs.peak(costs.choice(taken.recompute, taken.micro_batch))
+        for way in tuple(self.ways) if self._wishes.frontier else ():
+            with self._dropping():
+                for size in (costs.sizes.smallest, costs.sizes.whole):
+                    costs.peak(costs.choice(way, size))
+                for size in costs.sizes.doubled():
+                    costs.bytes(costs.choice(way, size))
+
+    def rejected(self, best: _Search) -> Iterator[Candidate]:
+        """What was weighed here, or cannot be had, beside what was taken in the search `best`."""
+        costs, taken = self.costs, best.taken
+        assert taken is not None
+        yield from rejected(costs, taken, best.costs)
+        for error in self._untraceable:
+            yield impossible(error.choice, costs, f"could not be traced ({error})")
+        division = costs.subject.division
+        if division is not None and costs.setting.pace.can_offload:
+            choice = costs.choice(taken.recompute, taken.micro_batch)
+            with suppress(Untraceable):
+                peak = costs.footprint(choice).peak
+                yield impossible(
+                    choice.model_copy(update={"optimizer_states": "host"}),
+                    costs,
+                    "the states of a divided model stay on the devices that it is divided over",
+                    peak.num_bytes - peak.by_kind.get("optimizer state", 0),
+                )
 
     def _fitting(self) -> list[Choice]:
         """Choices that fit, by a trace or by the line, the fastest among them."""
-        costs, sizes = self._costs, self._costs.sizes
+        costs, sizes = self.costs, self.costs.sizes
         fitting: list[Choice] = []
         found: dict[Recompute, int] = {}
-        for way in self._ways:
+        for way in tuple(self.ways):
             if fitting and costs.least_seconds(way) >= costs.seconds(self._best(fitting)):
                 continue  # even with all the memory it can use
-            size = largest(way, costs)
-            if size is None:
-                continue
-            found[way] = size
-            fitting += [costs.choice(way, smaller) for smaller in sizes.worth_weighing(size)]
-            if size == sizes.whole:
-                break  # a way with all the memory it can use is not beaten by one that computes more
+            with self._dropping():
+                size = largest(way, costs)
+                if size is None:
+                    continue
+                found[way] = size
+                some = [costs.choice(way, smaller) for smaller in sizes.worth_weighing(size)]
+                for choice in some:
+                    costs.bytes(choice)
+                fitting += some
+                if size == sizes.whole:
+                    break  # what has all the memory it can use is not beaten by what computes more
         fitting = list(dict.fromkeys(fitting))
-        for choice in fitting:
-            costs.bytes(choice)
-        return fitting + subsets(self._ways, found, fitting, costs)
+        with self._dropping():
+            fitting += subsets(self.ways, found, fitting, costs)
+        return fitting
 
-    def _pinned(self, size: int) -> Found:
+    def _run_pinned(self, size: int) -> None:
         """For a micro-batch that the user fixed: the way to recompute."""
-        costs = self._costs
-        choices = [costs.choice(way, size) for way in self._ways]
-        fitting = next(([c] for c in sorted(choices, key=costs.seconds) if costs.fits(c)), [])
+        costs = self.costs
+        fitting: list[Choice] = []
+        for way in sorted(self.ways, key=lambda way: costs.seconds(costs.choice(way, size))):
+            with self._dropping():
+                if costs.fits(choice := costs.choice(way, size)):
+                    fitting.append(choice)
+                    break
         plain, everything = costs.choice(Recompute(), size), Recompute(blocks=costs.subject.blocks)
-        if plain not in fitting and plain in choices and everything in self._ways:
+        if plain not in fitting and Recompute() in self.ways and everything in self.ways:
             bar = min(map(costs.seconds, fitting), default=float("inf"))
-            if subset := leanest_subset(size, bar, costs):
-                fitting.append(subset)
-        best = self._best(fitting) if fitting else min(choices, key=costs.peak)
-        return self._found(best, fits=bool(fitting))
+            with self._dropping():
+                if subset := leanest_subset(size, bar, costs):
+                    fitting.append(subset)
+        self.fits = bool(fitting)
+        choices = fitting or [costs.choice(way, size) for way in self.ways]
+        self.taken = self._best(choices) if fitting else min(choices, key=costs.peak)
 
     def _best(self, fitting: Sequence[Choice]) -> Choice:
-        """The fastest; of those as fast the leanest."""
-        costs = self._costs
+        """The fastest; of those as fast the one whose passes are fullest, then whose products suit
+        tensor cores, then the leanest."""
+        costs = self.costs
         fastest = min(map(costs.seconds, fitting))
         close = [choice for choice in fitting if costs.seconds(choice) <= fastest * SAME_TIME]
-        return min(close, key=lambda c: (costs.bytes(c), costs.seconds(c), order(c)))
+        return min(close, key=self._order_of_equals)
 
-    def _found(self, best: Choice, fits: bool) -> Found:
-        costs = self._costs
-        if self._wishes.frontier:
-            explore(self._ways, costs)
-        # Before rivals are traced, so that all are compared by what was known when the choice was made.
-        passed, points = rejected(best, costs), frontier(costs)
-        rivals = rivals_of(best, self._wishes, costs) if fits else ()
-        return Found(
-            option=option_of(best, self._ways, costs),
-            rivals=tuple(option_of(rival, self._ways, costs) for rival in rivals),
-            rejected=passed,
-            frontier=points,
-            fits=fits,
-        )
+    def _order_of_equals(self, choice: Choice) -> tuple[Any, ...]:
+        costs, size = self.costs, choice.micro_batch
+        odd = choice.precision not in ("fp32", "tf32") and size % _TENSOR_CORES != 0
+        missing = costs.sizes.missing(size)
+        return missing, odd, costs.bytes(choice), costs.seconds(choice), order(choice)
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Around traces: a way that cannot be traced is left out from then on, and told of. Without the
+        plain one, or the one that was asked for, nothing can be told at all."""
+        try:
+            yield
+        except Untraceable as error:
+            way = error.choice.recompute
+            if way == (self._wishes.recompute or Recompute()):
+                raise
+            self._untraceable.append(error)
+            if way in self.ways:
+                self.ways.remove(way)

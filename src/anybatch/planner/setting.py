@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from anybatch.estimate.calibration_history import Correction
+from anybatch.estimate import Subject
+from anybatch.estimate.calibration_history import Correction, correction
+from anybatch.estimate.calibration_store import speeds_of
 from anybatch.estimate.seconds import Pace
 from anybatch.machine import Device
+from anybatch.planner.ranks import Layout
 from anybatch.plans import Precision, Recompute
+
+Watch = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,31 +21,64 @@ class Wishes:
     """What the user fixed; None leaves it to the search.
 
     `frontier` asks for ways that cannot win too, so that memory can be drawn against time. `compile` is
-    for the blocks of the model; `shapes_vary` tells that samples may differ in shape.
+    for the blocks of the model; `shapes_vary` tells that samples may differ in shape; `watch` is told
+    what is traced, in words, before it is.
     """
 
-    precision: Precision = "fp32"
+    precision: Precision | None = "fp32"
     micro_batch: int | None = None
     recompute: Recompute | None = None
     frontier: bool = False
     compile: bool = False
     shapes_vary: bool = False
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where a task runs, as the search needs it.
+    """Where and how a task runs, as one search needs it.
 
     Attributes:
         device: one of the devices, all alike.
-        num_ranks: how many.
-        pace: time of the task on the device.
+        layout: the ranks, one on each device.
+        precision: of the model.
+        pace: time of the task on the device in that precision.
         mapped: large blocks come as fresh pages; see `Pace`.
         correction: what earlier runs taught.
+        watch: see `Wishes`.
     """
 
     device: Device
-    num_ranks: int
+    layout: Layout
+    precision: Precision
     pace: Pace
     mapped: bool
     correction: Correction
+    watch: Watch | None = None
+
+
+def setting_of(
+    subject: Subject,
+    device: Device,
+    precision: Precision = "fp32",
+    layout: Layout | None = None,
+    enforced: bool = False,
+    watch: Watch | None = None,
+) -> Setting:
+    """What a search needs to know of `device`, for what one rank of `layout` computes (`subject`). A
+    device that is here is measured, if it was not before.
+
+    Raises whatever the model or loss raises on fake tensors.
+    """
+    if watch is not None:
+        watch(f"counting the work of one pass in {precision}")
+    mapped = enforced and device.kind == "cpu"
+    return Setting(
+        device,
+        layout or Layout(),
+        precision,
+        Pace(subject, device, speeds_of(device), precision, mapped),
+        mapped,
+        correction(device, subject.identity),
+        watch,
+    )

@@ -7,8 +7,19 @@ from dataclasses import dataclass
 
 from anybatch.estimate import Subject
 
+_LARGEST_EVALUATION_BATCH = 1024
+_MOST_PASSES_MORE = 64
 _MOST_BETWEEN = 6
 """Micro-batches for which subsets of the blocks are looked at."""
+
+
+def first_evaluation_batch(micro_batch: int, num_valid: int | None) -> int:
+    """The batch for evaluation that goes with a micro-batch, if it fits: without a backward there is
+    room for more. `num_valid` is None for a stream."""
+    size = min(4 * micro_batch, _LARGEST_EVALUATION_BATCH)
+    if num_valid is None:
+        return size
+    return min(size, num_valid) if num_valid else micro_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +53,27 @@ class Sizes:
         return min(units * self.smallest, size)
 
     def worth_weighing(self, largest: int) -> list[int]:
-        """The largest, evened out over the step, and fractions of it, whose data may stay in caches."""
-        sizes = [self.evened(largest)]
-        for part in (2, 4, 8, 16):
+        """The largest, evened out over the step, and fractions of it, whose data may stay in caches;
+        and near each of them the one that leaves no pass short."""
+        sizes: list[int] = []
+        for part in (1, 2, 4, 8, 16):
             if smaller := self.in_units(largest // part):
-                sizes.append(self.evened(smaller))
-        return list(dict.fromkeys(sizes))
+                sizes += [self.evened(smaller), self.whole_part(smaller)]
+        return list(dict.fromkeys(sizes)) or [self.evened(largest)]
+
+    def missing(self, size: int) -> int:
+        """Samples by which the last pass falls short of `size`."""
+        return self.passes(size) * size - self.whole
+
+    def whole_part(self, size: int) -> int:
+        """The largest micro-batch of at most `size` that leaves no pass short, if it takes no more
+        than a third more passes; else as `evened`."""
+        fewest = self.passes(size)
+        for passes in range(fewest, min(fewest * 4 // 3, fewest + _MOST_PASSES_MORE) + 1):
+            part, rest = divmod(self.whole, passes)
+            if not rest and part % self.smallest == 0:
+                return part
+        return self.evened(size)
 
     def between(self, low: int, high: int) -> list[int]:
         """A few above `low` and up to `high`, largest first: each takes about a third more passes than

@@ -15,6 +15,7 @@ from anybatch.plans.choice import Update as Update
 from anybatch.plans.names import parse_balance as parse_balance
 from anybatch.plans.names import parse_exchange as parse_exchange
 from anybatch.plans.names import parse_norms as parse_norms
+from anybatch.plans.names import parse_open_precision as parse_open_precision
 from anybatch.plans.names import parse_parallel as parse_parallel
 from anybatch.plans.names import parse_precision as parse_precision
 from anybatch.plans.plan import VERSION as VERSION

@@ -5,6 +5,8 @@ Turning any of them leaves the mathematics as it is.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Literal
 
 from pydantic import Field
@@ -49,19 +51,33 @@ class Recompute(Frozen):
     nested: bool = False
     to_host: bool = False
 
-    def describe(self) -> str:
-        """A few words for a table."""
+    def describe(self, named: bool = False) -> str:
+        """A few words for a table; with the names of several blocks if they are to be `named`."""
         if not self.blocks:
             return "none, kept in host memory" if self.to_host else "none"
         names = f"{len(self.blocks)} blocks"
         if len(self.blocks) == 1:
             names = "the whole model" if self.blocks[0] == "." else self.blocks[0]
+        elif named:
+            names += f" ({', '.join(_joined(self.blocks))})"
         more = [
             "nested" if self.nested else "",
             "matrix products kept" if self.keep == "matmuls" else "",
             "kept in host memory" if self.to_host else "",
         ]
         return ", ".join([names, *filter(None, more)])
+
+
+def _joined(names: Iterable[str]) -> Iterator[str]:
+    """`names`, those that count up in one: `layers.0`, `layers.1`, `layers.2` are `layers.0-2`."""
+    parts = [(*name.rpartition("."), name) for name in names]
+    for _, run in groupby(
+        enumerate(parts),
+        lambda item: (item[1][0], int(item[1][2]) - item[0]) if item[1][2].isdigit() else item[0],
+    ):
+        inside = [part for _, part in run]
+        first, last = inside[0], inside[-1]
+        yield first[3] if len(inside) == 1 else f"{first[3]}-{last[2]}"
 
 
 Update = Literal["as given", "fused", "in parts"]

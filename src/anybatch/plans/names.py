@@ -19,9 +19,14 @@ def parse_precision(text: str) -> Precision:
     if name not in known:
         raise InputError(
             f"precision is {text!r}: choose one of {', '.join(known)},"
-            f" or {', '.join(PRECISION_ALIASES)}."
+            f" or {', '.join(PRECISION_ALIASES)}; or, where a plan is made, auto."
         )
     return cast("Precision", name)
+
+
+def parse_open_precision(text: str) -> Precision | None:
+    """As `parse_precision`; None for `"auto"`, which leaves it open."""
+    return None if text.lower() == "auto" else parse_precision(text)
 
 
 def parse_parallel(text: str | None) -> Parallel | None:

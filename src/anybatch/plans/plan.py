@@ -52,6 +52,7 @@ class Plan(Frozen):
         devices: of the ranks, if they are in one process.
         device_name: for people.
         budget_bytes: memory that training may use on each device; None: not limited.
+        reserve_bytes: of these, what the plan keeps free for what is not predicted.
         enforced: whether the allocator or the operating system holds the run to the budget.
         choice: the knobs.
         ladder: leaner choices, in order; the next one is taken when memory runs out.
@@ -75,6 +76,7 @@ class Plan(Frozen):
     devices: tuple[Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")], ...] = ()
     device_name: str = ""
     budget_bytes: int | None = Field(default=None, ge=1)
+    reserve_bytes: int = Field(default=0, ge=0)
     enforced: bool = False
     choice: Choice
     ladder: tuple[Choice, ...] = ()

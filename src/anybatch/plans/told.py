@@ -38,7 +38,7 @@ def explained(plan: Plan) -> list[tuple[str, str]]:
     lines += [
         ("global batch", f"{samples}: {each}{_cut(plan)}{ghost}"),
         ("precision", choice.precision),
-        ("recompute", choice.recompute.describe()),
+        ("recompute", choice.recompute.describe(named=True)),
     ]
     if update := choice.describe_update():
         lines.append(("update", update))
@@ -46,7 +46,10 @@ def explained(plan: Plan) -> list[tuple[str, str]]:
         lines.append(("kernels", kernels))
     if plan.budget_bytes is not None:
         held = "enforced" if plan.enforced else "not enforced"
-        lines.append(("budget", f"{format_bytes(plan.budget_bytes)}, {held}"))
+        planned = format_bytes(plan.budget_bytes - plan.reserve_bytes)
+        free = f"{plan.reserve_bytes / plan.budget_bytes:.1%} kept free"
+        kept = f", {planned} planned with ({free})" if plan.reserve_bytes else ""
+        lines.append(("budget", f"{format_bytes(plan.budget_bytes)}{kept}, {held}"))
     if told is not None:
         part = (
             f" ({told.peak_bytes / plan.budget_bytes:.0%} of the budget)"

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from anybatch.plans.choice import Choice
 from anybatch.plans.frozen import Frozen
+from anybatch.plans.ranks import Parallel
 
 
 class Prediction(Frozen):
@@ -17,7 +18,10 @@ class Prediction(Frozen):
         commit_bytes: most that the update allocates: in the first step, which makes the optimizer's
             state, and in later ones.
         step_seconds: time of one global step.
-        by_kind: bytes at that peak, by kind.
+        by_kind: bytes when most is in use, by kind, and what is held beyond them at the peak.
+        totals: the most bytes at any time by each account of the device's memory: `allocated` (in
+            tensors), `active` (CUDA), `reserved` (by the allocator) and `total`. What earlier runs
+            taught is not in them.
         method: how it was found, in words.
         step_parts: seconds of the step by part (forward, backward, ...); they add up to
             `step_seconds`.
@@ -32,6 +36,7 @@ class Prediction(Frozen):
     commit_bytes: tuple[int, int] = (0, 0)
     step_seconds: float = Field(ge=0)
     by_kind: dict[str, int] = Field(default_factory=dict)
+    totals: dict[str, int] = Field(default_factory=dict)
     method: str = ""
     step_parts: dict[str, float] = Field(default_factory=dict)
     seconds_method: str = ""
@@ -41,18 +46,30 @@ class Prediction(Frozen):
 
 
 class Candidate(Frozen):
-    """A choice that was weighed: what it would cost, and why it was not taken."""
+    """A choice that was weighed: what it would cost, and why it was not taken.
+
+    Attributes:
+        choice: the knobs.
+        parallel: how the ranks would share a step; None: as in the plan.
+        peak_bytes: predicted peak; None: not known, since it could not be traced.
+        step_seconds: predicted time of a step.
+        possible: whether it could be run at all.
+        reason: for which it was not taken.
+    """
 
     choice: Choice
-    peak_bytes: int = Field(ge=0)
+    parallel: Parallel | None = None
+    peak_bytes: int | None = Field(ge=0)
     step_seconds: float = Field(ge=0)
+    possible: bool = True
     reason: str
 
 
 class FrontierPoint(Frozen):
-    """A choice that nothing else that was weighed beats in both bytes and time."""
+    """A choice that nothing else that was weighed beats in both bytes and time. See `Candidate`."""
 
     choice: Choice
+    parallel: Parallel | None = None
     peak_bytes: int = Field(ge=0)
     step_seconds: float = Field(ge=0)
 

@@ -6,7 +6,7 @@ import torch
 
 from anybatch.estimate.calibration import nominal
 from anybatch.estimate.calibration_history import Correction
-from anybatch.planner import knobs, make
+from anybatch.planner import setting
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +19,5 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def nominal_speeds(monkeypatch):
-    for module in (make, knobs):
-        monkeypatch.setattr(module, "speeds_of", nominal)
-    monkeypatch.setattr(make, "correction", lambda device, task: Correction())
+    monkeypatch.setattr(setting, "speeds_of", nominal)
+    monkeypatch.setattr(setting, "correction", lambda device, task: Correction())

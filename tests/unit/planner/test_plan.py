@@ -196,6 +196,23 @@ def test_the_notice_of_a_batch_larger_than_an_epoch():
     assert not any("larger than an epoch" in n for n in ab.plan(wrapped, recompute="none").notices)
 
 
+def test_whoever_watches_is_told_what_is_traced():
+    told: list[str] = []
+    ab.plan(deep_task(), recompute="none", micro_batch=64, watch=told.append)
+    assert told[0] == "counting the work of one pass in fp32"
+    assert told[1].startswith("candidate 1: micro-batch 64, fp32, recompute none")
+
+
+def test_ranks_without_work_are_told_of():
+    task = deep_task(global_batch=7)
+    plan = ab.plan(task, Machine.describe("24GiB", count=64), recompute="none")
+    assert any(
+        "leaves 57 of 64 ranks without work in every step: 7 would" in n for n in plan.notices
+    )
+    seven = ab.plan(task, Machine.describe("24GiB", count=7), recompute="none")
+    assert not any("without work" in notice for notice in seven.notices)
+
+
 # ------------------------------------------------------------------------ hardware that is not here
 
 

@@ -15,11 +15,11 @@ import anybatch as ab
 from anybatch.estimate import footprint, subject_of
 from anybatch.machine import Machine
 from anybatch.planner import costs as module
+from anybatch.planner.costs import Costs
 from anybatch.planner.knobs import knobs
-from anybatch.planner.make import setting_of
 from anybatch.planner.reserve import reserve_of
-from anybatch.planner.setting import Wishes
-from anybatch.plans import Choice, Plan, Recompute
+from anybatch.planner.setting import setting_of
+from anybatch.plans import Plan, Recompute
 from anybatch.units import format_seconds
 
 MIB = 1 << 20
@@ -171,8 +171,8 @@ def test_knobs_say_what_each_change_would_do():
     task = tower_task()
     subject, device = subject_of(task), Machine.here(device="cpu").device
     plan = ab.plan(task, micro_batch=1024, recompute="none")
-    setting = setting_of(subject, device, Wishes())
-    found = {knob.what: knob for knob in knobs(subject, setting, plan.choice)}
+    costs = Costs(subject, setting_of(subject, device))
+    found = {knob.what: knob for knob in knobs(costs, plan.choice)}
     before = footprint(subject, plan.choice, device).peak.num_bytes
     assert all(knob.peak_bytes < before for knob in found.values())
     assert list(found.values()) == sorted(found.values(), key=lambda knob: knob.peak_bytes)
@@ -180,7 +180,7 @@ def test_knobs_say_what_each_change_would_do():
     recomputed = plan.choice.model_copy(update={"recompute": Recompute(blocks=subject.blocks)})
     every = found["recompute every block"]
     assert every.peak_bytes == footprint(subject, recomputed, device).peak.num_bytes
-    plain = setting.pace.step(1024, Recompute(), 1024).total
+    plain = costs.setting.pace.step(1024, Recompute(), 1024).total
     assert every.step_seconds > plain
     assert found["micro-batch 1"].peak_bytes < found["micro-batch 512"].peak_bytes
     assert found["micro-batch 1"].step_seconds > plain
@@ -198,18 +198,45 @@ def test_when_nothing_fits_the_knobs_that_are_left_are_named():
     assert "per step" in told
 
 
+class Words(nn.Module):
+    """Next words out of 50,000: hardly anything but logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50_000, 64), nn.Linear(64, 50_000, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens))
+
+
+def next_word(model: nn.Module, batch: Any) -> Tensor:
+    logits, words = model(batch[0]), batch[0]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+
+def test_a_loss_that_fills_the_memory_could_be_computed_in_pieces():
+    data = TensorDataset(torch.zeros(2, 128, dtype=torch.long))
+    task = deep_task(model=Words, loss=next_word, train=data, global_batch=64, last="wrap")
+    device = Machine.describe("24GiB").device
+    costs = Costs(subject_of(task), setting_of(subject_of(task), device))
+    choice = costs.choice(Recompute(), 64)
+    found = {knob.what: knob for knob in knobs(costs, choice)}
+    logits = 64 * 128 * 50_000 * 4
+    freed = costs.peak(choice) - found["loss in pieces (lm_loss, causal_lm_loss)"].peak_bytes
+    assert 1.5 * logits < freed < 3.5 * logits
+
+
 def test_when_nothing_fits_the_times_of_knobs_are_those_that_runs_have_taught(monkeypatch):
     from anybatch.estimate.calibration_history import Correction
-    from anybatch.planner import make
+    from anybatch.planner import setting
 
-    monkeypatch.setattr(make, "correction", lambda device, task: Correction(3.0, 1.0, 3))
+    monkeypatch.setattr(setting, "correction", lambda device, task: Correction(3.0, 1.0, 3))
     task = tower_task(1024, 1024)
     with pytest.raises(ab.NoPlanFits) as caught:
         ab.plan(task, memory="2MiB")
     subject, device = subject_of(task), Machine.here(device="cpu").device
-    setting = setting_of(subject, device, Wishes(), enforced=True)
-    leanest = Choice(micro_batch=1, evaluation_batch=1, update=setting.pace.update)
-    found = knobs(subject, setting, leanest)
+    costs = Costs(subject, setting_of(subject, device, enforced=True))
+    found = knobs(costs, costs.choice(Recompute(), 1))
     assert found
     for knob in found:
         row = next(r for r in str(caught.value).splitlines() if r.strip().startswith(knob.what))
@@ -229,10 +256,10 @@ def test_no_plan_takes_a_lower_precision_by_itself(precision: str):
 
 def test_what_earlier_runs_taught_is_in_the_prediction(monkeypatch):
     from anybatch.estimate.calibration_history import Correction
-    from anybatch.planner import make
+    from anybatch.planner import setting
 
     plain = ab.plan(tower_task(), memory="64MiB", recompute="none", micro_batch=512)
-    monkeypatch.setattr(make, "correction", lambda device, task: Correction(1.5, 1.2, 3))
+    monkeypatch.setattr(setting, "correction", lambda device, task: Correction(1.5, 1.2, 3))
     taught = ab.plan(tower_task(), memory="64MiB", recompute="none", micro_batch=512)
     before, after = plain.prediction, taught.prediction
     assert before
@@ -247,10 +274,10 @@ def test_what_earlier_runs_taught_is_in_the_prediction(monkeypatch):
 
 def test_more_bytes_than_predicted_make_a_leaner_plan(monkeypatch):
     from anybatch.estimate.calibration_history import Correction
-    from anybatch.planner import make
+    from anybatch.planner import setting
 
     budget = 12 * MIB
-    monkeypatch.setattr(make, "correction", lambda device, task: Correction(1.0, 1.4, 3))
+    monkeypatch.setattr(setting, "correction", lambda device, task: Correction(1.0, 1.4, 3))
     taught = ab.plan(tower_task(), memory=budget).prediction
     assert taught
     assert taught.peak_bytes <= budget - reserve_of(budget)

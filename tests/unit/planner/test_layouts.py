@@ -1,0 +1,198 @@
+"""Whether the model is divided over the ranks is weighed like everything else."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.planner.tasks import deep_task
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import anybatch as ab
+from anybatch.estimate import subject_of
+from anybatch.machine import Machine
+from anybatch.planner.costs import Costs
+from anybatch.planner.exchange import seconds_of_exchange
+from anybatch.planner.knobs import in_use, knobs
+from anybatch.planner.ranks import Layout, rank_of
+from anybatch.planner.setting import setting_of
+from anybatch.plans import Exchange, Plan, Recompute
+
+GIB = 1 << 30
+WIDTH, BLOCKS = 2048, 8
+
+
+class Block(nn.Module):
+    """(B, WIDTH) to (B, WIDTH); 64 MiB of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Heavy(nn.Module):
+    """Weights, gradients and Adam's states: 2 GiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.mean(dim=1, keepdim=True)
+
+
+class Scaled(Heavy):
+    """With a parameter that cannot be divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def heavy_task(**changes: Any) -> ab.Task:
+    data = TensorDataset(torch.zeros(2, WIDTH), torch.zeros(2, 1))
+    fields = {"model": Heavy, "train": data, "global_batch": 1 << 17, "last": "wrap"}
+    return deep_task(**{**fields, **changes})
+
+
+@cache
+def planned(budget: float, parallel: Any = None, device: str = "h100-80gb", **wishes: Any) -> Plan:
+    machine = Machine.describe(device, count=4).with_budget(int(budget * GIB))
+    return ab.plan(heavy_task(), machine, parallel=parallel, **wishes)
+
+
+def seconds(plan: Plan) -> float:
+    assert plan.prediction
+    return plan.prediction.step_seconds
+
+
+def test_the_faster_layout_is_taken_and_the_other_stays_with_its_reason():
+    plan = planned(2.9)
+    whole, divided = planned(2.9, "replicate"), planned(2.9, "shard")
+    assert plan.parallel == "shard"
+    assert plan.choice == divided.choice
+    assert seconds(plan) == pytest.approx(seconds(divided))
+    assert 1.03 * seconds(plan) < seconds(whole)
+    assert any("divided, which is predicted to be faster" in notice for notice in plan.notices)
+    others = [c for c in plan.rejected if c.parallel == "replicate"]
+    assert others
+    for other in others:
+        slower = other.step_seconds > 1.01 * seconds(plan)
+        assert slower or "more than the budget leaves" in other.reason
+
+
+def test_where_memory_is_plenty_each_rank_has_the_whole_model():
+    plan = planned(64.0)
+    assert plan.parallel == "replicate"
+    assert not any("divided" in notice for notice in plan.notices)
+    (other,) = [c for c in plan.rejected if c.parallel == "shard" and c.possible]
+    assert plan.prediction
+    assert other.peak_bytes is not None
+    assert other.peak_bytes < plan.prediction.peak_bytes
+
+
+def test_where_the_whole_model_fits_no_rank_it_is_divided():
+    with pytest.raises(ab.NoPlanFits):
+        planned(1.6, "replicate")
+    plan = planned(1.6)
+    assert plan.parallel == "shard"
+    assert any("with its state does not fit on each rank" in notice for notice in plan.notices)
+
+
+def test_the_least_memory_is_that_of_the_leanest_layout():
+    least = []
+    for parallel in ("replicate", "shard", None):
+        with pytest.raises(ab.NoPlanFits) as caught:
+            planned(1.0, parallel)
+        assert caught.value.least_bytes
+        least.append(caught.value.least_bytes)
+    assert least[2] == min(least)
+    told = str(caught.value)
+    assert "divided over 4 ranks" in told
+    assert "In use already" in told
+    assert "state divided over the 4 devices" in told
+    assert planned(least[2] / GIB).parallel == "shard"
+
+
+def test_states_in_host_memory_are_not_for_a_divided_model():
+    (impossible,) = [c for c in planned(2.9).rejected if not c.possible]
+    assert impossible.parallel == "shard"
+    assert impossible.choice.optimizer_states == "host"
+    assert "stay on the devices" in impossible.reason
+
+
+def test_a_model_that_cannot_be_divided_is_not():
+    machine = Machine.describe("h100-80gb", count=4)
+    plan = ab.plan(heavy_task(model=Scaled), machine.with_budget(3 * GIB))
+    assert plan.parallel == "replicate"
+    assert {c.parallel for c in plan.rejected} == {"replicate"}
+    with pytest.raises(ab.InputError, match="cannot be divided over ranks"):
+        ab.plan(heavy_task(model=Scaled), machine, parallel="shard")
+
+
+def test_an_exchange_that_is_not_exact_is_between_whole_models():
+    assert planned(2.9, exchange=Exchange(compress="bf16")).parallel == "replicate"
+
+
+def costs_of(parallel: Any, device: str = "h100-80gb") -> Costs:
+    where = Machine.describe(device, count=4).device
+    layout = Layout(parallel, (1.0,) * 4)
+    rank = rank_of(subject_of(heavy_task()), layout, where)
+    return Costs(rank, setting_of(rank, where, layout=layout))
+
+
+def test_knobs_are_those_of_a_rank_that_holds_a_part():
+    costs = costs_of("shard")
+    choice = costs.choice(Recompute(), 1024)
+    here = costs.peak(choice)
+    found = {knob.what: knob.peak_bytes for knob in knobs(costs, choice)}
+    assert all(peak < here for peak in found.values())
+    assert "8 devices, state divided" in found
+    assert "state divided over the 4 devices" not in found
+    assert "8-bit optimizer (torchao)" not in found
+    used = {knob.what: knob.peak_bytes for knob in in_use(costs, choice)}
+    assert used["state divided over the 4 devices"] == costs_of("replicate").peak(choice)
+
+
+def test_the_devices_that_there_are_come_before_more_of_them():
+    costs = costs_of("replicate")
+    choice = costs.choice(Recompute(), 1024)
+    found = {knob.what: knob for knob in knobs(costs, choice)}
+    own, more = found["state divided over the 4 devices"], found["8 devices, state divided"]
+    assert own.peak_bytes == costs_of("shard").peak(choice)
+    assert more.peak_bytes < own.peak_bytes
+    assert not own.remark
+    assert more.remark
+
+
+def exchanged(parallel: Any, micro_batch: int, passes: int) -> float:
+    """Over links that are slow for such a device."""
+    costs = costs_of(parallel, "rtx-4090")
+    choice = costs.choice(Recompute(), micro_batch)
+    return seconds_of_exchange(costs.subject, costs.setting, choice, passes)
+
+
+def test_gradients_cross_once_per_step_and_weights_in_every_pass():
+    few, many = (exchanged("replicate", 1, passes) for passes in (1, 64))
+    assert few == many
+    few, many = (exchanged("shard", 1, passes) for passes in (1, 64))
+    assert many == pytest.approx(64 * few)
+    assert few > exchanged("replicate", 1, 1)
+
+
+def test_what_crosses_beside_the_computing_takes_no_time_but_for_one_group():
+    small, large = (exchanged("shard", size, 1) for size in (1, 1 << 15))
+    assert large < 0.2 * small
+    assert large > 0
