@@ -2,7 +2,6 @@
 
 from anybatch.estimate.calibration_history import remember as remember
 from anybatch.estimate.footprint import Footprint as Footprint
-from anybatch.estimate.footprint import Peak as Peak
 from anybatch.estimate.footprint import evaluation_peak as evaluation_peak
 from anybatch.estimate.footprint import footprint as footprint
 from anybatch.estimate.garbage import few_collections as few_collections
@@ -11,8 +10,11 @@ from anybatch.estimate.ledger import LayerBytes as LayerBytes
 from anybatch.estimate.ledger import Ledger as Ledger
 from anybatch.estimate.ledger import Moment as Moment
 from anybatch.estimate.ledger import ledger as ledger
+from anybatch.estimate.loss_pieces import loss_in_pieces as loss_in_pieces
+from anybatch.estimate.peak import Peak as Peak
 from anybatch.estimate.subject import Subject as Subject
 from anybatch.estimate.subject import fake_copy as fake_copy
 from anybatch.estimate.subject import fake_optimizer as fake_optimizer
 from anybatch.estimate.subject import identify as identify
 from anybatch.estimate.subject import subject_of as subject_of
+from anybatch.estimate.untraced import why_untraced as why_untraced

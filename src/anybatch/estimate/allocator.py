@@ -10,12 +10,13 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 from anybatch.estimate.trace import Block, Timeline
 
 PAGE = 4096
+_HEADER = 64 + 16  # torch's alignment, malloc's own words
 
 CUDA_BLOCK = 512
 CUDA_SMALL = 1 << 20
@@ -28,19 +29,46 @@ CUDA_MIDDLE_SEGMENT = 20 << 20
 class Taken:
     """What an allocator took.
 
+    What it holds never falls while it keeps what nobody uses, so its peak may come when little is in
+    use. What memory is needed for shows where most of it is in use.
+
     Attributes:
-        peak_bytes, moment: the most, and when.
-        overhead_bytes: how much of it is rounding and holes.
-        curve: what was taken at each moment.
-        allocated_bytes: the most in blocks at any time, rounded but without holes (CUDA; on one stream
-            torch's "active" is the same).
+        peak_bytes: the most that it held at any time (torch: "reserved").
+        allocated_bytes: the most in blocks, as they are rounded, and in scratch (torch: "allocated",
+            and on one stream "active").
+        moment: when that was, the first time.
+        requested_bytes: in blocks at that moment, as they were asked for, and in scratch.
+        curve: what was held at each moment.
     """
 
     peak_bytes: int
+    allocated_bytes: int
     moment: int
-    overhead_bytes: int
-    curve: tuple[int, ...] = ()
-    allocated_bytes: int = 0
+    requested_bytes: int
+    curve: tuple[int, ...]
+
+    @property
+    def overhead_bytes(self) -> int:
+        """What the peak has beyond what was asked for: rounding, holes, and what is kept for later."""
+        return self.peak_bytes - self.requested_bytes
+
+
+class _Books:
+    """What becomes of `Taken` while a timeline plays."""
+
+    def __init__(self) -> None:
+        self._curve: list[int] = []
+        self._most = (-1, 0, 0)  # allocated, moment, requested
+
+    def note(self, moment: int, allocated: int, requested: int, held: int) -> None:
+        """The figures of a moment, scratch included."""
+        self._curve.append(held)
+        if allocated > self._most[0]:
+            self._most = allocated, moment, requested
+
+    def taken(self) -> Taken:
+        allocated, moment, requested = self._most
+        return Taken(max(self._curve), allocated, moment, requested, tuple(self._curve))
 
 
 class Allocator(ABC):
@@ -66,28 +94,25 @@ class GlibcHeap(Allocator):
     def replay(self, timeline: Timeline) -> Taken:
         """See `Allocator`."""
         heap = _Heap(self._trim_threshold)
-        mapped = requested = 0
-        best = Taken(0, 0, 0)
-        curve: list[int] = []
+        mapped = small = requested = 0
+        books = _Books()
         for moment, births, deaths in _moments(timeline):
             for block in births:
                 requested += block.num_bytes
                 if block.num_bytes >= self._mmap_threshold:
-                    mapped += _round_up(block.num_bytes + 64 + 16, PAGE)
+                    mapped += _round_up(block.num_bytes + _HEADER, PAGE)
                 elif block.num_bytes:
-                    heap.take(id(block), _round_up(block.num_bytes + 64 + 16, 16))
+                    small += heap.take(id(block), _round_up(block.num_bytes + _HEADER, 16))
             scratch = timeline.scratch.get(moment, 0)
-            taken = mapped + heap.top + scratch
-            curve.append(taken)
-            if taken > best.peak_bytes:
-                best = Taken(taken, moment, taken - requested - scratch)
+            allocated = mapped + small + scratch
+            books.note(moment, allocated, requested + scratch, mapped + heap.top + scratch)
             for block in deaths:
                 requested -= block.num_bytes
                 if block.num_bytes >= self._mmap_threshold:
-                    mapped -= _round_up(block.num_bytes + 64 + 16, PAGE)
+                    mapped -= _round_up(block.num_bytes + _HEADER, PAGE)
                 elif block.num_bytes:
-                    heap.give(id(block))
-        return replace(best, curve=tuple(curve))
+                    small -= heap.give(id(block))
+        return books.taken()
 
 
 class CudaCache(Allocator):
@@ -124,27 +149,21 @@ class CudaCache(Allocator):
     def replay(self, timeline: Timeline) -> Taken:
         """See `Allocator`. What is taken is what is reserved."""
         cache = _Cache(self._expandable, self._max_split, self._limit)
-        requested = allocated = most = 0
-        best = Taken(0, 0, 0)
-        curve: list[int] = []
+        requested = allocated = 0
+        books = _Books()
         for moment, births, deaths in _moments(timeline):
             for block in births:
                 if block.num_bytes:
                     requested += block.num_bytes
                     allocated += cache.take(id(block), block.num_bytes)
-            most = max(most, allocated)
             scratch = timeline.scratch.get(moment, 0)
-            taken = cache.reserved_bytes + scratch
-            curve.append(taken)
-            # Of the moments at which as much is reserved, the one at which most of it is in use.
-            overhead = taken - requested - scratch
-            if (taken, -overhead) > (best.peak_bytes, -best.overhead_bytes):
-                best = Taken(taken, moment, overhead)
+            held = cache.reserved_bytes + scratch
+            books.note(moment, allocated + scratch, requested + scratch, held)
             for block in deaths:
                 if block.num_bytes:
                     requested -= block.num_bytes
                     allocated -= cache.give(id(block))
-        return replace(best, curve=tuple(curve), allocated_bytes=most)
+        return books.taken()
 
 
 @dataclass(slots=True, eq=False)
@@ -300,7 +319,8 @@ class _Heap:
         self._starts: dict[int, int] = {}  # start of a hole -> size
         self._ends: dict[int, int] = {}  # end of a hole -> start
 
-    def take(self, key: int, size: int) -> None:
+    def take(self, key: int, size: int) -> int:
+        """Take a block; returns its size."""
         i = bisect_left(self._by_size, (size, 0))
         if i < len(self._by_size):
             hole, start = self._by_size[i]
@@ -315,8 +335,10 @@ class _Heap:
                 start = begin
             self.top = start + size
         self._taken[key] = (start, size)
+        return size
 
-    def give(self, key: int) -> None:
+    def give(self, key: int) -> int:
+        """Give a block back; returns its size."""
         start, size = self._taken.pop(key)
         end = start + size
         if end in self._starts:
@@ -331,6 +353,7 @@ class _Heap:
             self.top = start
         else:
             self._add(start, end - start)
+        return size
 
     def _add(self, start: int, size: int) -> None:
         insort(self._by_size, (size, start))

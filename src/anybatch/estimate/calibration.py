@@ -112,7 +112,7 @@ def nominal(device: Device) -> Speeds:
         "float64": rates.flops / 2,
         "tf32": rates.tf32_flops or rates.flops,
         "float16": rates.half_flops,
-        "bfloat16": rates.half_flops,
+        "bfloat16": rates.half_flops if device.has("bf16") else rates.flops,
     }
     # A product fills the device from about 30 microseconds of work on.
     matmul = {name: _nominal_products(rate * _SHEET_MATMUL) for name, rate in full.items()}

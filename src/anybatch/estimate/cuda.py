@@ -1,6 +1,6 @@
 """CUDA's rules laid over a trace of CPU tensors, for a device that is not here.
 
-Fake CUDA tensors do not carry through a backward pass on a machine without CUDA. Four things differ
+Fake CUDA tensors do not carry through a backward pass on a machine without CUDA. Five things differ
 between the devices so much that bytes are wrong by tens of percent, and they are made as CUDA has
 them:
 
@@ -11,9 +11,10 @@ them:
 3. Dropout. CUDA's keeps a mask of one byte per number.
 4. Optimizers. Where nothing is said, they update all tensors at once on CUDA (`foreach`), with
    temporaries as large as the parameters; on a CPU one after the other.
+5. Chunks of `lm_loss`, which are larger on CUDA.
 
-What remains: workspaces of cuDNN and cuBLAS beyond the context's constant, and kernels that CUDA has
-and CPUs have not.
+What remains: workspaces of cuDNN (those of cuBLAS: see `workspaces`), and kernels that CUDA has and
+CPUs have not.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from anybatch.compute.lm_loss import standing_for
 from anybatch.machine import Device
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -71,7 +73,7 @@ def is_overlaid(device: Device) -> bool:
 def laid_over(device: Device) -> Iterator[None]:
     """Where a trace for `device` runs."""
     if is_overlaid(device):
-        with _CudaFunctions():
+        with _CudaFunctions(), standing_for(device.kind):
             yield
     else:
         yield

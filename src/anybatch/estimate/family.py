@@ -34,10 +34,12 @@ class Traced:
     Attributes:
         timeline: all of it.
         kept_bytes, shape_bytes: what kernels keep, whatever the size of the batch, and for every size.
+        product_bytes: the part of `kept_bytes` that is in buffers for the largest products.
         commit_bytes: what the first update and a later one add at their peaks.
         begin, end: the moments at which the step begins, and at which its update is done.
         num_micro_batches: of the step as traced.
         modules: of the model, by name, in order of definition.
+        bucketed: bytes of gradients in buckets, by the module whose they are.
         shapes, calls: see `Tracer`; of a step that followed by arithmetic, `shapes` is that of another.
     """
 
@@ -51,6 +53,8 @@ class Traced:
     shapes: dict[str, tuple[int, ...]]
     calls: dict[str, int]
     shape_bytes: ShapeBytes = field(default_factory=ShapeBytes)
+    product_bytes: int = 0
+    bucketed: dict[str, int] = field(default_factory=dict)
 
 
 class Family:
@@ -107,7 +111,8 @@ class Family:
         scratch = {m: between(one.scratch.get(m, 0), two.scratch.get(m, 0)) for m in moments}
         timeline = Timeline(blocks, scratch, one.operations, one.num_moments)
         kept = max(t.kept_bytes for t in self._traced.values())
-        return replace(low, timeline=timeline, kept_bytes=kept)
+        products = max(t.product_bytes for t in self._traced.values())
+        return replace(low, timeline=timeline, kept_bytes=kept, product_bytes=products)
 
 
 def _are_alike(one: Timeline, other: Timeline) -> bool:

@@ -6,29 +6,23 @@ step that accumulates, and an evaluation.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from anybatch.data import ghosts
-from anybatch.estimate.allocator import (
-    Allocator,
-    CudaCache,
-    GlibcHeap,
-    Taken,
-    passing_bytes,
-)
-from anybatch.estimate.cuda import is_overlaid
+from anybatch.estimate.allocator import passing_bytes
 from anybatch.estimate.family import Family, Traced
+from anybatch.estimate.kinds import OVERHEAD
+from anybatch.estimate.peak import CUDA_CONTEXT_BYTES, Peak, method_on, peak_of
 from anybatch.estimate.pieces import cut_finer, tensors
 from anybatch.estimate.stage import num_traced, trace_evaluation, trace_step
 from anybatch.estimate.stage_setup import cut_of
 from anybatch.estimate.subject import Subject
-from anybatch.estimate.trace import Block, Timeline, alive
+from anybatch.estimate.trace import Timeline
+from anybatch.estimate.workspaces import with_workspaces
 from anybatch.machine import MMAP_THRESHOLD, Device
 from anybatch.plans import Choice
 
-CPU_CONSTANT_BYTES = 640 << 10
+CPU_CONSTANT_BYTES = 600 << 10
 """C++ objects of a step and of its graph, and the kernel's count of pages, which is late by up to 32 of
 them per core. Python's own are taken before the baseline."""
 
@@ -36,27 +30,9 @@ _SCATTER = 1.2
 """Kernels for sizes beyond the first come to lie between tensors that come and go in the heap, and
 leave holes (digits, 30 steps with evaluations of two sizes)."""
 
-_PLACES = 1.75
-"""Of what comes and goes in the heap, beside the room that it has in the replay: the next block of its
-size comes to lie elsewhere. How often is not known; less than this was measured too little (65 samples
-in 17 ghost batches, 461 samples of 64 numbers), and more is too much for convolutions of 44 MiB."""
-
 _SAMPLE_BYTES, _MOST_SAMPLES_BYTES = 2050, 1536 << 10
 """Objects of one sample while a batch is put together: 1,025 bytes of heap for two tensors, in two
 places; and the most that was seen."""
-
-CUDA_CONSTANT_BYTES = 640 << 20
-"""Context, kernels and cuBLAS workspace: 450 to 650 MiB is what drivers of 2024 and later show."""
-
-_MOST_EVALUATION_SIZES = 2  # the last batch of an evaluation is smaller
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The most bytes at any moment, as the budget counts them, and what they are."""
-
-    num_bytes: int
-    by_kind: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -82,16 +58,17 @@ def footprint(subject: Subject, choice: Choice, device: Device) -> Footprint:
 
     Raises whatever the model or loss raises on fake tensors.
     """
-    traced = _training(subject, choice, device)
+    traced = traced_step(subject, choice, device)
     return Footprint(
-        peak=_peak(traced.timeline, beside_training(subject, choice, traced, device), device),
+        peak=peak_of(traced, beside_training(subject, choice, traced, device), device),
         commit_bytes=traced.commit_bytes,
         method=method_on(device),
         kernel_bytes=traced.shape_bytes.forward + traced.shape_bytes.backward,
     )
 
 
-def _training(subject: Subject, choice: Choice, device: Device) -> Traced:
+def traced_step(subject: Subject, choice: Choice, device: Device) -> Traced:
+    """A step of training under `choice`, traced, or read off other traces. Raises as `footprint`."""
     key = "training", num_traced(subject, choice), _others(choice), device
     family = subject.families.get(key)
     if family is None:
@@ -100,14 +77,15 @@ def _training(subject: Subject, choice: Choice, device: Device) -> Traced:
                 subject, choice.model_copy(update={"micro_batch": size}), device
             )
         )
-    return in_pieces(family.at(choice.micro_batch), subject, choice, device)
+    return as_run(family.at(choice.micro_batch), subject, choice, device)
 
 
-def in_pieces(traced: Traced, subject: Subject, choice: Choice, device: Device) -> Traced:
-    """A traced step with as many ghost batches as it really has, in the eyes of glibc's heap."""
+def as_run(traced: Traced, subject: Subject, choice: Choice, device: Device) -> Traced:
+    """A traced step with what a trace does not see: on a CPU as many ghost batches as it really has, in
+    the eyes of glibc's heap; on CUDA the workspaces of its products."""
     size = subject.identity.ghost_batch
     if device.kind != "cpu" or not size:
-        return traced
+        return with_workspaces(traced, device)
     real = len(ghosts(choice.micro_batch, size))
     cut = len(cut_of(subject, choice.micro_batch))
     return replace(traced, timeline=cut_finer(traced.timeline, cut, real, MMAP_THRESHOLD))
@@ -121,24 +99,37 @@ def beside_training(
     shapes = traced.shape_bytes
     one = shapes.forward + shapes.backward
     others = max(0, sizes - 1) * one
-    if subject.course.evaluates_between:  # forward again, on batches of other sizes
-        valid = _MOST_EVALUATION_SIZES if subject.num_valid is None else subject.num_valid
-        others += min(valid, _MOST_EVALUATION_SIZES) * shapes.forward
-    libraries = traced.kept_bytes + one + round(_SCATTER * others)
-    return _beside(subject, libraries, traced.timeline, device, choice.micro_batch)
+    kept, between = traced.kept_bytes, None
+    if subject.course.evaluates_between and device.kind == "cpu":
+        # Forward again, on batches of other sizes, and what comes and goes in it.
+        evaluated = subject.course.num_evaluation_sizes(choice.evaluation_batch, subject.num_valid)
+        others += evaluated * shapes.forward
+        between = _evaluation(subject, choice, device)
+        kept += _larger_products(choice, between)
+    libraries = kept + one + round(_SCATTER * others)
+    beside = _beside(subject, libraries, traced.timeline, device, choice.micro_batch)
+    if between is not None:
+        beside[OVERHEAD] += passing_bytes(tensors(between.timeline), MMAP_THRESHOLD)
+    return beside
 
 
 def _beside_evaluation(
     subject: Subject, choice: Choice, traced: Traced, device: Device
 ) -> dict[str, int]:
     """The same while it evaluates, once it has trained."""
-    training = _training(subject, choice, device)
+    training = traced_step(subject, choice, device)
     trained = subject.course.num_sizes(choice.micro_batch, subject.whole)
     evaluated = subject.course.num_evaluation_sizes(choice.evaluation_batch, subject.num_valid)
     one = training.shape_bytes.forward + training.shape_bytes.backward
     others = max(0, trained - 1) * one + evaluated * traced.shape_bytes.forward
-    libraries = max(training.kept_bytes, traced.kept_bytes) + one + round(_SCATTER * others)
+    kept = training.kept_bytes + _larger_products(choice, traced)
+    libraries = kept + one + round(_SCATTER * others)
     return _beside(subject, libraries, traced.timeline, device, choice.evaluation_batch)
+
+
+def _larger_products(choice: Choice, evaluation: Traced) -> int:
+    """Buffers for an evaluation's products, beside those of training, which are too small for them."""
+    return evaluation.product_bytes if choice.evaluation_batch > choice.micro_batch else 0
 
 
 def _beside(
@@ -149,14 +140,14 @@ def _beside(
         return {"libraries": libraries, "device context": constant}
     # What comes and goes in the heap does not find its old places again. Objects and kernels that stay
     # have come to lie between them, and what is left is too small for another block of the same size:
-    # glibc aligns a block by asking for up to 96 bytes more, which it gives back.
-    passing = passing_bytes(tensors(timeline), MMAP_THRESHOLD)
-    holes = round(_PLACES * passing)
+    # glibc aligns a block by asking for up to 96 bytes more, which it gives back. How often is not
+    # known; once for each was enough in all runs of benchmarks/budgets, and most need less.
+    holes = passing_bytes(tensors(timeline), MMAP_THRESHOLD)
     # Where no tensors come to lie behind them, objects of samples leave the end of the heap free.
-    holes += min(num_samples * _SAMPLE_BYTES, _MOST_SAMPLES_BYTES, passing)
+    holes += min(num_samples * _SAMPLE_BYTES, _MOST_SAMPLES_BYTES, holes)
     return {
         "libraries": libraries + constant,
-        "allocator's rounding and holes": holes,
+        OVERHEAD: holes,
         "input batch": subject.course.order_bytes,
     }
 
@@ -168,6 +159,11 @@ def _others(choice: Choice) -> Choice:
 
 def evaluation_peak(subject: Subject, choice: Choice, device: Device) -> Peak:
     """Most bytes that evaluating under `choice` adds to the device. Raises as `footprint` does."""
+    traced = _evaluation(subject, choice, device)
+    return peak_of(traced, _beside_evaluation(subject, choice, traced, device), device)
+
+
+def _evaluation(subject: Subject, choice: Choice, device: Device) -> Traced:
     key = "evaluation", 0, _others(choice), device
     family = subject.families.get(key)
     if family is None:
@@ -176,65 +172,9 @@ def evaluation_peak(subject: Subject, choice: Choice, device: Device) -> Peak:
                 subject, choice.model_copy(update={"evaluation_batch": size}), device
             )
         )
-    traced = family.at(choice.evaluation_batch)
-    return _peak(traced.timeline, _beside_evaluation(subject, choice, traced, device), device)
-
-
-def kind_of(block: Block, timeline: Timeline) -> str:
-    """What `block` is, as one of the ledger's kinds."""
-    if block.kind:
-        return block.kind
-    if block.phase == "input":
-        return "input batch"
-    if block.phase != "compute" or not 0 < block.born <= len(timeline.operations):
-        return "temporary"
-    maker = timeline.operations[block.born - 1]
-    if maker.backward:
-        return "temporary"
-    return "activations" if maker.module else "loss and logits"
+    return with_workspaces(family.at(choice.evaluation_batch), device)
 
 
 def constant_bytes(device: Device) -> int:
     """What the process takes beside tensors and kernels."""
-    return CPU_CONSTANT_BYTES if device.kind == "cpu" else CUDA_CONSTANT_BYTES
-
-
-def _peak(timeline: Timeline, beside: Mapping[str, int], device: Device) -> Peak:
-    taken = allocator_of(device).replay(timeline)
-    sizes = kinds_at(timeline, beside, taken)
-    return Peak(sum(sizes.values()), dict(Counter(sizes).most_common()))
-
-
-def kinds_at(timeline: Timeline, beside: Mapping[str, int], taken: Taken) -> dict[str, int]:
-    """Bytes by kind at the peak, none of them zero, with those `beside` the tensors; they add up to
-    it."""
-    kinds: Counter[str] = Counter()
-    for block in alive(timeline, taken.moment):
-        kinds[kind_of(block, timeline)] += block.num_bytes
-    kinds["kernels' scratch"] = timeline.scratch.get(taken.moment, 0)
-    kinds["allocator's rounding and holes"] = taken.overhead_bytes
-    kinds.update(beside)
-    return {kind: size for kind, size in kinds.items() if size}
-
-
-def allocator_of(device: Device) -> Allocator:
-    """The allocator of a device."""
-    if device.kind == "cpu":
-        return GlibcHeap(MMAP_THRESHOLD, MMAP_THRESHOLD)
-    return CudaCache(limit_bytes=max(0, device.budget_bytes - CUDA_CONSTANT_BYTES))
-
-
-def method_on(device: Device) -> str:
-    """How the bytes on `device` are found, in words."""
-    if device.kind == "cpu":
-        return (
-            "traced on fake tensors, with the workspaces of oneDNN and MKL by rule,"
-            " replayed through a model of glibc's heap"
-        )
-    way = "traced on fake tensors, replayed through a model of torch's CUDA allocator"
-    if is_overlaid(device):
-        way += (
-            " (no such device here: CPU tensors under CUDA's autocast lists, attention that keeps no"
-            " scores, and foreach optimizers stand for its own; workspaces of cuDNN are not in it)"
-        )
-    return way
+    return CPU_CONSTANT_BYTES if device.kind == "cpu" else CUDA_CONTEXT_BYTES

@@ -59,13 +59,13 @@ BLOCK = 16
 """Channels per block of oneDNN's layouts, with 512-bit vectors."""
 
 PRIMITIVE_BYTES: dict[str, int] = {
-    "product": 570 << 10,
+    "product": 590 << 10,
     "first": 80 << 10,
-    "convolution": 95 << 10,
-    "convolution transposed": 205 << 10,
-    "convolution backward": 78 << 10,
-    "convolution backward strided": 106 << 10,
-    "convolution backward transposed": 120 << 10,
+    "convolution": 100 << 10,
+    "convolution transposed": 210 << 10,
+    "convolution backward": 83 << 10,
+    "convolution backward strided": 111 << 10,
+    "convolution backward transposed": 125 << 10,
     "first lstm": 3400 << 10,
     "first lstm in half": 300 << 10,
     "lstm": 300 << 10,
@@ -111,6 +111,11 @@ class Kernels(ABC):
         return 0
 
     @property
+    def product_bytes(self) -> int:
+        """The part of `kept_bytes` that products hold, in buffers for the largest of them."""
+        return 0
+
+    @property
     def shape_bytes(self) -> ShapeBytes:
         """Bytes that stay for the shapes seen so far, and again for those of every other batch size."""
         return ShapeBytes()
@@ -140,13 +145,19 @@ class CpuKernels(Kernels):
         self._forward: dict[Hashable, int] = {}
         self._backward: dict[Hashable, int] = {}
         self._first: dict[str, int] = {}
+        self._attended: dict[Hashable, int] = {}
         self._packed = _Packed(num_threads)
         self._scores_bytes = 0
 
     @property
     def kept_bytes(self) -> int:
         """See `Kernels`."""
-        return sum(self._first.values()) + self._packed.kept_bytes + self._scores_bytes
+        return sum((*self._first.values(), *self._attended.values())) + self.product_bytes
+
+    @property
+    def product_bytes(self) -> int:
+        """See `Kernels`."""
+        return self._packed.kept_bytes + self._scores_bytes
 
     @property
     def shape_bytes(self) -> ShapeBytes:
@@ -233,7 +244,7 @@ class CpuKernels(Kernels):
             # Threads that meet a shape at the same moment make its kernel twice, and keep both.
             twice = -(-num_pairs // 2) if self._num_threads > 1 else 0
             size = (3 * num_pairs + twice) * PRIMITIVE_BYTES["attention product"]
-            self._backward["attention", query.size(-2), key.size(-2), width, query.dtype] = size
+            self._attended[query.size(-2), key.size(-2), width, query.dtype] = size
         else:
             self._packed.take(rows, width, keys, 1)
             self._packed.take(keys, rows, width, 1)

@@ -7,49 +7,29 @@ same trace: a table can be printed from it, a curve drawn, and `to_dict` gives J
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
 from anybatch.estimate.allocator import Taken
 from anybatch.estimate.family import Traced
-from anybatch.estimate.footprint import (
-    allocator_of,
-    beside_training,
-    in_pieces,
-    kind_of,
-    kinds_at,
-    method_on,
-    trace_step,
-)
+from anybatch.estimate.footprint import as_run, beside_training, trace_step
+from anybatch.estimate.kinds import KINDS, LOSS, OVERHEAD, Kinds
+from anybatch.estimate.loss_pieces import pieces_peak
+from anybatch.estimate.peak import allocator_of, method_on, not_counted_on, peak_at
+from anybatch.estimate.sharding import GATHERED, STATE, Division
 from anybatch.estimate.subject import Subject
-from anybatch.estimate.trace import Block, Operation, Timeline, alive
+from anybatch.estimate.trace import CASTS, Block, alive
 from anybatch.machine import Device
 from anybatch.plans import Choice
 
-_MOST_HELD = 40
+_MOST_HELD = 400
 _MOST_MOMENTS = 2000
 
-KINDS: tuple[str, ...] = (
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "activations",
-    "loss and logits",
-    "input batch",
-    "buffers",
-    "temporary",
-    "kernels' scratch",
-    "allocator's rounding and holes",
-    "libraries",
-    "device context",
-)
-"""Every kind of bytes, in the order in which a table shows them.
-
-`activations`: made in forward inside the model, and kept. `loss and logits`: what the model returns
-and what the loss function makes of it. `temporary`: made in backward or in the update, and gone after
-it. `kernels' scratch`: taken and given back inside one operation. `libraries`: generated code and
-workspaces that stay with the process (CPU). `device context`: the same on a CUDA device."""
+_KEPT = ("activations", CASTS, LOSS)
+_PASSES = ("forward", "loss", "backward")
+_OF_NO_LAYER = {LOSS: "the loss", "gradients": "all layers, in buckets", "temporary": "the update"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +79,12 @@ class LayerBytes:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Bytes of one kind that one module holds at the peak.
+    """Bytes of one kind that one module holds when most is in use.
 
     Attributes:
         kind: one of `KINDS`.
-        module: whose; `""` where it belongs to none (the batch, the loss, the update).
+        module: whose, as `named_modules` has it, or in words (the loss, the update, the model itself);
+            `""` where it belongs to none.
         num_bytes: in all.
         num_blocks: tensors (storages).
     """
@@ -116,48 +97,66 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One operation of the step, and what is taken while it runs.
+    """One operation of the step, and what is in memory while it runs.
 
     Attributes:
         number: of the operation, from 0 in the step that is shown.
         num_bytes: taken by the process or device, the allocator's holes and constants included.
-        live_bytes: in tensors that are alive.
+        by_kind: bytes in use, by kind; what `num_bytes` has beyond them the allocator holds for nobody.
         phase: `"input"`, `"forward"`, `"loss"`, `"backward"` or `"update"`.
-        module: whose operation; `""` for none.
+        module: whose operation, as `Holding` has it.
         operation: its name, as torch has it.
     """
 
     number: int
     num_bytes: int
-    live_bytes: int
+    by_kind: dict[str, int]
     phase: str
     module: str
     operation: str
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use."""
+        return sum(self.by_kind.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where each byte of a step goes.
+    """Where each byte of a step goes, on one rank.
 
     Attributes:
         micro_batch: samples per forward pass.
         layers: every module with bytes of its own, in order of definition.
-        peak: the moment at which most is taken.
-        by_kind: bytes at the peak, by kind, in the order of `KINDS`; they add up to
-            `peak.num_bytes`.
-        held: the largest holdings at the peak, largest first: at most 40.
+        modules: the class of every module, by name, in order of definition.
+        totals: the most bytes at any time by each account: see `estimate.peak`.
+        peak: the moment at which most is in use. More may be reserved at a later one.
+        by_kind: bytes at that moment, by kind, in the order of `KINDS`. With what the allocator holds
+            beyond them at its most, which is a kind too, they add up to `num_bytes`.
+        held: the largest holdings then, largest first: at most 400.
         curve: the moments of one step, in order. Where a step has more than 2000 operations, each
-            stretch of it is shown by the operation of its highest bytes.
+            stretch of it is shown by those with the most and the fewest bytes in use.
+        in_pieces: the peak with the loss in pieces (`lm_loss`); None where that would not help.
         method: how it was found, in words.
+        not_counted: what is on the device beside it, in sentences.
     """
 
     micro_batch: int
     layers: tuple[LayerBytes, ...]
+    modules: dict[str, str]
+    totals: dict[str, int]
     peak: Moment
     by_kind: dict[str, int]
     held: tuple[Holding, ...]
     curve: tuple[Moment, ...]
+    in_pieces: int | None
     method: str
+    not_counted: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """The predicted peak, as the budget counts it."""
+        return self.totals["total"]
 
     @property
     def num_parameters(self) -> int:
@@ -179,127 +178,215 @@ def ledger(subject: Subject, choice: Choice, device: Device) -> Ledger:
 
     Raises whatever the model or loss raises on fake tensors.
     """
-    traced = in_pieces(trace_step(subject, choice, device), subject, choice, device)
+    traced = as_run(trace_step(subject, choice, device), subject, choice, device)
     taken = allocator_of(device).replay(traced.timeline)
     beside = beside_training(subject, choice, traced, device)
-    constant = sum(beside.values())
-    curve = _curve(traced, taken, constant)
-    sizes = kinds_at(traced.timeline, beside, taken)
+    account = _Account(traced, taken, beside, subject.division)
+    peak = peak_at(traced, taken, beside, device)
+    cut = pieces_peak(subject, choice, device, traced, peak)
+    if subject.division is not None:
+        peak = peak.divided(subject.division)
+        cut = cut and cut.divided(subject.division)
     return Ledger(
         micro_batch=choice.micro_batch,
-        layers=_layers(traced),
-        peak=_moment(traced, taken, taken.moment, constant, _live(traced.timeline)),
-        by_kind={kind: sizes[kind] for kind in KINDS if kind in sizes},
-        held=_held(traced.timeline, taken.moment),
-        curve=_thinned(curve),
+        layers=account.layers(),
+        modules={name: module.type_name for name, module in traced.modules.items()},
+        totals=peak.totals,
+        peak=account.moment(taken.moment),
+        by_kind=peak.by_kind,
+        held=account.held(taken.moment),
+        curve=account.curve(),
+        in_pieces=cut and cut.num_bytes,
         method=method_on(device),
+        not_counted=not_counted_on(device, subject.flat or subject.division is not None),
     )
 
 
-def _layers(traced: Traced) -> tuple[LayerBytes, ...]:
-    timeline = traced.timeline
-    done = _end_of_forward(traced)
-    rows: dict[str, Counter[str]] = {name: Counter() for name in traced.modules}
-    for block in timeline.blocks:
-        row = rows.get(block.module)
-        if row is None:
-            continue
-        kind = kind_of(block, timeline)
-        if kind in ("parameters", "buffers", "optimizer state"):
-            # What holds the same numbers anew (a state that is replaced) does not count again.
-            if block.died is None or block.died >= traced.end:
-                row[kind] += block.num_bytes
-        elif kind == "gradients":
-            if block.born >= traced.begin:
-                row[kind] += block.num_bytes
-        elif kind in ("activations", "loss and logits") and _alive(block, done):
-            row["activations"] += block.num_bytes
-    return tuple(
-        LayerBytes(
-            name=name,
-            type_name=module.type_name,
-            depth=0 if name == "." else name.count(".") + 1,
-            output_shape=traced.shapes.get(name),
-            num_calls=traced.calls.get(name, 0) // traced.num_micro_batches,
-            num_parameters=module.num_parameters,
-            parameter_bytes=rows[name]["parameters"],
-            buffer_bytes=rows[name]["buffers"],
-            gradient_bytes=rows[name]["gradients"],
-            optimizer_bytes=rows[name]["optimizer state"],
-            activation_bytes=rows[name]["activations"],
+class _Account:
+    """The bytes of one trace, replayed, for each way to look at them.
+
+    Args:
+        traced, taken: the trace, and what the allocator made of it.
+        beside: bytes by kind that are there all the time.
+        division: of the model over ranks, or None: then the bytes are those of one of them.
+    """
+
+    def __init__(
+        self, traced: Traced, taken: Taken, beside: dict[str, int], division: Division | None
+    ) -> None:
+        self._traced = traced
+        self._timeline = traced.timeline
+        self._taken = taken
+        self._division = division
+        self._kinds = Kinds(traced)
+        self._constant = sum(beside.values())
+        self._phases = self._named_phases()
+        self._in_use = self._by_kind()
+        for kind, size in beside.items():
+            if kind != OVERHEAD:
+                before = self._in_use.get(kind, [0] * len(taken.curve))
+                self._in_use[kind] = [size + more for more in before]
+
+    # ---------------------------------------------------------------------------------- by layer
+
+    def layers(self) -> tuple[LayerBytes, ...]:
+        """Every module with bytes of its own."""
+        traced = self._traced
+        done = self._end_of_forward()
+        rows: dict[str, Counter[str]] = {name: Counter() for name in traced.modules}
+        for name, size in traced.bucketed.items():
+            if name in rows:
+                rows[name]["gradients"] += size
+        for block in self._timeline.blocks:
+            row = rows.get(block.module)
+            if row is None:
+                continue
+            kind = self._kinds.of(block)
+            if kind in ("parameters", "buffers", "optimizer state"):
+                # What holds the same numbers anew (a state that is replaced) does not count again.
+                if block.died is None or block.died >= traced.end:
+                    row[kind] += block.num_bytes
+            elif kind == "gradients":
+                if block.born >= traced.begin:
+                    row[kind] += block.num_bytes
+            elif kind in _KEPT and _is_kept(block, done):
+                row["activations"] += block.num_bytes
+        return tuple(
+            LayerBytes(
+                name=name,
+                type_name=module.type_name,
+                depth=0 if name == "." else name.count(".") + 1,
+                output_shape=traced.shapes.get(name),
+                num_calls=traced.calls.get(name, 0) // traced.num_micro_batches,
+                num_parameters=module.num_parameters,
+                parameter_bytes=self._part(rows[name]["parameters"]),
+                buffer_bytes=rows[name]["buffers"],
+                gradient_bytes=self._part(rows[name]["gradients"]),
+                optimizer_bytes=self._part(rows[name]["optimizer state"]),
+                activation_bytes=rows[name]["activations"],
+            )
+            for name, module in traced.modules.items()
+            if rows[name] or module.num_parameters
         )
-        for name, module in traced.modules.items()
-        if rows[name] or module.num_parameters
+
+    def _end_of_forward(self) -> int:
+        """The moment at which forward of the first micro-batch of the step ends."""
+        operations = self._timeline.operations
+        for moment in range(self._traced.begin, len(operations) + 1):
+            if operations[moment - 1].backward:
+                return moment - 1
+        return self._traced.begin
+
+    def _part(self, num_bytes: int) -> int:
+        """What one rank has of the state of a layer."""
+        return num_bytes if self._division is None else -(-num_bytes // self._division.ranks)
+
+    # ------------------------------------------------------------------------------- at a moment
+
+    def held(self, moment: int) -> tuple[Holding, ...]:
+        """The largest holdings at `moment`."""
+        sizes: Counter[tuple[str, str]] = Counter()
+        counts: Counter[tuple[str, str]] = Counter()
+        for block in alive(self._timeline, moment):
+            kind = self._kinds.of(block)
+            key = kind, self._whose(kind, block)
+            sizes[key] += self._part(block.num_bytes) if kind in STATE else block.num_bytes
+            counts[key] += 1
+        return tuple(
+            Holding(kind=key[0], module=key[1], num_bytes=size, num_blocks=counts[key])
+            for key, size in sizes.most_common(_MOST_HELD)
+            if size
+        )
+
+    def moment(self, i: int) -> Moment:
+        """The operation at moment `i`."""
+        operations = self._timeline.operations
+        is_one = 0 < i <= len(operations)
+        num_bytes = self._taken.curve[i] + self._constant
+        by_kind = {kind: sizes[i] for kind, sizes in self._in_use.items() if sizes[i]}
+        phase = self._phases[i - 1] if is_one else ""
+        if self._division is not None:
+            num_bytes, by_kind = self._division.divided(num_bytes, by_kind)
+            if phase not in _PASSES:
+                num_bytes -= by_kind.pop(GATHERED)
+        return Moment(
+            number=max(0, i - self._traced.begin),
+            num_bytes=num_bytes,
+            by_kind={kind: by_kind[kind] for kind in KINDS if by_kind.get(kind)},
+            phase=phase,
+            module=self._whose_operation(i) if is_one else "",
+            operation=operations[i - 1].name if is_one else "",
+        )
+
+    def _whose(self, kind: str, block: Block) -> str:
+        of_loss = kind == LOSS and block.module == "."
+        in_bucket = kind == "gradients" and self._traced.bucketed
+        if of_loss or in_bucket or (not block.module and kind in _OF_NO_LAYER):
+            return _OF_NO_LAYER[kind]
+        return self._name(block.module)
+
+    def _whose_operation(self, i: int) -> str:
+        if self._kinds.is_loss(i):
+            return _OF_NO_LAYER[LOSS]
+        return self._name(self._timeline.operations[i - 1].module)
+
+    def _name(self, module: str) -> str:
+        """Also of what the model computes outside its layers."""
+        return f"{self._traced.modules['.'].type_name} itself" if module == "." else module
+
+    # --------------------------------------------------------------------------------- over time
+
+    def curve(self) -> tuple[Moment, ...]:
+        """The moments of one step."""
+        begin, last = self._traced.begin, self._timeline.num_moments
+        in_use = [sum(sizes) for sizes in zip(*self._in_use.values(), strict=True)]
+        return tuple(map(self.moment, _telling(in_use, begin, last)))
+
+    def _by_kind(self) -> dict[str, list[int]]:
+        """Bytes in use at each moment."""
+        length = len(self._taken.curve)
+        changes: dict[str, list[int]] = {}
+        for block in self._timeline.blocks:
+            if block.num_bytes:
+                kind = self._kinds.of(block)
+                change = changes.setdefault(kind, [0] * (length + 2))
+                change[block.born] += block.num_bytes
+                if block.died is not None:
+                    change[block.died + 1] -= block.num_bytes
+        found = {kind: list(accumulate(change))[:length] for kind, change in changes.items()}
+        if scratch := self._timeline.scratch:
+            found["kernels' scratch"] = [scratch.get(i, 0) for i in range(length)]
+        return found
+
+    def _named_phases(self) -> list[str]:
+        """The phase of each operation. What comes before the first layer of a pass is no loss yet."""
+        phases: list[str] = []
+        has_run = False
+        for moment, operation in enumerate(self._timeline.operations, 1):
+            if operation.phase != "compute" or operation.backward:
+                has_run = False
+                phases.append("backward" if operation.backward else operation.phase)
+            else:
+                is_loss = self._kinds.is_loss(moment)
+                has_run |= not is_loss
+                phases.append("loss" if is_loss and has_run else "forward")
+        return phases
+
+
+def _is_kept(block: Block, done: int) -> bool:
+    """Whether it is alive when forward is `done`. What dies at its last operation was of use to nothing
+    after it."""
+    return block.born <= done and (block.died is None or block.died > done)
+
+
+def _telling(sizes: Sequence[int], first: int, last: int) -> list[int]:
+    """The moments from `first` to `last` that show the course of `sizes`: at most so many."""
+    moments = range(first, last + 1)
+    if len(moments) <= _MOST_MOMENTS:
+        return list(moments)
+    width = -(-2 * len(moments) // _MOST_MOMENTS)
+    stretches = (moments[i : i + width] for i in range(0, len(moments), width))
+    ends = (
+        {max(part, key=sizes.__getitem__), min(part, key=sizes.__getitem__)} for part in stretches
     )
-
-
-def _end_of_forward(traced: Traced) -> int:
-    """The moment at which forward of the first micro-batch of the step ends."""
-    operations = traced.timeline.operations
-    for moment in range(traced.begin, len(operations) + 1):
-        if operations[moment - 1].backward:
-            return moment - 1
-    return traced.begin
-
-
-def _alive(block: Block, moment: int) -> bool:
-    # What dies at the last operation of forward was of use to nothing after it.
-    return block.born <= moment and (block.died is None or block.died > moment)
-
-
-def _live(timeline: Timeline) -> list[int]:
-    """Bytes alive in tensors at each moment."""
-    changes = [0] * (timeline.num_moments + 3)
-    for block in timeline.blocks:
-        changes[block.born] += block.num_bytes
-        if block.died is not None:
-            changes[block.died + 1] -= block.num_bytes
-    return list(accumulate(changes))
-
-
-def _curve(traced: Traced, taken: Taken, constant: int) -> list[Moment]:
-    live = _live(traced.timeline)
-    last = traced.timeline.num_moments
-    return [_moment(traced, taken, i, constant, live) for i in range(traced.begin, last + 1)]
-
-
-def _moment(traced: Traced, taken: Taken, i: int, constant: int, live: list[int]) -> Moment:
-    operations = traced.timeline.operations
-    operation = operations[i - 1] if 0 < i <= len(operations) else None
-    return Moment(
-        number=max(0, i - traced.begin),
-        num_bytes=taken.curve[i] + constant,
-        live_bytes=live[i],
-        phase=_phase(operation) if operation else "",
-        module=operation.module if operation else "",
-        operation=operation.name if operation else "",
-    )
-
-
-def _phase(operation: Operation) -> str:
-    if operation.phase != "compute":
-        return operation.phase
-    if operation.backward:
-        return "backward"
-    return "forward" if operation.module else "loss"
-
-
-def _held(timeline: Timeline, moment: int) -> tuple[Holding, ...]:
-    sizes: Counter[tuple[str, str]] = Counter()
-    counts: Counter[tuple[str, str]] = Counter()
-    for block in alive(timeline, moment):
-        key = kind_of(block, timeline), block.module
-        sizes[key] += block.num_bytes
-        counts[key] += 1
-    return tuple(
-        Holding(kind=key[0], module=key[1], num_bytes=size, num_blocks=counts[key])
-        for key, size in sizes.most_common(_MOST_HELD)
-        if size
-    )
-
-
-def _thinned(curve: list[Moment]) -> tuple[Moment, ...]:
-    """At most so many moments: of each stretch the highest."""
-    width = -(-len(curve) // _MOST_MOMENTS) or 1
-    stretches = (curve[i : i + width] for i in range(0, len(curve), width))
-    return tuple(max(part, key=lambda moment: moment.num_bytes) for part in stretches)
+    return [moment for pair in ends for moment in sorted(pair)]

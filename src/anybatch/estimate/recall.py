@@ -7,13 +7,16 @@ are kept here, as little as it takes to make them again: which argument comes ba
 new tensor has, on a storage of its own or on that of the only argument.
 
 Whatever is not that plain (results that share a storage, arguments that are resized, tensors that carry
-a value) is left to torch every time.
+a value) is left to torch every time. Where numbers decide on shapes, they are followed beside: see
+`values`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -23,6 +26,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from anybatch.estimate.values import NotFollowed, Values, chooses
 
 _PLAIN = frozenset(
     (
@@ -46,6 +51,8 @@ _FUSED = frozenset(
 """Updates in place that make nothing; not all of them run on fake tensors."""
 _RNN_MODE, _LSTM = 14, 2
 """Where oneDNN's recurrent layers are told their kind, and which is the LSTM."""
+
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 _META = torch.device("meta")
 _NoFunctions: Any = torch._C.DisableTorchFunction
@@ -98,9 +105,15 @@ class Recalling(TorchDispatchMode):
 
 
 class Recall:
-    """See the module. One object serves any number of traces."""
+    """See the module. One object serves any number of traces.
+
+    Attributes:
+        values: the numbers that are followed, once `follow` was asked for.
+    """
 
     def __init__(self) -> None:
+        self.values: Values | None = None
+        self._has_chosen = False
         self._known: dict[Any, _Answer | None] = {}
         self._states: dict[tuple[int, torch.device], dict[str, Any]] = {}
 
@@ -109,7 +122,29 @@ class Recall:
         raises."""
         if func is DEVICE_OF and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        kwargs = kwargs or {}
+        if self.values is not None and type(func) is OpOverload:
+            return self.values.run(partial(self._run, fake), func, args, kwargs or {})
+        return self._run(fake, func, args, kwargs or {})
+
+    def follow(self) -> None:
+        """Follow numbers from now on."""
+        self.values = Values()
+
+    def number(self, tensor: Tensor) -> Any:
+        """What whoever reads the number in `tensor` is told: the number if it is known, else 1.
+
+        Raises `NotFollowed` where it may be known if numbers are followed.
+        """
+        if self.values is not None and (known := self.values.of(tensor)) is not None:
+            with _NoModes():
+                return known.item()
+        if tensor.is_floating_point():
+            return 1.0
+        if self.values is None and self._has_chosen:
+            raise NotFollowed
+        return tensor.dtype == torch.bool or 1
+
+    def _run(self, fake: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         given: list[FakeTensor] = []
         with _NoFunctions():  # what is asked of tensors here concerns no mode around
             asked = _key(func, args, kwargs, given)
@@ -119,15 +154,16 @@ class Recall:
         if getattr(func, "_overloadpacket", None) in _FUSED:
             return None
         if asked is None or asked in self._known:
-            return func(*args, **kwargs)
+            return _quietly(func, args, kwargs)
         if (rule := _RULES.get(func)) is not None and not kwargs:
             with _NoFunctions():
                 answer = rule(*args)
                 if answer is not None:
                     self._known[asked] = answer
                     return self._made(fake, answer, given)
+        self._has_chosen = self._has_chosen or chooses(func)
         before = [_geometry(tensor) for tensor in given]
-        result = func(*args, **kwargs)
+        result = _quietly(func, args, kwargs)
         self._known[asked] = _answer(result, given, before)
         return result
 
@@ -162,6 +198,16 @@ class Recall:
         _protect(made)
         made.__dict__.update(state)
         return made
+
+
+def _quietly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `func` returns. torch logs the traceback of what a kernel refuses, which is raised as well,
+    and told in a sentence."""
+    before, _LOG.disabled = _LOG.disabled, True
+    try:
+        return func(*args, **kwargs)
+    finally:
+        _LOG.disabled = before
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: Any, given: list[FakeTensor]) -> Any:
@@ -324,7 +370,32 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(reversed((*shape[1:], 1)), mul))[::-1]
 
 
+def _grouped_product(
+    left: FakeTensor, right: FakeTensor, offsets: FakeTensor | None = None, *_rest: Any
+) -> _Answer | None:
+    """Products of groups of rows, each with a matrix of its own, or the sums of their outer products.
+    Rows begin at multiples of 16 bytes. On fake tensors torch refuses all but bfloat16, and knows
+    nothing of that (torch 2.13)."""
+    if left.dtype != right.dtype:
+        return None
+    if left.dim() == right.dim() == 2:
+        if offsets is None:
+            return None
+        shape = offsets.size(0), left.size(0), right.size(1)
+    elif left.dim() == 2:
+        shape = left.size(0), right.size(-1)
+    else:
+        rows = left.shape[:2] if right.dim() == 3 else left.shape[1:2]
+        shape = *rows, right.size(-1)
+    per_row = 16 // left.element_size()
+    width = -(-shape[-1] // per_row) * per_row
+    strides = _contiguous((*shape[:-1], width))
+    geometry = torch.Size(shape), strides, 0, left.dtype, left.fake_device
+    return _Answer((_Result(-1, geometry),), None)
+
+
 _RULES: dict[Any, Callable[..., _Answer | None]] = {
+    torch.ops.aten._grouped_mm.default: _grouped_product,
     torch.ops.aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
     torch.ops.aten.native_batch_norm.default: _batch_norm,
     torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,

@@ -8,9 +8,12 @@ started ahead while earlier ones run, so the longer of the two sums counts.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+
+import torch
 
 from anybatch.estimate.calibration import Speeds, product_rate, rate_at
 from anybatch.estimate.seconds_operations import Operation
@@ -112,17 +115,22 @@ class Pace:
     ) -> None:
         self._speeds = speeds
         self._tf32 = precision == "tf32"
+        self._halved = False
         self._mapped_from = MMAP_THRESHOLD if mapped else _ALWAYS_MAPPED
         self._stands_in = device.kind == "cuda" and not device.present
         unit = min(subject.identity.ghost_batch or 1, subject.whole)
         few = min(max(unit, -(-8 // unit) * unit), subject.whole)
         many = min(4 * few, subject.whole)
         choice = Choice(micro_batch=few, evaluation_batch=1, precision=precision)
-        counting = Counting(subject, choice, device)
+
+        def count() -> tuple[Counting, Work, Work]:
+            counting = Counting(subject, choice, device)
+            first = counting.at(few)
+            return counting, first, first if many == few else counting.at(many)
+
+        counting, self._first, self._second = subject.following(count)
         self.update: Update = counting.update
         self._can_part = counting.can_part
-        self._first = counting.at(few)
-        self._second = self._first if many == few else counting.at(many)
         if not _are_alike(self._first, self._second):
             self._second = work_of(subject, choice.model_copy(update={"micro_batch": many}), device)
         if not _are_alike(self._first, self._second):
@@ -146,6 +154,13 @@ class Pace:
     def parameter_bytes(self) -> int:
         """Of what is trained."""
         return self._first.parameter_bytes
+
+    def in_half(self) -> Pace:
+        """About the pace under autocast to bfloat16, of operations in float32, without tracing them in
+        it: products are computed in half precision, everything else as it is."""
+        other = copy.copy(self)
+        other._halved, other._tables, other._memo = True, {}, {}
+        return other
 
     def micro(self, micro_batch: int, recompute: Recompute) -> tuple[float, float, float]:
         """Seconds of forward, backward and recompute of one micro-batch."""
@@ -301,9 +316,11 @@ class Pace:
         family = operation.family
         product = _is_product(operation)
         memory = speeds.memory["plain" if product else family]
+        halved = self._halved and product and operation.dtype == torch.float32
+        num_bytes = operation.num_bytes / 2 if halved else operation.num_bytes
         # The matrices of a product come from as far as all that a micro-batch touches reaches.
-        among = max(operation.num_bytes, 2.0 * self.parameter_bytes if product else 1.0)
-        seconds = operation.num_bytes / rate_at(memory, among)
+        among = max(num_bytes, 2.0 * self.parameter_bytes if product else 1.0)
+        seconds = num_bytes / rate_at(memory, among)
         if operation.flops and product:
             curves = speeds.matmul if family == "matmul" else speeds.convolution
             curve = curves.get(self._arithmetic(operation)) or curves["float32"]
@@ -321,7 +338,9 @@ class Pace:
 
     def _arithmetic(self, operation: Operation) -> str:
         name = str(operation.dtype).removeprefix("torch.")
-        return "tf32" if name == "float32" and self._tf32 else name
+        if name != "float32":
+            return name
+        return "bfloat16" if self._halved else "tf32" if self._tf32 else name
 
 
 def exchange_seconds(num_bytes: int, device: Device, num_ranks: int) -> float:

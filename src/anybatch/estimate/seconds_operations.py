@@ -19,6 +19,7 @@ others by memory, each at its own rate."""
 
 _FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot"), "matmul"),
+    "_grouped_mm": "matmul",
     **dict.fromkeys(("convolution", "convolution_backward"), "convolution"),
     **dict.fromkeys(("bernoulli", "bernoulli_", "native_dropout", "rand_like"), "random"),
     **dict.fromkeys(("normal_", "uniform_", "random_", "randn_like", "exponential_"), "random"),
@@ -146,6 +147,10 @@ def _flops(packet: Any, name: str, args: tuple[Any, ...], kwargs: Any, result: A
         pairs = query.numel() // query.size(-1) * key.size(-2)
         # Two products in forward, five in backward, which computes the weights anew.
         return float((10 if backward else 4) * pairs * query.size(-1))
+    if name == "_grouped_mm":  # each row, or each column, meets the matrix of one group
+        left, right = args[0], args[1]
+        rows = left[0] if left.dim() > right.dim() else left
+        return 2.0 * rows.numel() * right.size(-1)
     return 0.0
 
 

@@ -28,7 +28,7 @@ from anybatch.compute.optimizers_update import can_part, leanest_update
 from anybatch.estimate.recall import Recall, fake_mode
 from anybatch.estimate.seconds_operations import Operation, bytes_of, operation_of
 from anybatch.estimate.subject import Subject
-from anybatch.estimate.trace import has_parts, value_of
+from anybatch.estimate.trace import has_parts
 from anybatch.estimate.updates import moved_bytes
 from anybatch.machine import Device
 from anybatch.plans import Choice, Recompute, Update
@@ -227,7 +227,7 @@ class _Watch(TorchDispatchMode):
         if has_parts(types):
             return NotImplemented  # what it does to each of them passes by here next
         if func is _aten._local_scalar_dense.default:
-            return value_of(args[0])
+            return self._recall.number(args[0])
         kwargs = kwargs or {}
         result = self._recall.run(self._fake, func, args, kwargs)
         if self.phase and not func.is_view:

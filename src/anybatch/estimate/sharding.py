@@ -116,7 +116,10 @@ def sharded_bytes(
     )
 
 
-_STATE = ("parameters", "gradients", "optimizer state")
+STATE = ("parameters", "gradients", "optimizer state")
+"""The kinds of bytes that are divided."""
+
+GATHERED = "gathered weights and gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ class Division:
         """A peak of one rank from that of the whole model: the state is a part of it, and the weights
         and gradients that are gathered at a time come to it. As if they were at their most when the
         activations are, so it is rather too much."""
-        whole = sum(by_kind.get(kind, 0) for kind in _STATE)
+        whole = sum(by_kind.get(kind, 0) for kind in STATE)
         here = sharded_bytes(
             self.parts,
             self.ranks,
@@ -150,7 +153,7 @@ class Division:
             "parameters": here.parameters,
             "gradients": here.gradients,
             "optimizer state": here.optimizer_state,
-            "gathered weights and gradients": max(here.forward, here.backward),
+            GATHERED: max(here.forward, here.backward),
         }
         return num_bytes - whole + here.peak, kinds
 

@@ -29,7 +29,13 @@ from anybatch.estimate.family import Traced
 from anybatch.estimate.kernels import Kernels, ShapeBytes, kernels_on
 from anybatch.estimate.recall import fake_mode
 from anybatch.estimate.splice import Left, Tail, growth, moved, since
-from anybatch.estimate.stage_setup import cut_of, fake_device, parts_of_model, set_up
+from anybatch.estimate.stage_setup import (
+    bucketed_bytes,
+    cut_of,
+    fake_device,
+    parts_of_model,
+    set_up,
+)
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import Block, Timeline, Tracer, recording
 from anybatch.estimate.updates import kernel_bytes, scratch_bytes
@@ -42,13 +48,13 @@ def trace_step(subject: Subject, choice: Choice, device: Device) -> Traced:
 
     Raises whatever the model or loss raises on fake tensors.
     """
-    return _on_stage(Stage.step, subject, choice, device)
+    return subject.following(lambda: _on_stage(Stage.step, subject, choice, device))
 
 
 def trace_evaluation(subject: Subject, choice: Choice, device: Device) -> Traced:
     """Trace an update that makes the optimizer's state, and then two batches of evaluation. Raises as
     `trace_step` does."""
-    return _on_stage(Stage.evaluation, subject, choice, device)
+    return subject.following(lambda: _on_stage(Stage.evaluation, subject, choice, device))
 
 
 def num_traced(subject: Subject, choice: Choice) -> int:
@@ -67,8 +73,15 @@ def _on_stage(
 ) -> Traced:
     key = device, choice.precision, choice.update, choice.optimizer_states
     known = subject.stages.get(key)
-    if known is not None and known.reusable and (traced := trace(known, choice)) is not None:
-        return traced
+    if known is not None and known.reusable:
+        try:
+            traced = trace(known, choice)
+        except Exception:
+            # It is spoilt, but what raised may not raise under other choices.
+            del subject.stages[key]
+            raise
+        if traced is not None:
+            return traced
     stage = Stage(subject, choice, device)
     traced = trace(stage, choice)
     assert traced is not None  # what is traced first on a stage is traced from the beginning
@@ -97,6 +110,7 @@ class Stage:
         with self._open():
             self._replica, self._owners, self._copies = set_up(subject, plain, device, tracer)
             self._replica.model.train()
+            self._bucketed = bucketed_bytes(self._replica, self._owners) if subject.flat else {}
             before = _kept(self._kernels)
             self._make_gradients()
             begun = tracer.timeline.num_moments
@@ -300,6 +314,8 @@ class Stage:
             shapes=self._tracer.shapes,
             calls=self._tracer.calls,
             shape_bytes=self._tracer.kernels.shape_bytes,
+            product_bytes=self._tracer.kernels.product_bytes,
+            bucketed=self._bucketed,
         )
 
     def _gradients(self) -> list[torch.Tensor | None]:

@@ -96,6 +96,15 @@ def parts_of_model(model: nn.Module, owners: Owners) -> dict[str, Part]:
     }
 
 
+def bucketed_bytes(replica: Replica, owners: Owners) -> dict[str, int]:
+    """Bytes of gradients by module, of a replica whose gradients are in buckets."""
+    sizes: Counter[str] = Counter()
+    for param in replica.parameters:
+        if param.grad is not None:
+            sizes[owners.get(param, "")] += param.grad.nbytes
+    return dict(sizes)
+
+
 def cut_of(subject: Subject, num_samples: int) -> list[int]:
     """Ghost batches for a trace. More than a few take longer; what they add, `pieces` knows."""
     size = subject.identity.ghost_batch

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from anybatch.compute import DEFAULT_GHOST_BATCH, batch_norms, find_blocks, find_chains
+from anybatch.compute.ghost import depends_on_cut
 from anybatch.data import (
     Piece,
     batch_size,
@@ -37,8 +38,11 @@ from anybatch.estimate.fake_modules import converting_fake_modules
 from anybatch.estimate.family import Family
 from anybatch.estimate.recall import Recall, Recalling, fake_mode
 from anybatch.estimate.sharding import Division
+from anybatch.estimate.values import UNKNOWN
 from anybatch.plans import TaskIdentity
 from anybatch.task import LossFunction, Task, parameters_in
+
+T = TypeVar("T")
 
 _NUM_SAMPLES = 2
 _MOST_BAD = 100  # samples passed over, where that is asked for, in search of two to plan by
@@ -62,6 +66,7 @@ class Subject:
         division: how the model is divided over ranks, or None.
         padded: where samples differ in length, the padded size of a mean global batch, in samples of
             the longest; else None.
+        depends: sentences on what in the model depends on how a step is cut.
         long: the longest sample, and how lengths are spread, in words; empty: they are alike.
         families: traces made so far, so that none is made twice.
         stages: what they were made on; see `stage`.
@@ -82,6 +87,7 @@ class Subject:
     division: Division | None = None
     padded: int | None = None
     long: str = ""
+    depends: tuple[str, ...] = ()
     families: dict[Hashable, Family] = field(default_factory=dict, compare=False, repr=False)
     stages: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
     recall: Recall = field(default_factory=Recall, compare=False, repr=False)
@@ -90,6 +96,23 @@ class Subject:
     def whole(self) -> int:
         """Samples of a step: of a full one, or as many of the longest as have a mean one's size."""
         return min(self.padded or self.identity.global_batch, self.identity.global_batch)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What traces took for granted of numbers on which shapes depend, in sentences."""
+        return self.recall.values.notices if self.recall.values is not None else ()
+
+    def following(self, trace: Callable[[], T]) -> T:
+        """What `trace` returns; where shapes depend on numbers that it does not know, it is made again,
+        and they are followed from then on. Raises what `trace` raises."""
+        try:
+            return trace()
+        except UNKNOWN:
+            if self.recall.values is not None:
+                raise
+        self.recall.follow()
+        self.stages.clear()
+        return trace()
 
     def batch(self, num_samples: int, device: torch.device) -> Any:
         """A batch of so many samples on fake tensors; called inside a trace. Where samples differ in
@@ -147,6 +170,7 @@ def subject_of(task: Task) -> Subject:
         course=course,
         padded=course.unequal and course.unequal.padded,
         long=_told_lengths(task),
+        depends=depends_on_cut(model),
     )
 
 

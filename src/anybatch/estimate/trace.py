@@ -10,7 +10,8 @@ Whose an operation is, is seen in forward by the module that runs. In backward t
 the graph, and the node's number leads back to the operation that made it.
 
 Reading a value has no answer on fake tensors. A loss or an optimizer that asks for one is told 1, so
-code that only counts or logs goes on; code that branches on data takes one branch.
+code that only counts or logs goes on; code that branches on data takes one branch. Where shapes depend
+on numbers, these are followed: see `values`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ _autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssu
 _node: Callable[[], Any] = torch._C._current_autograd_node
 _NoFunctions: Any = torch._C.DisableTorchFunction
 _READ: Any = _aten._local_scalar_dense.default
+_CAST: Any = _aten._to_copy.default
+_HALF = (torch.bfloat16, torch.float16)
+
+CASTS = "weights in half precision"
+"""The kind of autocast's copies of weights."""
 
 
 @dataclass(slots=True)
@@ -151,7 +157,7 @@ class Tracer(TorchDispatchMode):
         if has_parts(types):
             return NotImplemented  # what it does to each of them passes by here next
         if func is _READ:
-            return value_of(args[0])
+            return self._recall.number(args[0])
         result = self._recall.run(self._fake, func, args, kwargs)
         if self._in_kernel or func is DEVICE_OF:
             return result
@@ -159,6 +165,8 @@ class Tracer(TorchDispatchMode):
             module = self._count(func, args, result)
             for leaf in (result,) if type(result) is FakeTensor else _tensors_of(result):
                 self.see(leaf, module=module)
+            if func is _CAST and result.dtype in _HALF and self.phase == "compute":
+                self._name_cast(args[0], result)
             if found := self._kernels.workspace(func, args, result):
                 tensor, num_bytes = found
                 self.block_of(tensor).num_bytes = num_bytes
@@ -231,6 +239,12 @@ class Tracer(TorchDispatchMode):
         life = self._known.get(id(tensor.untyped_storage()))
         if life is not None and not life.block.kind and life.block.phase == "compute":
             life.block.kind = "loss and logits"
+
+    def _name_cast(self, weight: Tensor, copied: Tensor) -> None:
+        """In forward nobody but autocast makes copies of weights."""
+        life = self._known.get(id(weight.untyped_storage()))
+        if life is not None and life.block.kind == "parameters":
+            self.block_of(copied).kind = CASTS
 
     def _free(self, life: _Life) -> None:
         del self._known[life.key]
@@ -317,10 +331,3 @@ def _tensors_of(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _tensors_of(part)
-
-
-def value_of(tensor: Tensor) -> Any:
-    """What whoever reads a number is told; see the module."""
-    if tensor.dtype == torch.bool:
-        return True
-    return 1.0 if tensor.is_floating_point() else 1

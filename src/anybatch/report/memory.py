@@ -6,7 +6,9 @@ terminal without Unicode gets as plain ones.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -16,75 +18,114 @@ from rich.table import Table
 from rich.text import Text
 
 from anybatch.plans import Plan
-from anybatch.report.terminal import pairs, print_section
+from anybatch.report.layers import PARTS, Row, every_row, rows_of, total_row
+from anybatch.report.terminal import bullets, pairs, print_section
+from anybatch.report.totals import totals_of
 from anybatch.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from anybatch.estimate.ledger import Ledger, Moment
+    from anybatch.estimate.ledger import Holding, Ledger, Moment
     from anybatch.planner.knobs import Knob
 
-MAX_LAYERS = 40
-"""Rows of the table of layers; of a model that has more, the largest."""
-
 MAX_HELD = 12
+_NARROW, _WIDE = 76, 112
+
+_TOLD_ANEW = ("predicted peak", "predicted step", "times are")
 
 _HEIGHT = 8
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _PLAIN = "  ..::###"
 
 
-def print_ledger(console: Console, plan: Plan, ledger: Ledger, knobs: Sequence[Knob]) -> None:
-    """Print `ledger`, made for `plan`, and what would shrink the peak."""
-    print_section(console, f"Memory of a step of {plan.task.name}", pairs(_facts(plan, ledger)))
-    print_section(console, "By layer", _layers(ledger))
-    print_section(console, "At the peak, by kind", _kinds(ledger, _unicode(console)))
-    if ledger.held:
-        print_section(console, "At the peak, the largest", _held(ledger))
-    width = max(24, min(console.width, 100) - 16)
+def print_ledger(
+    console: Console,
+    plan: Plan,
+    ledger: Ledger,
+    knobs: Sequence[Knob],
+    in_use: Sequence[Knob] = (),
+    depth: int | None = None,
+    every_layer: bool = False,
+) -> None:
+    """Print `ledger`, made for `plan`, what would shrink the peak, and what shrinks it already.
+
+    Layers are unfolded to `depth` levels (None: as far as a page of rows goes), or all of them are
+    listed, `every_layer`.
+    """
+    rows = every_row(ledger) if every_layer else rows_of(ledger, depth)
+    layers = _layers(rows, total_row(ledger), console.width)
+    unicode = _unicode(console)
     print_section(
-        console, "Over one step", curve(ledger, width, plan.budget_bytes, _unicode(console))
+        console, f"Memory of a step of {plan.task.name}", pairs(assumptions(plan, ledger))
     )
+    print_section(console, "Most bytes at any time", _totals(plan, ledger))
+    print_section(console, "By layer", layers)
+    print_section(console, "When most is in use, by kind", _kinds(ledger, console.width, unicode))
+    if ledger.held:
+        print_section(console, "When most is in use, the largest", _held(ledger))
+    width = max(24, min(console.width, 100) - 16)
+    print_section(console, "Over one step", curve(ledger, width, plan.budget_bytes, unicode))
     if knobs:
-        print_section(console, "What would shrink it", knobs_table(knobs, ledger.peak.num_bytes))
+        print_section(console, "What would shrink it", knobs_table(knobs, ledger.num_bytes))
+    if in_use:
+        print_section(console, "In use, and what it saves", knobs_table(in_use, ledger.num_bytes))
+    if advice := loss_advice(ledger):
+        print_section(console, "What the loss takes", bullets([advice]))
+    if plan.notices:
+        print_section(console, "Notices", bullets(plan.notices))
+    print_section(console, "How it was found", bullets([ledger.method, *ledger.not_counted]))
 
 
 def knobs_table(knobs: Iterable[Knob], peak_bytes: int) -> Table:
-    """What each knob buys, and its cost in time."""
+    """The peak and the step with each knob turned, beside a peak that is `peak_bytes` as it is."""
     table = _table()
     table.add_column("one change", overflow="fold", min_width=18)
-    for title in ("peak", "frees", "step"):
+    for title in ("peak", "bytes", "step"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     for knob in knobs:
-        freed = 1 - knob.peak_bytes / max(1, peak_bytes)
         table.add_row(
             Text(knob.what),
             format_bytes(knob.peak_bytes),
-            f"{freed:.0%}",
+            changed(knob, peak_bytes),
             format_seconds(knob.step_seconds),
             Text(knob.remark, "dim"),
         )
     return table
 
 
+def changed(knob: Knob, peak_bytes: int) -> str:
+    """What a knob makes of a peak of `peak_bytes`, in percent of it."""
+    return f"{knob.peak_bytes / max(1, peak_bytes) - 1:+.0%}"
+
+
 def curve(ledger: Ledger, width: int, budget: int | None, unicode: bool = True) -> Table:
-    """Bytes taken over one step, and the phases below: `width` characters wide."""
+    """Bytes in use over one step, what the allocator holds above them, and the phases below: `width`
+    characters wide."""
     moments = ledger.curve or (ledger.peak,)
     columns = _columns(moments, width)
     top = max(moment.num_bytes for moment in moments) or 1
-    levels = [max(moment.num_bytes for moment in column) / top * _HEIGHT for column in columns]
-    marks = _EIGHTHS if unicode else _PLAIN
+    in_use = [max(moment.used_bytes for moment in column) / top * _HEIGHT for column in columns]
+    held = [max(moment.num_bytes for moment in column) / top * _HEIGHT for column in columns]
+    marks, line = (_EIGHTHS, "─") if unicode else (_PLAIN, "-")
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(justify="right", no_wrap=True, style="dim")
     table.add_column(no_wrap=True)
     for row in reversed(range(_HEIGHT)):
-        line = "".join(marks[round(8 * min(1.0, max(0.0, level - row)))] for level in levels)
+        text = Text()
+        for used, taken in zip(in_use, held, strict=True):
+            filled = marks[round(8 * min(1.0, max(0.0, used - row)))]
+            if filled == " " and row < taken <= row + 1:
+                text.append(line, "dim")
+            else:
+                text.append(filled, "cyan")
+        text.rstrip()
         label = format_bytes(top) if row == _HEIGHT - 1 else ""
         label = format_bytes(top / 2) if row == _HEIGHT // 2 - 1 else label
-        table.add_row(label, Text(line.rstrip(), "cyan"))
+        table.add_row(label, text)
     rule, names = _phases([column[0].phase for column in columns], unicode)
     table.add_row("0 B", Text(rule, "dim"))
     table.add_row("", Text(names, "dim"))
+    table.add_row("", Text(f"{marks[-1]} in use   {line} held by the allocator", "dim"))
     if budget:
         table.add_row("", Text(f"budget {format_bytes(budget)}", "dim"))
     return table
@@ -120,72 +161,96 @@ def _phases(phases: Sequence[str], unicode: bool) -> tuple[str, str]:
     return rule, "".join(names).rstrip()
 
 
-def _facts(plan: Plan, ledger: Ledger) -> list[tuple[str, str]]:
-    peak = ledger.peak
-    part = f" ({peak.num_bytes / plan.budget_bytes:.0%} of the budget)" if plan.budget_bytes else ""
-    module = f" of {peak.module}" if peak.module else ""
-    how = (
-        f"{ledger.micro_batch:,} of {plan.task.global_batch:,} samples, {plan.choice.precision},"
-        f" recompute {plan.choice.recompute.describe()}"
+def assumptions(plan: Plan, ledger: Ledger) -> list[tuple[str, str]]:
+    """(what, how) lines: the plan whose memory is told, without the figures that are told anew."""
+    lines = [line for line in plan.explain() if line[0] not in _TOLD_ANEW]
+    part = (
+        f" ({ledger.num_bytes / plan.budget_bytes:.0%} of the budget)" if plan.budget_bytes else ""
     )
-    lines = [
-        ("device", plan.device_name or plan.device),
-        ("micro-batch", how),
+    return [
+        *lines,
         ("parameters", f"{ledger.num_parameters:,}"),
+        ("predicted peak", f"{format_bytes(ledger.num_bytes)}{part}"),
+        ("most in use", where(ledger.peak)),
     ]
-    if plan.budget_bytes:
-        lines.append(("budget", format_bytes(plan.budget_bytes)))
-    lines.append(("predicted peak", f"{format_bytes(peak.num_bytes)}{part}"))
-    lines.append(("its moment", f"{peak.phase}{module}: {plain_name(peak.operation)}"))
-    return lines
 
 
-def _layers(ledger: Ledger) -> Table:
-    shown = list(ledger.layers)
-    if len(shown) > MAX_LAYERS:
-        least = sorted(layer.total_bytes for layer in shown)[-MAX_LAYERS]
-        shown = [layer for layer in shown if layer.total_bytes >= least][:MAX_LAYERS]
-    table = _table()
-    table.add_column("layer", overflow="fold", max_width=30)
-    table.add_column("output", no_wrap=True)
-    for title in ("parameters", "activations", "all bytes"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for layer in shown:
-        shape = "x".join(map(str, layer.output_shape)) if layer.output_shape else ""
-        table.add_row(
-            Text(layer.name),
-            shape,
-            f"{layer.num_parameters:,}" if layer.num_parameters else "",
-            format_bytes(layer.activation_bytes) if layer.activation_bytes else "",
-            format_bytes(layer.total_bytes),
-        )
-    hidden = len(ledger.layers) - len(shown)
-    if hidden:
-        rest = sum(layer.total_bytes for layer in ledger.layers)
-        rest -= sum(layer.total_bytes for layer in shown)
-        table.add_row(Text(f"{hidden} smaller ones", "dim"), "", "", "", format_bytes(rest))
-    table.add_section()
-    table.add_row(
-        Text("all layers", "bold"),
-        "",
-        f"{ledger.num_parameters:,}",
-        format_bytes(ledger.activation_bytes),
-        format_bytes(sum(layer.total_bytes for layer in ledger.layers)),
+def loss_advice(ledger: Ledger) -> str:
+    """What the loss in pieces would free; empty where that is not worth a word."""
+    if ledger.in_pieces is None or ledger.in_pieces >= ledger.num_bytes:
+        return ""
+    part = ledger.by_kind.get("loss and logits", 0) / max(1, ledger.num_bytes)
+    freed = ledger.num_bytes - ledger.in_pieces
+    return (
+        f"Loss and logits are {part:.0%} of the peak. With the loss in pieces (anybatch.lm_loss, or"
+        f" anybatch.causal_lm_loss for models of transformers) the peak is"
+        f" {format_bytes(ledger.in_pieces)}: {format_bytes(freed)} less."
     )
+
+
+def where(moment: Moment) -> str:
+    """The place of a moment in a step: `backward of blocks.3: addmm`."""
+    is_plain = not moment.module or moment.module.endswith(moment.phase)
+    phase = moment.phase if is_plain else f"{moment.phase} of {moment.module}"
+    return f"{phase}: {plain_name(moment.operation)}" if moment.operation else phase
+
+
+def _totals(plan: Plan, ledger: Ledger) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for total in totals_of(plan.device, ledger.totals):
+        table.add_row(total.name, format_bytes(total.predicted or 0), Text(total.meaning, "dim"))
     return table
 
 
-def _kinds(ledger: Ledger, unicode: bool) -> Table:
+def _layers(rows: Sequence[Row], total: Row, width: int) -> Table:
+    """Columns are left out where the terminal is too narrow for them."""
+    parts = [
+        (title, (lambda row, i=i: row.sizes[i]))
+        for i, (title, _) in enumerate(PARTS)
+        if total.sizes[i]
+    ]
+    if width < _NARROW:
+        parts = [part for part in parts if part[0] == "activations"]
+    table = _table()
+    table.add_column("layer", overflow="fold", max_width=38)
+    if width >= _WIDE:
+        table.add_column("type", no_wrap=True)
+        table.add_column("output", no_wrap=True)
+    for title, _ in parts:
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("all", justify="right", no_wrap=True)
+    for row in (*rows, total):
+        if row is total:
+            table.add_section()
+        texts = [
+            Text("  " * row.depth + row.name, "bold" if row is total else ""),
+            *([row.type_name, row.output] if width >= _WIDE else ()),
+            *(_or_empty(size(row)) for _, size in parts),
+            format_bytes(row.total_bytes),
+        ]
+        table.add_row(*texts, style="dim" if row.is_part else "")
+    return table
+
+
+def _or_empty(num_bytes: int) -> str:
+    return format_bytes(num_bytes) if num_bytes else ""
+
+
+def _kinds(ledger: Ledger, width: int, unicode: bool) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
-    total = max(1, ledger.peak.num_bytes)
+    total = max(1, ledger.num_bytes)
+    most = max(1, min(24, width - 54))
     full = "█" if unicode else "#"
     for kind, size in sorted(ledger.by_kind.items(), key=lambda item: -item[1]):
         if size:
-            bar = full * max(1, round(24 * size / total))
+            bar = full * max(1, round(most * size / total))
             table.add_row(kind, format_bytes(size), f"{size / total:.0%}", Text(bar, "cyan"))
     return table
 
@@ -196,7 +261,7 @@ def _held(ledger: Ledger) -> Table:
     table.add_column("of", overflow="fold", max_width=34)
     table.add_column("tensors", justify="right", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
-    for holding in ledger.held[:MAX_HELD]:
+    for holding in _together(ledger.held)[:MAX_HELD]:
         table.add_row(
             holding.kind,
             Text(holding.module or "-"),
@@ -204,6 +269,26 @@ def _held(ledger: Ledger) -> Table:
             format_bytes(holding.num_bytes),
         )
     return table
+
+
+def _together(held: Sequence[Holding]) -> list[Holding]:
+    """What alike layers hold in one line, the largest first: `blocks.*.up (12 alike)`."""
+    alike: dict[tuple[str, str, int, int], list[Holding]] = {}
+    for one in held:
+        name = re.sub(r"(?<![^.])\d+(?![^.])", "*", one.module)
+        alike.setdefault((one.kind, name, one.num_bytes, one.num_blocks), []).append(one)
+    lines = [
+        ones[0]
+        if len(ones) == 1
+        else replace(
+            ones[0],
+            module=f"{name} ({len(ones)} alike)",
+            num_bytes=num_bytes * len(ones),
+            num_blocks=num_blocks * len(ones),
+        )
+        for (_, name, num_bytes, num_blocks), ones in alike.items()
+    ]
+    return sorted(lines, key=lambda line: -line.num_bytes)
 
 
 def _table() -> Table:

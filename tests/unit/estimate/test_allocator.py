@@ -202,3 +202,23 @@ def test_allocated_counts_rounded_blocks_and_reserved_counts_segments():
     assert taken.moment == 1
     assert taken.overhead_bytes == 22 * MIB - 513 - 3 * MIB
     assert taken.curve == (2 * MIB, 22 * MIB, 22 * MIB, 22 * MIB, 22 * MIB)
+
+
+def test_a_segment_that_is_taken_when_little_is_in_use_moves_no_moment():
+    lives = [(30 * MIB, 1, 3), (40 * MIB, 2, 3)]
+    before = CudaCache().replay(timeline(*lives))
+    after = CudaCache().replay(timeline(*lives, (512, 8, 9)))  # small: a segment of 2 MiB more
+    assert after.peak_bytes == before.peak_bytes + 2 * MIB
+    assert (after.moment, after.allocated_bytes) == (before.moment, before.allocated_bytes)
+    assert before.moment == 2
+    assert after.overhead_bytes == before.overhead_bytes + 2 * MIB == 2 * MIB
+
+
+def test_what_a_heap_has_allocated_is_told_without_its_holes():
+    taken = GlibcHeap(MAPPED_FROM, MAPPED_FROM).replay(
+        timeline((4000, 0, 1), (100, 0, None), (5000, 2, None), (MAPPED_FROM, 3, 3))
+    )
+    mapped = -(-(MAPPED_FROM + HEADER) // PAGE) * PAGE
+    assert taken.allocated_bytes == on_heap(100) + on_heap(5000) + mapped
+    assert taken.peak_bytes == taken.allocated_bytes + on_heap(4000)
+    assert taken.requested_bytes == 100 + 5000 + MAPPED_FROM

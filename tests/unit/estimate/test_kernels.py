@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anybatch.estimate.kernels import CpuKernels
+from anybatch.estimate.kernels import _SUPPORTS, PRIMITIVE_BYTES, CpuKernels
 
 _aten = torch.ops.aten
 KIB = 1 << 10
+HALF = (torch.bfloat16, torch.float16)
 
 
 def fake(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -63,20 +65,72 @@ def test_thin_products_pack_nothing():
     assert multiply(kernels, 1, 256, 512) == 0
 
 
-def test_products_in_half_precision_keep_kernels_and_pack_nothing():
+@pytest.fixture(params=[True, False], ids=["by oneDNN", "by MKL"])
+def by_onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """On a processor with and without instructions for products in half precision."""
+    for dtype in HALF:
+        monkeypatch.setitem(_SUPPORTS, dtype, lambda: request.param)
+    return request.param
+
+
+def halves(kernels: CpuKernels, m: int, k: int, n: int, dtype: torch.dtype) -> tuple[int, int]:
+    """What a product in half precision adds: bytes that stay, and bytes that stay for its shape."""
+    kept, shapes = kernels.kept_bytes, kernels.shape_bytes
+    args = fake(m, k, dtype=dtype), fake(k, n, dtype=dtype)
+    kernels.scratch(_aten.mm.default, args, fake(m, n, dtype=dtype))
+    more = kernels.shape_bytes
+    return (
+        kernels.kept_bytes - kept,
+        more.forward + more.backward - shapes.forward - shapes.backward,
+    )
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_product_in_half_precision_keeps_a_kernel_or_what_it_packs(
+    by_onednn: bool, dtype: torch.dtype
+):
     kernels = CpuKernels(2)
-    half = torch.bfloat16
-    for rows in (64, 64, 128):
-        args = fake(rows, 64, dtype=half), fake(64, 64, dtype=half)
-        kernels.scratch(_aten.mm.default, args, fake(rows, 64, dtype=half))
-    one = CpuKernels(2)
-    one.scratch(
-        _aten.mm.default, (fake(64, 64, dtype=half), fake(64, 64, dtype=half)), fake(64, 64)
-    )
-    assert kernels.kept_bytes == one.kept_bytes  # once
-    assert kernels.shape_bytes.forward + kernels.shape_bytes.backward == 2 * (
-        one.shape_bytes.forward + one.shape_bytes.backward
-    )
+    first, shape = halves(kernels, 64, 64, 64, dtype)
+    assert first > 0
+    assert (shape > 0) == by_onednn
+    assert halves(kernels, 64, 64, 64, dtype) == (0, 0)
+    assert halves(kernels, 128, 64, 64, dtype)[1] == shape
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_small_product_in_half_precision_is_not_onednns(by_onednn: bool, dtype: torch.dtype):
+    assert halves(CpuKernels(2), 2, 204, 10, dtype)[1] == 0
+    assert (halves(CpuKernels(2), 2, 205, 10, dtype)[1] > 0) == by_onednn
+
+
+def attend(kernels: CpuKernels, length: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that attention adds, whatever the size of its batch: in forward, and in backward."""
+    before = kernels.kept_bytes
+    query = fake(4, 8, length, 32, dtype=dtype)
+    kernels.scratch(_aten._scaled_dot_product_flash_attention_for_cpu.default, (query,) * 3, query)
+    forward = kernels.kept_bytes
+    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    kernels.scratch(backward, (query,) * 4, query)
+    return forward - before, kernels.kept_bytes - forward
+
+
+@pytest.mark.parametrize("by_onednn", [True], indirect=True)
+@pytest.mark.usefixtures("by_onednn")
+def test_attention_in_half_precision_keeps_products_of_every_pair_of_pieces():
+    even, uneven = (attend(CpuKernels(1), length, HALF[0])[1] for length in (1024, 1025))
+    # 1025 queries are pieces of 256 and one of 1, and as many keys are pieces of 512 and one of 1.
+    products = 3 * PRIMITIVE_BYTES["attention product"]
+    assert even == uneven == products
+    # 1040 leave 16 of each: four pairs.
+    assert attend(CpuKernels(1), 1040, HALF[0])[1] == 4 * products
+
+
+def test_attention_in_half_precision_is_counted_once(by_onednn: bool):
+    kernels = CpuKernels(2)
+    kept, _ = attend(kernels, 256, HALF[0])
+    assert kept > 0
+    assert attend(kernels, 256, HALF[0]) == (0, 0)
+    assert attend(kernels, 128, HALF[0])[0] == 0  # smaller ones fit the buffers
 
 
 def test_a_convolution_keeps_less_for_one_gradient_than_for_two():

@@ -1,0 +1,255 @@
+"""Layers: the modules of a model as a table that people can read, however deep the model is.
+
+Blocks that are alike stand in one row with their sums, and one of them is shown from within:
+
+    emb                      147 MiB
+    blocks.0-11 (12 alike)   972 MiB     all of them
+      blocks.0              81.0 MiB     one of them, and what it consists of
+        qkv                 20.3 MiB
+        ...
+    head                     147 MiB
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from anybatch.estimate.ledger import LayerBytes, Ledger
+
+PARTS = (
+    ("parameters", "parameter_bytes"),
+    ("gradients", "gradient_bytes"),
+    ("optimizer", "optimizer_bytes"),
+    ("buffers", "buffer_bytes"),
+    ("activations", "activation_bytes"),
+)
+"""Columns of bytes, and where `LayerBytes` has them."""
+
+ROWS = 30
+"""Rows of a table whose depth nobody chose: what is largest is unfolded first."""
+
+_ALIKE = 0.02
+"""Blocks of one structure are alike if their bytes differ by no more than this part of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row.
+
+    Attributes:
+        name: of a module, or of several that are alike.
+        depth: of its indentation.
+        type_name: the module's class.
+        output: shape of what it returns; empty where it is not known.
+        sizes: bytes in the order of `PARTS`.
+        is_part: whether its bytes are in a row above it too.
+    """
+
+    name: str
+    depth: int
+    type_name: str
+    output: str
+    sizes: tuple[int, ...]
+    is_part: bool
+
+    @property
+    def total_bytes(self) -> int:
+        """All of its bytes."""
+        return sum(self.sizes)
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A module, or several that are alike, with all that is in it."""
+
+    name: str
+    type_name: str
+    own: LayerBytes | None = None
+    children: list[_Node] = field(default_factory=list)
+    alike: int = 1
+    sizes: tuple[int, ...] = ()
+    structure: tuple[object, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+
+def rows_of(ledger: Ledger, depth: int | None = None) -> list[Row]:
+    """The layers of `ledger`, unfolded to `depth` levels; None: as far as a page of rows goes."""
+    root = _tree(ledger)
+    opened = _largest_first(root) if depth is None else set(_down_to(root, depth))
+    return list(_rows(root, opened, 0, root.name))
+
+
+def every_row(ledger: Ledger) -> list[Row]:
+    """Every module with bytes of its own, alike or not."""
+    return [
+        Row(
+            _name(layer.name, layer.type_name),
+            0,
+            layer.type_name,
+            _shape(layer),
+            _sizes(layer),
+            False,
+        )
+        for layer in ledger.layers
+    ]
+
+
+def total_row(ledger: Ledger) -> Row:
+    """The sum of all layers."""
+    return Row("all layers", 0, "", "", _sums(map(_sizes, ledger.layers)), False)
+
+
+# ------------------------------------------------------------------------------------------- tree
+
+
+def _tree(ledger: Ledger) -> _Node:
+    own = {layer.name: layer for layer in ledger.layers}
+    types = ledger.modules
+    root = _Node(".", types.get(".", ""), own.get("."))
+    nodes = {".": root}
+    for name in dict.fromkeys([*types, *own]):
+        if name == ".":
+            continue
+        for end in _prefixes(name):
+            if end not in nodes:
+                layer = own.get(end)
+                kind = types.get(end) or (layer.type_name if layer else "")
+                nodes[end] = _Node(end, kind, layer)
+                above = end.rpartition(".")[0] or "."
+                nodes[above].children.append(nodes[end])
+    _fold(root)
+    return root
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def _fold(node: _Node) -> None:
+    """Sums from below, modules without bytes left out, alike ones put together."""
+    for child in node.children:
+        _fold(child)
+    children = [child for child in node.children if child.own or child.children]
+    node.sizes = _sums([*([_sizes(node.own)] if node.own else []), *(c.sizes for c in children)])
+    node.structure = (
+        node.type_name,
+        node.own.num_parameters if node.own else 0,
+        *((c.name.rpartition(".")[2], c.alike, c.structure) for c in children),
+    )
+    node.children = list(_grouped(children))
+
+
+def _grouped(nodes: Sequence[_Node]) -> Iterator[_Node]:
+    """`nodes` with each run of alike ones in a node of its own."""
+    begin = 0
+    for i in range(1, len(nodes) + 1):
+        if i < len(nodes) and _are_alike(nodes[begin], nodes[i]):
+            continue
+        run = nodes[begin:i]
+        if len(run) == 1:
+            yield run[0]
+        else:
+            first, last = run[0], run[-1]
+            name = f"{first.name}-{last.name.rpartition('.')[2]}"
+            sizes = _sums(node.sizes for node in run)
+            structure = (len(run), first.structure)
+            yield _Node(name, first.type_name, None, [first], len(run), sizes, structure)
+        begin = i
+
+
+def _are_alike(one: _Node, other: _Node) -> bool:
+    """Numbered neighbours of one structure, with the same bytes. A layer with nothing in it is one row
+    in any case."""
+    if not (one.children and other.children):
+        return False
+    numbered = all(node.name.rpartition(".")[2].isdigit() for node in (one, other))
+    slack = _ALIKE * max(one.total, other.total)
+    near = all(abs(a - b) <= slack for a, b in zip(one.sizes, other.sizes, strict=True))
+    return numbered and near and one.structure == other.structure
+
+
+# ------------------------------------------------------------------------------------------- rows
+
+
+def _passed(node: _Node) -> _Node:
+    """What stands for `node` in a table: the only thing in it, where it has no bytes of its own."""
+    while node.own is None and node.alike == 1 and len(node.children) == 1:
+        node = node.children[0]
+    return node
+
+
+def _inside(node: _Node) -> list[_Node]:
+    return [_passed(child) for child in node.children]
+
+
+def _down_to(node: _Node, depth: int) -> Iterator[_Node]:
+    """The nodes that are unfolded, for rows of so many levels."""
+    if depth > 0:
+        yield node
+        for child in _inside(node):
+            yield from _down_to(child, depth - 1)
+
+
+def _largest_first(root: _Node) -> set[_Node]:
+    """The nodes that are unfolded, where that is as many as a page has room for."""
+    opened = {root}
+    found = _inside(root)
+    count = len(found) + (root.own is not None)
+    while found:
+        found.sort(key=lambda node: node.total)
+        node = found.pop()
+        inside = _inside(node)
+        more = len(inside) + (node.own is not None)
+        if inside and count + more <= ROWS:
+            opened.add(node)
+            found += inside
+            count += more
+    return opened
+
+
+def _rows(node: _Node, opened: set[_Node], depth: int, above: str) -> Iterator[Row]:
+    """The row of `node`, and those inside it; the root has none."""
+    is_root = node.name == "."
+    if not is_root:
+        yield _row(node, depth, above, bool(depth))
+        depth += 1
+    if node not in opened:
+        return
+    if node.own is not None and node.children:
+        own = node.own
+        name = _name(own.name, own.type_name) if is_root else "itself"
+        yield Row(name, depth, own.type_name, _shape(own), _sizes(own), depth > 0)
+    for child in _inside(node):
+        yield from _rows(child, opened, depth, node.name if not is_root else ".")
+
+
+def _row(node: _Node, depth: int, above: str, is_part: bool) -> Row:
+    inside_group = above != "." and node.name.startswith(f"{above}.")
+    name = node.name[len(above) + 1 :] if inside_group else node.name
+    if node.alike > 1:
+        name = f"{name} ({node.alike} alike)"
+    return Row(name, depth, node.type_name, _shape(node.own), node.sizes, is_part)
+
+
+def _name(name: str, type_name: str) -> str:
+    return f"{type_name} itself" if name == "." else name
+
+
+def _shape(layer: LayerBytes | None) -> str:
+    return "x".join(map(str, layer.output_shape)) if layer and layer.output_shape else ""
+
+
+def _sizes(layer: LayerBytes) -> tuple[int, ...]:
+    return tuple(getattr(layer, name) for _, name in PARTS)
+
+
+def _sums(sizes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    every = list(sizes)
+    return tuple(map(sum, zip(*every, strict=True))) if every else (0,) * len(PARTS)

@@ -1,0 +1,67 @@
+"""Workspaces of cuBLAS: where they come, how large, and that they are counted once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.estimate import ledger, subject_of
+from anybatch.estimate.workspaces import workspace_bytes
+from anybatch.machine import Machine
+from anybatch.plans import Choice
+
+MIB = 1 << 20
+ABSENT = Machine.describe("24GiB").device
+
+
+@pytest.mark.parametrize(
+    ("capability", "size"),
+    [
+        ("7.5", 8.125),
+        ("8.9", 8.125),
+        ("9.0", 32),
+        ("12.0", 32),
+        ("", 32),
+        ("gfx90a", 32),
+        ("gfx942", 128),
+    ],
+)
+def test_a_workspace_has_the_size_that_torch_gives_it(capability: str, size: float):
+    assert workspace_bytes(replace(ABSENT, capability=capability)) == size * MIB
+
+
+def test_what_the_environment_asks_for_holds_where_the_run_will_be(monkeypatch: Any):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    assert workspace_bytes(replace(ABSENT, capability="9.0")) == 32 * MIB
+    assert workspace_bytes(replace(ABSENT, capability="9.0", present=True)) == 8320 << 10
+
+
+@pytest.mark.parametrize(("model", "count"), [(nn.Linear(8, 8), 2), (nn.Conv2d(3, 8, 3), 0)])
+def test_forward_and_backward_have_one_each_if_they_multiply(model: nn.Module, count: int):
+    sample = torch.zeros(8) if isinstance(model, nn.Linear) else torch.zeros(3, 8, 8)
+    task = ab.Task(
+        model=model,
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train=[sample] * 2,
+        collate=torch.stack,
+        global_batch=4,
+        steps=1,
+    )
+    device = replace(ABSENT, capability="8.6")
+    found = ledger(subject_of(task), Choice(micro_batch=2, evaluation_batch=1), device)
+    kind = "libraries' workspaces"
+    assert found.curve[-1].by_kind.get(kind, 0) == count * 8.125 * MIB
+    first = {moment.by_kind.get(kind, 0) for moment in found.curve if moment.phase == "input"}
+    assert 0 in first
+    on_cpu = ledger(
+        subject_of(task),
+        Choice(micro_batch=2, evaluation_batch=1),
+        Machine.here("64MiB", device="cpu").device,
+    )
+    assert kind not in on_cpu.by_kind
