@@ -28,13 +28,15 @@ CELLS = (("fp32", None), ("bf16", None), ("fp16", None), ("bf16", "all"))
 def measure(task: ab.Task, precision: str, recompute: str | None) -> dict[str, Any]:
     """Predicted and measured bytes and seconds of one task under one choice."""
     plan = ab.plan(task, precision=precision, recompute=recompute)
-    result = ab.train(task, plan=plan)
+    result = ab.train(task, plan=plan, progress=False)
     ended = result.ended
     return {
         "task": task.name,
         "choice": result.plan.choice.describe(),
         "predicted_peak_bytes": ended.predicted_peak_bytes,
         "measured_peak_bytes": ended.measured_peak_bytes,
+        "predicted_totals": dict(ended.predicted_totals),
+        "measured_totals": dict(ended.measured_totals),
         "predicted_step_seconds": ended.predicted_step_seconds,
         "measured_step_seconds": ended.step_seconds,
     }
@@ -93,6 +95,18 @@ def table(
         ]
         row = " | ".join(f"{figure:.1f}" for figure in figures)
         lines.append(f"| {cell['task']} | {cell['choice']} | {row} |")
+    names = list(dict.fromkeys(name for cell in cells for name in cell["measured_totals"]))
+    lines += [
+        "",
+        "Most MiB by each account, predicted / measured:",
+        "",
+        f"| task | choice | {' | '.join(names)} |",
+        f"|---|---|{'---|' * len(names)}",
+    ]
+    for cell in cells:
+        told, found = cell["predicted_totals"], cell["measured_totals"]
+        pairs = [f"{told.get(n, 0) / 2**20:.1f} / {found.get(n, 0) / 2**20:.1f}" for n in names]
+        lines.append(f"| {cell['task']} | {cell['choice']} | {' | '.join(pairs)} |")
     lines += [
         "",
         "Loss of 8,192 tokens over 256,000 words, width 2,304, bfloat16:",

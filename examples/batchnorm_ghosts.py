@@ -57,7 +57,7 @@ def exact(micro_batch: int) -> Tensor:
         steps=1,
         ghost_batch=32,
     )
-    result = ab.train(task, micro_batch=micro_batch)
+    result = ab.train(task, micro_batch=micro_batch, progress=False)
     return nn.utils.parameters_to_vector(result.model.parameters()).detach()
 
 

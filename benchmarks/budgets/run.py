@@ -94,7 +94,7 @@ def _trained(task: Any, precision: str, budget: int) -> dict[str, Any]:
         if isinstance(event, OutOfMemory | Replanned):
             failures.append(str(event))
 
-    ended = ab.train(task, plan=plan, sinks=[note]).ended
+    ended = ab.train(task, plan=plan, progress=False, sinks=[note]).ended
     seconds, peak = plan.prediction.step_seconds, plan.prediction.peak_bytes
     faster = [
         candidate.peak_bytes

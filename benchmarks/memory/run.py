@@ -43,7 +43,7 @@ def measure(name: str, variant: str) -> dict[str, Any]:
         micro_batch=kind.batch // 4 if variant == "accumulated" else kind.batch,
         recompute=BLOCKS.get(name, "all") if variant == "recomputed" else "none",
     )
-    ended = ab.train(task, plan=plan).ended
+    ended = ab.train(task, plan=plan, progress=False).ended
     return {
         "model": name,
         "variant": variant,

@@ -110,7 +110,10 @@ def main() -> None:
     if not given.plan_only:
         optimizer, precision = ways["AdamW8bit, pure bfloat16"]
         ended = ab.train(
-            task(optimizer, given.steps), memory=given.memory, precision=precision
+            task(optimizer, given.steps),
+            memory=given.memory,
+            precision=precision,
+            progress=False,
         ).ended
         predicted, measured = ended.predicted_peak_bytes, ended.measured_peak_bytes
         told = (

@@ -95,7 +95,7 @@ def candidates(task: ab.Task, chosen: Plan) -> Iterator[Choice]:
 def run(task: ab.Task, plan: Plan) -> Steps:
     steps = Steps()
     try:
-        ab.train(task, plan=plan, sinks=[steps])
+        ab.train(task, plan=plan, progress=False, sinks=[steps])
     except ab.NoPlanFits:
         steps.ran_out = True
     return steps

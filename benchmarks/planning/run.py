@@ -64,11 +64,11 @@ def measure(name: str) -> dict[str, Any]:
 
     import anybatch as ab
     from anybatch.estimate.calibration import nominal
-    from anybatch.planner import knobs, make
+    from anybatch.planner import setting
 
     case = CASES[name]
     # Measuring this machine is another matter.
-    make.speeds_of = knobs.speeds_of = nominal
+    setting.speeds_of = nominal
     task = task_of(name)
     loaded = time.perf_counter(), time.process_time()
     machine = ab.Machine.describe(case.device) if case.device else None

@@ -7,6 +7,8 @@ same class. Each class also derives from the built-in exception a caller would e
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -74,9 +76,14 @@ class PeerFailed(AnybatchError):
 
 
 class PeerLost(AnybatchError):
-    """Another rank does not answer: its process has ended, or hangs."""
+    """Another rank does not answer: its process has ended, or hangs. `backend` is what the network's
+    library said of it, which is no sentence for people."""
 
     mended_by_restart = True
+
+    def __init__(self, message: str, backend: str = "") -> None:
+        super().__init__(message)
+        self.backend: str = backend
 
 
 class RankLost(PeerLost):
@@ -97,9 +104,17 @@ class LaunchError(AnybatchError, RuntimeError):
     exit_status = 1
 
 
-def listed(names: Iterable[object]) -> str:
-    """The names, sorted and quoted, for the end of a sentence: `'a', 'b' or 'c'`."""
-    quoted = [repr(str(name)) for name in sorted(map(str, names))]
+def listed(names: Iterable[object], meant: str = "") -> str:
+    """The names, quoted, for the end of a sentence: `'a', 'b' or 'c'`. In the order in which people
+    count (`block.9` before `block.10`), but first what is close to the one that was `meant`."""
+    order = sorted(map(str, names), key=_as_counted)
+    close = difflib.get_close_matches(meant, order, n=3) if meant else []
+    quoted = [repr(name) for name in (*close, *(name for name in order if name not in close))]
     if len(quoted) < 2:
         return "".join(quoted) or "nothing"
     return f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+
+def _as_counted(name: str) -> list[tuple[str, int]]:
+    """Sorts by the numbers in names as numbers."""
+    return [(text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", name)]

@@ -44,7 +44,8 @@ class StepDone(Event):
     `samples` are those it learned from, `samples_seen` all that were taken so far, left out or not;
     `loss` is the mean over the total `weight` of the step; `grad_norm` is the norm of the gradient
     before clipping; `memory_bytes` is the peak measured so far on rank 0, above the baseline;
-    `rank_seconds` is how long each rank computed (on CUDA in the step before), where there are several.
+    `rank_seconds` is how long each rank computed (on CUDA in the step before), where there are several;
+    `data_seconds` of the `seconds` rank 0 waited for its samples.
     """
 
     kind: ClassVar[str] = "step"
@@ -62,6 +63,7 @@ class StepDone(Event):
     micro_batch: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     rank_seconds: tuple[float, ...] = ()
+    data_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,10 +227,27 @@ class Stalled(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Starved(Event):
+    """Steps wait for their samples: of `step_seconds` on average, up to `step`, `data_seconds`.
+    `num_workers` processes load them (0: the rank itself); `wanted_workers` would keep up, or come as
+    near to it as this machine's cores allow (None: more would not help). Told once."""
+
+    kind: ClassVar[str] = "starved"
+    step: int
+    step_seconds: float
+    data_seconds: float
+    num_workers: int
+    wanted_workers: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
     """Training is over. Predicted figures stand beside the measured ones; those of memory are of the
     rank that used most, and `rank_peak_bytes` are of each; `num_skipped` samples were left out of
-    training."""
+    training. Totals are the most bytes by each account of the device's memory, as `Prediction` has
+    them; only some can be measured on a CPU. `step_seconds` is that of a typical step, of which it
+    waited `data_seconds` for its samples; `samples_per_second` is the mean while training, without
+    evaluations and pauses."""
 
     kind: ClassVar[str] = "run_ended"
     steps: int
@@ -243,6 +262,10 @@ class RunEnded(Event):
     reason: str = ""
     rank_peak_bytes: tuple[int, ...] = ()
     num_skipped: int = 0
+    predicted_totals: Mapping[str, int] = field(default_factory=dict)
+    measured_totals: Mapping[str, int] = field(default_factory=dict)
+    data_seconds: float = 0.0
+    samples_per_second: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +296,7 @@ _KINDS: dict[str, type[Event]] = {
         CheckpointFailed,
         Straggler,
         Stalled,
+        Starved,
         RunEnded,
         Said,
     )

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import final
 
@@ -58,7 +59,7 @@ class Every:
 
 
 @contextmanager
-def kept(session: Session, every: Every) -> Iterator[Iterator[StepDone]]:
+def kept(session: Session, every: Every, out: Path | None = None) -> Iterator[Iterator[StepDone]]:
     """The steps of `session` that are left, saved at the right moments. Every rank has the same.
 
     Within the block a signal to end stops the run: `Stopped` is raised after the step, with everything
@@ -68,11 +69,12 @@ def kept(session: Session, every: Every) -> Iterator[Iterator[StepDone]]:
     Args:
         session: open, before its first step.
         every: how often it saves by itself.
+        out: folder of the run, which a message names.
     """
     if not session.keeps:
         yield session.steps()
         return
-    keeper = _Keeper(session, every)
+    keeper = _Keeper(session, every, out)
     with _stopping(session):
         try:
             yield keeper.steps()
@@ -85,9 +87,10 @@ def kept(session: Session, every: Every) -> Iterator[Iterator[StepDone]]:
 
 @final
 class _Keeper:
-    def __init__(self, session: Session, every: Every) -> None:
+    def __init__(self, session: Session, every: Every, out: Path | None) -> None:
         self._session = session
         self._every = every
+        self._out = out
         self._saved_step = session.num_steps  # nothing is lost at the beginning
         self._saved_time = time.monotonic()
         self._least_loss = math.inf
@@ -109,9 +112,12 @@ class _Keeper:
         session.saved()
         if Wish.STOP in session.wished:
             self.finish()
+            again = "resume it to go on"
+            if self._out is not None:
+                again = f"--out {self._out} --resume goes on (in Python, out and resume=True)"
             raise Stopped(
                 f"the run was asked to stop, and has after step {event.step}; everything is saved:"
-                " resume it to go on."
+                f" {again}."
             )
         # Steps that were left out whole are passed without an event.
         due = every.steps and session.num_steps // every.steps > self._saved_step // every.steps

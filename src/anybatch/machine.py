@@ -21,10 +21,24 @@ from anybatch.units import format_bytes, parse_bytes
 
 DeviceKind = Literal["cpu", "cuda"]
 
+NumberFormat = Literal["bf16", "tf32", "fp8"]
+"""A format of numbers that not every device multiplies matrices in."""
+
+# The first compute capability of CUDA that has it, and the architectures of ROCm that have.
+_SINCE: dict[NumberFormat, tuple[int, int]] = {"bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
+_ON_ROCM: dict[NumberFormat, tuple[str, ...]] = {
+    "bf16": ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12"),
+    "tf32": ("gfx94",),
+    "fp8": ("gfx94", "gfx95"),
+}
+
 USABLE = 0.9
 """The part of free memory that is taken as the budget when the user names none: the rest is for the
 other processes, whose needs change while training runs."""
 
+
+_LEAST_BARE = 1 << 20
+"""Nobody counts in bytes below that: a number without a unit lacks it."""
 
 MMAP_THRESHOLD = 128 << 10
 """On the CPU, under a budget, blocks from this size on are mapped by themselves and given back when
@@ -38,7 +52,7 @@ class Rates:
 
     Attributes:
         flops: multiply-adds counted twice, per second, in float32.
-        half_flops: the same in float16 or bfloat16.
+        half_flops: the same in float16, and in bfloat16 where the device has it.
         bytes: memory traffic, bytes per second.
         launch_seconds: time to start one operation.
         tf32_flops: as `flops`, in TensorFloat-32; 0: the device has none.
@@ -89,6 +103,16 @@ class Device:
         """As `torch.device` takes it: `"cpu"` or `"cuda:1"`."""
         return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
 
+    def has(self, format: NumberFormat) -> bool:
+        """Whether its matrix units compute in `format`. A GPU of which only the memory is known is
+        taken for one that does."""
+        if self.kind == "cpu":
+            return format == "bf16"
+        if self.capability.startswith("gfx"):
+            return self.capability.startswith(_ON_ROCM[format])
+        version = tuple(int(number) for number in self.capability.split(".") if number)
+        return not version or version >= _SINCE[format]
+
     def describe(self) -> str:
         """One line for people."""
         return f"{self.name}, budget {format_bytes(self.budget_bytes)}"
@@ -107,7 +131,8 @@ class Machine:
         """This machine: its first CUDA device, or the CPU where there is none.
 
         Args:
-            memory: budget per device, as `parse_bytes` reads it; None: 90% of what is free now.
+            memory: budget per device, as `parse_bytes` reads it, but for numbers without a unit below
+                a million, which nobody means; None: 90% of what is free now.
             device: `"cpu"`, `"cuda"` or `"cuda:N"`; None chooses.
             count: devices, in order from that one on; of the CPU, ranks that share it.
 
@@ -153,7 +178,7 @@ class Machine:
         num_devices = number or (1 if count is None else count)
         _check_count(num_devices)
         if _is_size(what):
-            size = parse_bytes(what, name="the machine's memory")
+            size = _parse_memory(what, "the machine's memory")
             name = f"any {format_bytes(size)} GPU"
             one = Device("cuda", 0, name, size, size, False, _GPU)
         else:
@@ -163,7 +188,7 @@ class Machine:
     def with_budget(self, memory: str | int) -> Machine:
         """This machine, of each of whose devices training may use `memory`, as `parse_bytes` reads
         it. Raises `InputError` if that is no size or more than a device has."""
-        budget = parse_bytes(memory)
+        budget = _parse_memory(memory, "memory")
         for device in self.devices:
             if budget > device.total_bytes:
                 raise InputError(
@@ -185,11 +210,22 @@ def _check_count(count: int) -> None:
 
 
 def _is_size(text: str) -> bool:
-    """Whether `text` is meant as a size: a number and a unit of bytes, or a number that names no
-    device (`4090` does)."""
+    """Whether `text` is meant as a size: a number and a unit of bytes, be there such a one or not, or a
+    number that names no device (`4090` does)."""
     return not catalogue.knows(text) and bool(
-        re.fullmatch(r"\s*-?[\d.]+(e\d+)?\s*([kmgt]?i?b?)?\s*", text, re.IGNORECASE)
+        re.fullmatch(r"\s*-?[\d.]+(e\d+)?\s*([kmgt]|[a-z]?i?b)?\s*", text, re.IGNORECASE)
     )
+
+
+def _parse_memory(memory: str | int, name: str) -> int:
+    """The bytes of a device, or of a budget on it; see `parse_bytes`."""
+    size = parse_bytes(memory, name)
+    if size < _LEAST_BARE and str(memory).strip().isdecimal():
+        raise InputError(
+            f"{name} is {memory!r}, which is {size:,} bytes: write '{str(memory).strip()}GiB', if you"
+            f" mean that, or '{str(memory).strip()}B'."
+        )
+    return size
 
 
 def _of_model(model: catalogue.Model) -> Device:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from anybatch.engine import checked_seconds
-from anybatch.errors import AnybatchError, InputError
+from anybatch.errors import AnybatchError, InputError, PeerLost
 from anybatch.estimate import remember
 from anybatch.events import Evaluated, Event, RunEnded, RunStarted, Said, Sink
 from anybatch.keeping import DEFAULT_EVERY, Every, kept
@@ -28,7 +28,16 @@ from anybatch.parallel import leads
 from anybatch.planning import checked_ranks, default_ranks, serves_again
 from anybatch.planning import plan as make_plan
 from anybatch.plans import Balancing, Exchange, Parallel, Plan, Recompute
-from anybatch.report import EventLog, RunFolder, follow, last_plan, output_folder, write
+from anybatch.report import (
+    Display,
+    EventLog,
+    RunFolder,
+    displayed,
+    follow,
+    last_plan,
+    output_folder,
+    write,
+)
 from anybatch.report.folder import ADAPTERS, CHECKPOINTS, EVENTS_FILE, WEIGHTS_FILE
 from anybatch.session import Session, joined
 from anybatch.state import (
@@ -93,6 +102,7 @@ def train(
     keep: int = 3,
     restarts: int = 3,
     stall_seconds: float | None = None,
+    progress: bool = True,
     sinks: Sequence[Sink] = (),
 ) -> Result:
     """Train `task` to its end and evaluate it.
@@ -124,7 +134,10 @@ def train(
         restarts: how often ranks are started again, from the newest checkpoint, after one of them was
             killed or lost. Only with `out`, and where this call starts the ranks.
         stall_seconds: without progress, after which a rank is stuck: see `Session`.
-        sinks: readers of the events.
+        progress: whether to show the plan and how far training is: a bar in a notebook's cell, or where
+            standard error is a terminal; else lines on standard error.
+        sinks: readers of the events (`anybatch.events`), called with each on the thread that trains; on
+            one of their own where this call starts the ranks.
 
     Raises:
         Stopped: a signal has stopped training; everything is saved.
@@ -161,7 +174,8 @@ def train(
     wanted = num_processes(plan, ranks, parallel)
     least, most = (nodes, nodes) if isinstance(nodes, int) else nodes
     if here is None and (wanted > 1 or most > 1):
-        return job.start(wanted, nodes, rendezvous, sinks)
+        with displayed(progress) as display:
+            return job.start(wanted, nodes, rendezvous, [*sinks, *_and(display)])
     size = here.world_size if here else 1
     alone = parallel == "in-process" or least < most
     if ranks is not None and not alone and size != ranks * least:
@@ -169,8 +183,8 @@ def train(
             f"ranks is {ranks}, but this process is one of {size} that were started already: leave"
             " ranks out."
         )
-    with joined():
-        return job.train(ranks, sinks)
+    with joined(), displayed(progress and leads()) as display:
+        return job.train(ranks, sinks, display)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +313,9 @@ class _Job:
             return None
         return state, replace(result, model=nn.Identity())
 
-    def train(self, ranks: int | None, sinks: Sequence[Sink]) -> Result:
+    def train(
+        self, ranks: int | None, sinks: Sequence[Sink], display: Display | None = None
+    ) -> Result:
         """Train on this rank."""
         out, resumes = self.out, self.keeping.resumes
         with contextlib.ExitStack() as stack:
@@ -307,7 +323,9 @@ class _Job:
             if out is not None and leads():
                 folder = stack.enter_context(output_folder(out, resume=resumes))
             plan = self.plan or choose_plan(self.task, out, resumes, ranks, self.options)
-            return self._train_into(folder, plan, sinks)
+            if display is not None:
+                display.show(plan)  # now: what it takes of memory is not training's
+            return self._train_into(folder, plan, [*sinks, *_and(display)])
 
     def _train_into(self, folder: Path | None, plan: Plan, sinks: Sequence[Sink]) -> Result:
         """Train under `plan`; `folder` is where this rank writes, if it does."""
@@ -355,7 +373,7 @@ class _Job:
             reason = "stopped"
             finished = False
             try:
-                with kept(session, keeping.every) as steps:
+                with kept(session, keeping.every, out) as steps:
                     for _ in steps:
                         pass
                     if task.valid is not None:
@@ -368,9 +386,12 @@ class _Job:
                 finished, reason = True, ""
             except AnybatchError as error:
                 reason = str(error)
+                if isinstance(error, PeerLost) and error.backend:
+                    reason += f" The network's library: {error.backend}"
                 raise
             except BaseException as error:
-                reason = f"{type(error).__name__}: {error}".strip(": ")
+                told = f"{type(error).__name__}: {error}".strip(": ")
+                reason = " ".join([told, *getattr(error, "__notes__", ())])
                 raise
             finally:
                 tell(session.ended(time.perf_counter() - begun, finished, reason))
@@ -401,6 +422,10 @@ class _Recorder:
         return Result(model, plan, self.started, self.ended, self.evaluation, folder)
 
 
+def _and(display: Display | None) -> Sequence[Sink]:
+    return () if display is None else (display,)
+
+
 def _is_first_here() -> bool:
     member = find()
     return member is None or member.local_rank == 0
@@ -412,7 +437,10 @@ def _learn(plan: Plan, result: Result) -> None:
     followed = next((one for one in plans if one.choice == result.plan.choice), None)
     # Else what was measured is of another choice, or of a compiler too.
     if followed is not None and not plan.kernels.compile:
-        remember(followed, result.ended.measured_peak_bytes, result.ended.step_seconds)
+        ended = result.ended
+        # How long samples are waited for is not predicted.
+        seconds = None if ended.step_seconds is None else ended.step_seconds - ended.data_seconds
+        remember(followed, ended.measured_peak_bytes, seconds)
 
 
 def _report(folder: Path) -> None:

@@ -149,9 +149,8 @@ class Step:
         self._optimizer = optimizer
         self._loss = loss
         self._limited = memory is not None
-        self._wishes = Wishes(
-            parse_precision(precision), micro_batch, recompute, compile=compile, shapes_vary=True
-        )
+        wanted = parse_precision(precision)
+        self._wishes = Wishes(wanted, micro_batch, recompute, compile=compile, shapes_vary=True)
         self._clip_norm = clip_norm
         self._ghost = (ghost_batch or DEFAULT_GHOST_BATCH) if batch_norms(model) else None
         self._sinks = tuple(sinks)
@@ -161,9 +160,9 @@ class Step:
                 f"the model has parameters on {len(homes)} devices: Step takes a model on one device."
             )
         self._device = homes.pop()
-        check_available(self._wishes.precision, self._device)
         kernel_choices.check_available(KernelChoices(compile=compile), self._device)
         self._where = Machine.here(memory, str(self._device)).device
+        check_available(wanted, self._where)
         self._engine: Transactions | None = None
         self._group: Group = SingleDevice()
         self._num_steps = 0
@@ -291,7 +290,7 @@ class Step:
             "the version of torch": torch.__version__,
             "the names and shapes of the model's parameters": repr(shapes),
             "the optimizer": f"{type(self._optimizer).__name__} on {trained} parameters",
-            "the precision": self._wishes.precision,
+            "the precision": str(self._wishes.precision),
             "clip_norm": repr(self._clip_norm),
             "the ghost batch": repr(self._ghost),
             "the number of steps done so far": str(self._num_steps),

@@ -369,13 +369,13 @@ LOSSES = [
     Bad(
         "nan",
         a_loss("return model(batch[0]).mean() * float('nan')"),
-        ("step 0 is nan", "micro-batch 0", "samples 11, 23", "learning rate"),
+        ("step 0 is nan", "micro-batch 0", "samples 11, 23", "each of the samples"),
         record=True,
     ),
     Bad(
         "inf-at-one-sample",
         "def loss(model, batch): return ab.Loss((model(batch[0]) / (batch[1] != Y[17])).sum(), 1)\n",
-        ("is inf", "17"),
+        ("sample 17", "loss of step 1 inf", "bad_data='skip'"),
         "train task.py --micro-batch 1",
         record=True,
     ),
@@ -442,6 +442,16 @@ LOSSES = [
         "one-value-per-channel",
         NORM + "CHANGES = dict(global_batch=1)\n",
         ("BatchNorm '1'", "single value per channel", "at least 2", "GroupNorm"),
+    ),
+    Bad(
+        "last-batch-of-1",
+        NORM + "CHANGES = dict(global_batch=13)\n",
+        ("last step of each epoch has 1 sample (40 = 3 x 13 + 1", "'1'", "last='drop'"),
+    ),
+    Bad(
+        "last-step-of-1",
+        NORM + "CHANGES = dict(global_batch=13, epochs=None, samples=27)\n",
+        ("last step has 1 sample (of 27 in all, 13 per step)", "'1'"),
     ),
     Bad(
         "ghost-batch-of-1",

@@ -296,3 +296,40 @@ def test_names_that_cannot_be_recomputed_are_refused_and_leave_the_model(way, me
     ):
         pass
     assert not any("forward" in vars(module) for module in task.model.modules())
+
+
+def gradients(blocks, times=1):
+    """Of two blocks that are used so many times in a forward pass, under autocast."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    x = torch.randn(16, 64)
+
+    def repeated(model, x):
+        for _ in range(times):
+            x = model(x)
+        return ab.Loss(x.float().square().sum(), len(x))
+
+    choice = Choice(
+        micro_batch=16, evaluation_batch=16, precision="bf16", recompute=Recompute(blocks=blocks)
+    )
+    replica = Replica(
+        model,
+        lambda: torch.optim.SGD(model.parameters(), lr=0.1),
+        repeated,
+        choice,
+        torch.device("cpu"),
+        16,
+    )
+    try:
+        replica.accumulate(x, 16)
+        return [param.grad.clone() for param in model.parameters()]
+    finally:
+        replica.close()
+
+
+def test_weights_that_autocast_copies_again_have_the_same_gradients():
+    for ours, plain in zip(gradients(("0", "2")), gradients(()), strict=True):
+        assert torch.equal(ours, plain)
+    # Used twice, the gradients of two copies are added in float32, those of one copy in bfloat16.
+    for ours, plain in zip(gradients(("0", "2"), times=2), gradients((), times=2), strict=True):
+        assert torch.allclose(ours, plain, rtol=0, atol=float(plain.abs().max()) * 2**-7)

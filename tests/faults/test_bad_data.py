@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import re
 
@@ -312,13 +313,14 @@ def test_too_many_bad_held_out_samples_are_an_error():
 
 # -------------------------------------------------------------------------------------------- stop
 
+WHO = r"^sample 23 \(epoch 0\)( on rank 1)? "
 SAYS = {
     RAISES: (r"sample 23 of Faulty \(epoch 0\) cannot be loaded: ValueError: sample 23 is broken",),
     MISSING: (r"sample 23 of Faulty \(epoch 0\) cannot be loaded: IndexError", "is __len__ right"),
     ODD: (r"sample 23 \(epoch 0\) of Faulty cannot be put into a batch, not even alone: ",),
-    NAN: (r"loss of step 1 is nan in micro-batch \d \(", r"sample 23 \(epoch 0\) to blame"),
-    INF: (r"loss of step 1 is inf in micro-batch \d \(", r"sample 23 \(epoch 0\) to blame"),
-    STEEP: (r"gradient of step 1 has the norm nan, .* sample 23 \(epoch 0\) to blame",),
+    NAN: (WHO + "makes the loss of step 1 nan: mend it", "bad_data='skip'"),
+    INF: (WHO + "makes the loss of step 1 inf: mend it", "bad_data='skip'"),
+    STEEP: (WHO + "makes the norm of the gradient of step 1 nan", "bad_data='skip'"),
     UNSEEN: ("gradient of step 1 has the norm nan, though its loss is [^,]*:",),
 }
 
@@ -351,11 +353,49 @@ def test_what_stops_several_ranks_names_the_sample_and_the_rank(crew, kind, para
     check_stopped(holder, kind)
     check_stopped(other, kind)
     if kind in (NAN, INF):
-        assert " of rank 1, " in holder.error
+        assert " on rank 1 " in holder.error
         assert other.error == holder.error
     elif kind not in (STEEP, UNSEEN):
         assert other.kind == "PeerFailed"
         assert other.error.startswith("rank 1 failed in step 1 with ")
+
+
+def raises_at(index):
+    """A task whose loss raises an error for one sample."""
+    task = task_of(Faulty(LENGTH), shuffle=False, bad_data="stop")
+    wrong = task.train[index][1]
+
+    def loss(model, batch):
+        if (batch[1] == wrong).any():
+            raise KeyError("no such class")
+        return task.loss(model, batch)
+
+    return dataclasses.replace(task, loss=loss)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 5, 12])
+def test_an_error_of_the_loss_names_the_sample(micro_batch):
+    task = raises_at(15)
+    with (
+        pytest.raises(KeyError, match="no such class") as caught,
+        ab.Session(task, plan_of(task, micro_batch)) as session,
+    ):
+        list(session.steps())
+    (note,) = caught.value.__notes__
+    assert note.startswith("It is raised for sample 15 (epoch 0), alone too (step 1")
+
+
+def test_an_error_of_the_loss_for_every_sample_blames_none():
+    def loss(model, batch):
+        raise KeyError("no such class")
+
+    task = dataclasses.replace(task_of(Faulty(LENGTH)), loss=loss)
+    with (
+        pytest.raises(KeyError, match="no such class") as caught,
+        ab.Session(task, plan_of(task, 5)) as session,
+    ):
+        list(session.steps())
+    assert not hasattr(caught.value, "__notes__")
 
 
 # ----------------------------------------------------------------------------------- the odd corners

@@ -108,10 +108,11 @@ def told(events: list[Event]) -> dict:
 def compared(task, undisturbed, **how) -> dict:
     """A run under a limit beside one without, under the micro-batch that the first ended with."""
     events: list[Event] = []
-    result = ab.train(task, sinks=[events.append], **how)
+    result = ab.train(task, progress=False, sinks=[events.append], **how)
     final = result.plan.choice.micro_batch
     calm: list[Event] = []
-    reference = ab.train(undisturbed, plan=by_hand(undisturbed, final), sinks=[calm.append])
+    plan = by_hand(undisturbed, final)
+    reference = ab.train(undisturbed, plan=plan, progress=False, sinks=[calm.append])
     return told(events) | {
         "final": final,
         "budget": result.plan.budget_bytes,
@@ -151,7 +152,8 @@ def nothing_fits():
     events: list[Event] = []
     message = ""
     try:
-        ab.train(task, plan=by_hand(task, 16, 32 * MIB), sinks=[events.append])
+        plan = by_hand(task, 16, 32 * MIB)
+        ab.train(task, plan=plan, progress=False, sinks=[events.append])
     except ab.NoPlanFits as error:
         message = str(error)
     same = all(torch.equal(a, b) for a, b in zip(before, task.model.parameters(), strict=True))

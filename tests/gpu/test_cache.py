@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from anybatch.engine.meter import CudaMeter
 from anybatch.estimate.allocator import CudaCache
 from anybatch.estimate.trace import Block, Timeline
 
@@ -35,3 +36,15 @@ def test_reserved_and_allocated_are_those_of_torch(seed: int):
     taken = CudaCache().replay(Timeline(blocks=blocks, num_moments=400))
     assert taken.peak_bytes == torch.cuda.max_memory_reserved() - before[0]
     assert taken.allocated_bytes == torch.cuda.max_memory_allocated() - before[1]
+
+
+def test_the_meter_keeps_the_most_of_every_account():
+    meter = CudaMeter(torch.device("cuda"))
+    size = 64 << 20
+    before = torch.cuda.memory_allocated()
+    block = torch.empty(size, dtype=torch.uint8, device="cuda")
+    del block
+    meter.begin_lap()
+    totals = meter.totals()
+    assert totals["allocated"] == totals["active"] == before + size
+    assert totals["allocated"] <= totals["reserved"] <= totals["total"] == meter.peak_bytes()

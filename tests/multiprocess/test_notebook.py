@@ -70,3 +70,13 @@ def test_a_cell_trains_on_two_ranks(tmp_path):
     assert told["distance"] < 1e-5
     assert told["loss"] < 0.4
     assert (told["first"], told["last"], told["steps"]) == ("run_started", "run_ended", 18)
+    # One display for each call, which is updated.
+    shown = [output.data for output in outputs if output.output_type == "display_data"]
+    assert len(shown) == 2
+    for one in shown:
+        words = [line.split()[0] for line in one["text/plain"].splitlines() if line.strip()]
+        assert (words[0], words[-1]) == ("Plan", "Training")
+        assert "step 18/18" in one["text/plain"]
+        assert one["text/html"].startswith("<pre")
+    assert "ranks" not in shown[0]["text/plain"]
+    assert "ranks" in shown[1]["text/plain"]

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.estimate.calibration import nominal
-from anybatch.planner import make
+from anybatch.planner import setting
 
 
 def images() -> ab.Task:
@@ -51,7 +51,7 @@ def doubles(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def as_planned(rank, size, knobs):
     with pytest.MonkeyPatch.context() as patch:  # the same choice on every machine
-        patch.setattr(make, "speeds_of", nominal)
+        patch.setattr(setting, "speeds_of", nominal)
         plan = ab.plan(images(), **knobs)
     with ab.Session(images(), plan) as session:
         losses = [step.loss for step in session.steps()]

@@ -32,6 +32,7 @@ BY_TYPE = {
     "tuple[int, ...]": st.lists(COUNTS, max_size=3).map(tuple),
     "Mapping[str, Any]": st.dictionaries(TEXTS, JSON, max_size=3),
     "Mapping[str, str]": st.dictionaries(TEXTS, TEXTS, max_size=3),
+    "Mapping[str, int]": st.dictionaries(TEXTS, COUNTS, max_size=3),
     "Mapping[str, float]": st.dictionaries(TEXTS, NUMBERS, max_size=3),
 }
 KINDS = sorted(

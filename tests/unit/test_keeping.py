@@ -122,6 +122,20 @@ def test_a_signal_stops_after_the_step(tmp_path, number):
         assert [event.step for event in running.steps()] == [5, 6, 7]
 
 
+def test_a_run_with_a_folder_says_how_to_go_on(tmp_path):
+    def drive(running):
+        with kept(running, Every(), tmp_path) as steps:
+            for event in steps:
+                if event.step == 2:
+                    signal.raise_signal(signal.SIGTERM)
+
+    with (
+        session(tmp_path, []) as running,
+        pytest.raises(Stopped, match=f"saved: --out {tmp_path} --resume goes on"),
+    ):
+        drive(running)
+
+
 def test_a_second_signal_ends_at_once(tmp_path):
     saved = []
     with session(tmp_path, saved) as running, pytest.raises(KeyboardInterrupt):

@@ -50,13 +50,37 @@ def test_a_budget_beyond_the_device_is_refused():
         Machine.describe("24GiB").with_budget("25GiB")
 
 
-@pytest.mark.parametrize("text", ["", "x", "big", "0 x 24GiB", "24", "-1GiB", "4 x", "4x", "h2000"])
-def test_what_is_no_machine_is_refused_or_too_small_to_be_one(text: str):
-    if text == "24":  # bytes
-        assert Machine.describe(text).device.budget_bytes == 24
-        return
+@pytest.mark.parametrize("text", ["", "x", "big", "0 x 24GiB", "-1GiB", "4 x", "4x", "h2000"])
+def test_what_is_no_machine_is_refused(text: str):
     with pytest.raises(InputError, match=r"machine|device"):
         Machine.describe(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("24", r"memory is '24', which is 24 bytes: write '24GiB', if you mean that, or '24B'"),
+        ("2 x 80", "'80', which is 80 bytes: write '80GiB'"),
+        ("1PiB", "'1PiB', which is not a size: write a size above zero such as 512MiB"),
+        ("24XB", "'24XB', which is not a size"),
+        ("gtx1080", "catalogue of GPUs: write its memory"),
+        ("mps", "CPUs, and on GPUs of CUDA or ROCm"),
+    ],
+)
+def test_what_is_meant_as_a_size_or_a_name_is_answered_as_such(text: str, told: str):
+    with pytest.raises(InputError, match=told):
+        Machine.describe(text)
+
+
+@pytest.mark.parametrize("memory", ["24", 24, "4096"])
+def test_a_budget_of_a_few_bytes_lacks_its_unit(memory: str | int):
+    with pytest.raises(InputError, match=f"memory is {memory!r}, which is .* bytes: write '"):
+        Machine.here(memory, "cpu")
+
+
+def test_bytes_with_their_unit_are_taken_at_their_word():
+    assert Machine.here("4096B", "cpu").device.budget_bytes == 4096
+    assert Machine.here(1 << 20, "cpu").device.budget_bytes == 1 << 20
 
 
 @pytest.mark.parametrize(
@@ -76,6 +100,25 @@ def test_a_machine_is_described_by_the_names_of_its_devices(text: str, count: in
     assert machine.device.capability
     assert machine.device.rates.half_flops > 1e14
     assert machine.device.budget_bytes == machine.device.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "formats"),
+    [
+        ("t4", set()),
+        ("v100-16gb", set()),
+        ("rtx-3090", {"bf16", "tf32"}),
+        ("rtx-4090", {"bf16", "tf32", "fp8"}),
+        ("b200", {"bf16", "tf32", "fp8"}),
+        ("mi250x", {"bf16"}),
+        ("mi300x", {"bf16", "tf32", "fp8"}),
+        ("mi355x", {"bf16", "fp8"}),
+        ("24GiB", {"bf16", "tf32", "fp8"}),  # of which nothing else is known
+    ],
+)
+def test_a_device_knows_the_formats_that_its_matrix_units_have(device: str, formats: set[str]):
+    one = Machine.describe(device).device
+    assert {name for name in ("bf16", "tf32", "fp8") if one.has(name)} == formats
 
 
 def test_the_number_of_devices_is_given_once():

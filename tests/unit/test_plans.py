@@ -290,3 +290,17 @@ def test_names_of_precisions(name):
 def test_what_json_cannot_hold_is_no_prediction():
     with pytest.raises(ValueError, match="step_seconds"):
         Prediction(peak_bytes=1, evaluation_peak_bytes=1, step_seconds=math.nan)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [
+        (("layers.0", "layers.1", "layers.2"), "3 blocks (layers.0-2)"),
+        (("layers.0", "layers.2", "layers.3", "head"), "4 blocks (layers.0, layers.2-3, head)"),
+        (("0", "1"), "2 blocks (0-1)"),
+        (("layers.*",), "layers.*"),
+        (("a.1", "b.2"), "2 blocks (a.1, b.2)"),
+    ],
+)
+def test_blocks_are_named_in_ranges(blocks, words):
+    assert Recompute(blocks=blocks).describe(named=True) == words

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import anybatch as ab
+from anybatch.compute.calm import calm
 from anybatch.plans import Choice, Plan
 from anybatch.proof import TOLERANCES
 
@@ -210,23 +211,135 @@ def test_recompute_is_part_of_the_proof():
 # ------------------------------------------------------------------------------- each planted cause
 
 
-def test_dropout_is_named_as_random_numbers_and_as_nothing_else():
-    verdict = verdict_on(task(mlp(nn.Tanh(), nn.Dropout(0.5))))
-    assert not verdict.exact
-    (cause,) = verdict.causes
-    assert "random numbers" in cause
-    assert "Without dropout the pieces agree" in cause
+class Noisy(nn.Module):
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self._draw(x)
 
 
-def test_noise_that_a_model_draws_by_itself_is_named_as_random_numbers():
-    class Noisy(nn.Module):
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Dropout(0.5),
+        Noisy(torch.randn_like),
+        Noisy(lambda x: torch.rand(len(x), 1)),
+        Noisy(lambda x: torch.normal(2.0, 1.0, x.shape)),
+        Noisy(lambda x: torch.empty_like(x).uniform_(-1, 3)),
+        Noisy(lambda x: torch.bernoulli(torch.sigmoid(x.detach()))),
+        Noisy(lambda x: torch.distributions.Normal(x.detach(), 1.0).sample()),
+    ],
+    ids=["dropout", "randn_like", "rand", "normal", "uniform_", "bernoulli", "distribution"],
+)
+def test_what_is_exact_apart_from_random_draws_is_exact(layer: nn.Module):
+    verdict = verdict_on(task(mlp(nn.Tanh(), layer)))
+    assert verdict.exact
+    assert verdict.draws
+    assert verdict.deviation < 1e-14
+    assert verdict.causes == ()
+    (note,) = verdict.notes
+    assert "random numbers" in note
+    assert "held still" in note
+
+
+def test_a_model_that_draws_nothing_is_told_to_draw_nothing():
+    assert not verdict_on(task(mlp(nn.Tanh()))).draws
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_dropout_of_recurrent_layers_is_held_still_and_put_back(kind: Any):
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = kind(6, 8, 2, batch_first=True, dropout=0.4)
+            self.head = nn.Linear(8, 1)
+
         def forward(self, x: Tensor) -> Tensor:
-            return x + torch.randn_like(x)
+            hidden, _ = self.layers(x[:, None].expand(-1, 3, -1))
+            return self.head(hidden[:, -1])
 
-    verdict = verdict_on(task(mlp(Noisy())))
+    model = Recurrent()
+    verdict = verdict_on(task(model))
+    assert verdict.exact
+    assert verdict.draws
+    with calm(model, (), still=True):
+        assert model.layers.dropout == 0
+    assert model.layers.dropout == 0.4
+
+
+def test_what_the_data_draw_is_left_to_them():
+    class Drawn(Dataset):
+        def __len__(self) -> int:
+            return NUM
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            x = torch.randn(6, generator=torch.Generator().manual_seed(index))
+            return x, x[:1]
+
+    verdict = verdict_on(task(mlp(nn.Tanh(), nn.Dropout(0.5)), train=Drawn()))
+    assert verdict.exact
+    assert verdict.draws
+
+
+def test_an_order_that_is_drawn_cannot_be_held_still():
+    shuffled = Noisy(lambda x: x[torch.randperm(len(x))])
+    verdict = verdict_on(task(mlp(nn.Tanh(), shuffled)))
+    assert not verdict.exact
+    assert verdict.draws
+    (cause,) = verdict.causes
+    assert "torch.randperm" in cause
+
+
+def test_a_loss_that_is_no_number_is_named_with_its_sample():
+    inputs = X.clone()
+    inputs[17, 2] = torch.nan
+    data = TensorDataset(inputs, Y)
+    verdict = verdict_on(task(mlp(nn.Tanh()), train=data, shuffle=False))
     assert not verdict.exact
     (cause,) = verdict.causes
-    assert "random numbers" in cause
+    assert cause.startswith("The loss is nan. Of the samples, sample 17 of the training data")
+
+
+def test_a_sample_is_named_by_its_number_in_the_data_whatever_the_order():
+    inputs = X.clone()
+    inputs[17, 2] = torch.inf
+    (cause,) = verdict_on(task(mlp(), train=TensorDataset(inputs, Y))).causes
+    assert "sample 17 of the training data" in cause
+
+
+def test_a_gradient_that_is_no_number_is_told_apart_from_the_loss():
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch[0]) * 0).abs().sqrt().mean()
+
+    (cause,) = verdict_on(task(mlp(nn.Tanh()), loss)).causes
+    assert cause.startswith("The gradient is no number, though the loss is one")
+
+
+def test_a_mean_that_is_returned_as_a_sum_is_recognised():
+    def loss(model: nn.Module, batch: Any) -> ab.Loss:
+        return ab.Loss(F.mse_loss(model(batch[0]), batch[1]), len(batch[1]))
+
+    verdict = verdict_on(task(mlp(nn.Tanh()), loss))
+    assert not verdict.exact
+    (cause,) = verdict.causes
+    assert cause.startswith("The loss returns a mean as its sum")
+    assert "reduction='sum'" in cause
+
+
+def test_state_that_is_kept_between_passes_is_recognised():
+    class Counting(nn.Module):
+        passes = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.passes += 1
+            return x * self.passes
+
+    verdict = verdict_on(task(mlp(Counting(), nn.Tanh())))
+    assert not verdict.exact
+    (cause,) = verdict.causes
+    assert "pass a second time" in cause
 
 
 def test_a_norm_written_by_hand_is_named():
@@ -319,15 +432,17 @@ def test_a_models_own_mean_is_named_one_over_tokens(name: str, ignored: int):
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_models_own_mean_is_named_beside_dropout_in_its_attention(name: str):
     verdict = verdict_on(of_language(name, dropout=0.2))
-    random, mean = verdict.causes
-    assert "random numbers" in random
-    assert "mean over tokens" in mean
+    assert not verdict.exact
+    assert verdict.draws
+    (cause,) = verdict.causes
+    assert "mean over tokens" in cause
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_dropout_of_attention_alone_is_told_as_no_error(name: str):
-    (cause,) = verdict_on(of_language(name, ab.causal_lm_loss, dropout=0.2)).causes
-    assert "Without dropout the pieces agree" in cause
+def test_dropout_of_attention_alone_is_no_error(name: str):
+    verdict = verdict_on(of_language(name, ab.causal_lm_loss, dropout=0.2))
+    assert verdict.exact
+    assert verdict.draws
 
 
 @pytest.mark.parametrize("loss", [ab.model_loss, ab.causal_lm_loss])
@@ -348,8 +463,9 @@ def test_dropout_of_torchs_own_attention_and_of_functions_is_left_out_too():
             attended, _ = self.attend(hidden, hidden, hidden)
             return self.write(F.dropout(attended.sum(1), 0.3, self.training))
 
-    (cause,) = verdict_on(task(Attending)).causes
-    assert "Without dropout the pieces agree" in cause
+    verdict = verdict_on(task(Attending))
+    assert verdict.exact
+    assert verdict.draws
 
 
 # ------------------------------------------------------------------------------- others
@@ -384,11 +500,11 @@ def test_samples_of_which_everything_is_ignored_do_not_hide_a_mean_of_means():
     assert "mean over something else than the samples" in cause
 
 
-def test_two_causes_are_both_named():
+def test_draws_hide_no_cause():
     one = task(mlp(OwnNorm(8), nn.Dropout(0.5)))
     verdict = verdict_on(one)
     assert not verdict.exact
-    assert any("random numbers" in cause for cause in verdict.causes)
+    assert verdict.draws
     assert any("'1' looks across" in cause for cause in verdict.causes)
 
 

@@ -56,6 +56,22 @@ def test_a_task_is_trained_and_evaluated():
     assert result.folder is None
 
 
+def test_a_script_is_shown_the_plan_and_how_far_it_is(capsys: pytest.CaptureFixture[str]):
+    ab.train(task(epochs=2))
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = [line.rstrip() for line in err.splitlines() if line.strip()]
+    assert lines[0] == "Plan"
+    assert "Training of task starts on CPU" in err
+    assert any(line.startswith("step 4/4") for line in lines)
+    assert lines[-1].startswith("Training finished after 4 steps")
+
+
+def test_a_script_that_wants_to_see_nothing(capsys: pytest.CaptureFixture[str]):
+    ab.train(task(epochs=1), progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
 def test_without_held_out_data_there_is_no_evaluation():
     result = ab.train(task(valid=None, epochs=1))
     assert result.evaluation is None

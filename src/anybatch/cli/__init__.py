@@ -19,7 +19,7 @@ from anybatch.cli.report import report
 from anybatch.cli.submit import submit
 from anybatch.cli.train import train
 from anybatch.cli.verify import verify
-from anybatch.errors import AnybatchError
+from anybatch.errors import AnybatchError, PeerLost
 
 _app = typer.Typer(
     name="anybatch",
@@ -70,7 +70,7 @@ def run(arguments: list[str]) -> int:
     try:
         result = _app(arguments, standalone_mode=False, prog_name="anybatch", obj=arguments)
     except AnybatchError as error:
-        return _tell(str(error), error.exit_status)
+        return _tell(str(error), error.exit_status) if _is_news(error) else error.exit_status
     except _UsageError as error:
         return _tell_usage(error)
     except (typer.Abort, KeyboardInterrupt):
@@ -89,6 +89,14 @@ def run(arguments: list[str]) -> int:
     if result == STOPPED_BY_HAND:  # so some versions of typer report the interrupt
         return _tell(_STOPPED, STOPPED_BY_HAND)
     return result if isinstance(result, int) else 0
+
+
+def _is_news(error: AnybatchError) -> bool:
+    """Whether nobody else tells of `error`: where a rank has felt that another is lost, the process
+    that started both says which, and how it ended."""
+    from anybatch.launch.membership import MARK
+
+    return type(error) is not PeerLost or MARK not in os.environ
 
 
 def _tell(sentence: str, status: int) -> int:

@@ -13,6 +13,7 @@ from anybatch.cli.options import (
     GlobalBatch,
     Memory,
     MicroBatch,
+    ParallelName,
     PrecisionName,
     RecomputeNames,
     Settings,
@@ -31,12 +32,25 @@ def memory(
     precision: PrecisionName = "fp32",
     micro_batch: MicroBatch = None,
     recompute: RecomputeNames = None,
+    parallel: ParallelName = None,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Save all of it as JSON.")
     ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Save it as a page with plots.")
     ] = None,
+    depth: Annotated[
+        int | None,
+        typer.Option(
+            "--depth",
+            metavar="N",
+            min=0,
+            help="Levels of layers to unfold. Default: as fits a page.",
+        ),
+    ] = None,
+    every_layer: Annotated[
+        bool, typer.Option("--all", help="List every layer, also those that are alike.")
+    ] = False,
     settings: Settings = None,
 ) -> None:
     """Show where each byte goes: by layer, by kind, and over one step."""
@@ -50,13 +64,18 @@ def memory(
     from anybatch.machine import Machine
     from anybatch.planner import account, smallest_micro_batch
     from anybatch.planning import plan as make_plan
+    from anybatch.plans import parse_parallel
     from anybatch.report import print_ledger, write_ledger, write_whole
 
     loaded = load_task(task, settings, global_batch)
     where = machine_of(device, devices) or Machine.here()
     if memory is not None:
         where = where.with_budget(memory)
-    wishes = {"precision": precision, "recompute": recompute}
+    wishes = {
+        "precision": precision,
+        "recompute": recompute,
+        "parallel": parse_parallel(parallel),
+    }
     subject = subject_of(loaded)
     notice = ""
     try:
@@ -65,19 +84,20 @@ def memory(
         notice = str(error)
         chosen = make_plan(loaded, where, micro_batch=smallest_micro_batch(subject), **wishes)
     if chosen.prediction is None:
-        raise InputError(f"nothing can be accounted for: {chosen.notices[-1]}")
+        raise InputError(f"nothing can be accounted for: {' '.join(chosen.notices)}")
     found = account(subject, where, chosen)
     if json is not None:
         content = {
             "plan": chosen.model_dump(mode="json"),
             "ledger": found.ledger.to_dict(),
             "knobs": [asdict(knob) for knob in found.knobs],
+            "in_use": [asdict(knob) for knob in found.in_use],
         }
         write_whole(json, dumps(content, indent=1) + "\n", "the ledger")
     if html is not None:
-        write_ledger(html, chosen, found.ledger, found.knobs)
+        write_ledger(html, chosen, found.ledger, found.knobs, found.in_use)
     console = Console()
-    print_ledger(console, chosen, found.ledger, found.knobs)
+    print_ledger(console, chosen, found.ledger, found.knobs, found.in_use, depth, every_layer)
     if notice:
         console.print(notice[:1].upper() + notice[1:], highlight=False, soft_wrap=True)
     for file in filter(None, (json, html)):

@@ -38,7 +38,7 @@ PrecisionName: TypeAlias = Annotated[
         "--precision",
         metavar="P",
         help="fp32, tf32, bf16, fp16, bf16-weights, fp16-weights, bf16-pure, fp16-pure, fp8;"
-        " or O0 to O3.",
+        " or O0 to O3; auto: the fastest that the device has.",
     ),
 ]
 MicroBatch: TypeAlias = Annotated[

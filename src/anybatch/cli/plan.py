@@ -14,6 +14,7 @@ from anybatch.cli.options import (
     GlobalBatch,
     Memory,
     MicroBatch,
+    ParallelName,
     PrecisionName,
     RecomputeNames,
     Settings,
@@ -30,6 +31,7 @@ def plan(
     memory: Memory = None,
     device: DeviceName = None,
     devices: Devices = None,
+    parallel: ParallelName = None,
     precision: PrecisionName = "fp32",
     micro_batch: MicroBatch = None,
     recompute: RecomputeNames = None,
@@ -50,19 +52,25 @@ def plan(
     """Show how a task would be run, without running it."""
     from rich.console import Console
 
+    from anybatch.cli.waiting import Waiting
     from anybatch.planning import plan as make_plan
+    from anybatch.plans import parse_parallel
     from anybatch.report import print_plan, write_frontier
 
-    chosen = make_plan(
-        load_task(task, settings, global_batch),
-        machine_of(device, devices),
-        memory=memory,
-        precision=precision,
-        micro_batch=micro_batch,
-        recompute=recompute,
-        compile=compile,
-        frontier=plot is not None,
-    )
+    loaded, where = load_task(task, settings, global_batch), machine_of(device, devices)
+    with Waiting("planning:") as waiting:
+        chosen = make_plan(
+            loaded,
+            where,
+            memory=memory,
+            parallel=parse_parallel(parallel),
+            precision=precision,
+            micro_batch=micro_batch,
+            recompute=recompute,
+            compile=compile,
+            frontier=True,
+            watch=waiting,
+        )
     if out is not None:
         chosen.save(out)
     if plot is not None:

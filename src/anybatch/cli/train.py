@@ -139,7 +139,14 @@ def train(
     from anybatch.parallel import leads
     from anybatch.planning import checked_ranks
     from anybatch.plans import Plan, parse_balance, parse_exchange, parse_parallel
-    from anybatch.report import Progress, output_folder, print_plan, print_result, run_files
+    from anybatch.report import (
+        Progress,
+        last_plan,
+        output_folder,
+        print_plan,
+        print_result,
+        run_files,
+    )
     from anybatch.run import Keeping, PlanOptions, choose_plan, num_processes
     from anybatch.run import train as run_training
     from anybatch.session import joined
@@ -182,8 +189,12 @@ def train(
         folder = Path(tell(str(out or _next_folder(Path("runs"), loaded.name)))[0])
         if leads():
             stack.enter_context(output_folder(folder, keeping.resumes))
+        member = find()
         chosen = given or choose_plan(loaded, folder, keeping.resumes, ranks, options)
-        print_plan(console, chosen, why)
+        # Ranks that were started again go on under the plan that is to be read above.
+        again = member is not None and member.attempt > 0
+        if not again or (leads() and chosen != last_plan(folder)):
+            print_plan(console, chosen, why)
         with Progress(console) as progress:
             result = run_training(
                 loaded,
@@ -194,6 +205,7 @@ def train(
                 checkpoint_every=checkpoint_every,
                 keep=keep,
                 stall_seconds=stall_seconds,
+                progress=False,  # here it is, on standard output
                 sinks=[progress],
             )
         print_result(console, result.started, result.ended, result.evaluation, run_files(folder))

@@ -64,7 +64,10 @@ def _show(console: Console, verdict: Verdict) -> None:
     for sentence in (*verdict.notes, *verdict.causes):
         console.print(sentence)
     if verdict.exact:
-        console.print("[bold green]Exact[/]: the pieces compute the gradient of the whole batch.")
+        apart = ", apart from what the model draws" if verdict.draws else ""
+        console.print(
+            f"[bold green]Exact{apart}[/]: the pieces compute the gradient of the whole batch."
+        )
     else:
         console.print(
             f"[bold red]Not exact[/]: the deviation is above {verdict.tolerance:.0e}, more than"

@@ -57,7 +57,7 @@ def match_blocks(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Modu
             known = find_blocks(model) or [name for name, _ in model.named_children()] or [ROOT]
             raise InputError(
                 f"recompute names {pattern!r}, but the model has no such module: name"
-                f" {listed(known)}, say."
+                f" {listed(known, pattern)}, say."
             )
         for name in names:
             if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from anybatch.compute.patch import replace_forward
-from anybatch.compute.synchronised import Exchange, OverRanks, single_value
+from anybatch.compute.synchronised import Exchange, OverRanks, SingleValue
 from anybatch.errors import InputError
 
 DEFAULT_GHOST_BATCH = 32
@@ -39,12 +40,14 @@ def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
 def depends_on_cut(model: nn.Module) -> tuple[str, ...]:
     """What in `model` no plan can make independent of the cut into micro-batches, a sentence each.
 
-    Running statistics advance once per pass there, over whatever samples the pass has. Only what is
-    known of torch, or looks like a norm, is found.
+    Running statistics advance once per pass there, over whatever samples the pass has; or random
+    numbers are drawn, which are keyed by step and rank. Only what is known of torch, looks like a norm,
+    or has a rate of dropout is found.
     """
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        if (why := _why_it_depends(module)) is not None:
+        # One that is in evaluation mode as a whole is put into training mode.
+        if (why := _why_it_depends(module, module.training or not model.training)) is not None:
             found.setdefault(why, []).append(name)
     return tuple(
         why.format(names=_some(names), s="s" if len(names) == 1 else "")
@@ -124,7 +127,7 @@ class _GhostForward:
         if exchange is not None and self._ghosts.sizes:
             return OverRanks(self._name, self._place, exchange).run(self._whole, piece)
         if piece.numel() == piece.size(1):
-            raise InputError(single_value(self._name))
+            raise SingleValue(self._name)
         return self._whole(piece)
 
     def _rows(self, input: Tensor) -> list[int]:
@@ -157,9 +160,27 @@ _FOREIGN = (
     "{names} keep{s} running statistics and is no BatchNorm of torch, so its result may depend on the"
     " micro-batch and the number of ranks: anybatch verify shows whether it does."
 )
+_RANDOM = (
+    "The model draws random numbers (in {names}): another plan, or another number of ranks, draws"
+    " others. No draw is better than another, but results of two plans then differ by chance."
+)
+_RATES = ("dropout", "dropout_p", "dropout_prob", "attention_dropout")
+"""Attributes in which modules keep the rate that they hand to a function."""
 
 
-def _why_it_depends(module: nn.Module) -> str | None:
+def _draws(module: nn.Module) -> bool:
+    """Whether it draws random numbers in training, as far as its attributes tell."""
+    rates = [getattr(module, name, None) for name in _RATES]
+    if isinstance(module, _DropoutNd):
+        rates.append(module.p)
+    return isinstance(module, nn.RReLU) or any(
+        isinstance(rate, float) and rate > 0 for rate in rates
+    )
+
+
+def _why_it_depends(module: nn.Module, trains: bool) -> str | None:
+    if trains and _draws(module):
+        return _RANDOM
     if isinstance(module, _BatchNorm):
         return None
     if isinstance(module, _InstanceNorm):

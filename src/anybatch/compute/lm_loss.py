@@ -23,7 +23,9 @@ fake tensors cannot look into. It can be asked for, and in a trace ours stands f
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -47,6 +49,7 @@ _CHUNK_BYTES = 16 << 20
 _LEAST_TOKENS = {"cpu": 256, "cuda": 1024}
 """Every chunk of tokens reads the weight and adds to its gradient, so it should not be thin."""
 _LEAST_WORDS = 128
+_STANDS_FOR: ContextVar[str | None] = ContextVar("stands_for", default=None)
 
 _HALF = (torch.bfloat16, torch.float16)
 _autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
@@ -138,6 +141,27 @@ def wrong_target() -> str | None:
     return None
 
 
+def tokens_per_chunk(words: int, itemsize: int, device: str) -> int:
+    """Tokens of a chunk by tokens, where nobody chose: of a vocabulary of so many words, with logits of
+    `itemsize` bytes, on a kind of device."""
+    return max(_CHUNK_BYTES // (words * itemsize), _LEAST_TOKENS.get(device, 1024))
+
+
+@contextmanager
+def standing_for(device: str) -> Iterator[None]:
+    """Chunks inside are those of a kind of device for which other tensors stand, in a trace."""
+    token = _STANDS_FOR.set(device)
+    try:
+        yield
+    finally:
+        _STANDS_FOR.reset(token)
+
+
+def words_per_chunk(tokens: int) -> int:
+    """Words of a chunk by vocabulary, where nobody chose, for so many tokens."""
+    return max(_CHUNK_BYTES // (tokens * 4), _LEAST_WORDS)
+
+
 @dataclass(frozen=True, slots=True)
 class _Options:
     """What is added to a plain cross-entropy. Raises `InputError` for values that make no sense."""
@@ -223,8 +247,8 @@ class _Job:
 
     def tokens_per_chunk(self) -> int:
         """By size, of logits in the dtype of the sums."""
-        fitting = _CHUNK_BYTES // (self.weight.size(0) * self.aims.scale.element_size())
-        return max(fitting, _LEAST_TOKENS.get(self.weight.device.type, 1024))
+        device = _STANDS_FOR.get() or self.weight.device.type
+        return tokens_per_chunk(self.weight.size(0), self.aims.scale.element_size(), device)
 
 
 def _chosen(backend: Backend, job: _Job) -> Backend:
@@ -318,7 +342,7 @@ def _by_tokens(job: _Job, chunk: int | None) -> Tensor:
 
 def _by_vocabulary(job: _Job, chunk: int | None) -> Tensor:
     if chunk is None:
-        chunk = max(_CHUNK_BYTES // (job.hidden.size(0) * 4), _LEAST_WORDS)
+        chunk = words_per_chunk(job.hidden.size(0))
     apply: Callable[..., Tensor] = _ByVocabulary.apply
     size = min(chunk, job.weight.size(0))
     return apply(job.hidden, job.weight, job.bias, job.aims, job.options, size)

@@ -7,7 +7,7 @@ which operations to keep in float32; only their master copies are kept here.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from anybatch.errors import InputError
+from anybatch.machine import Device, NumberFormat
 from anybatch.plans import Precision
 
 NORMS: tuple[type[nn.Module], ...] = (
@@ -91,7 +92,7 @@ class Numerics:
             torch.amp.GradScaler(device.type) if scaled else None
         )
         if precision == "fp8":
-            self._undo.append(_float8(model, device))
+            self._undo.append(_float8(model))
         if device.type == "cuda" and precision in ("fp32", "tf32"):
             self._undo.append(_tensor_float32(precision == "tf32"))
         # A model that is divided over ranks keeps its masters itself: see `parallel.Shard`.
@@ -158,23 +159,35 @@ class Numerics:
         param.data = param.data.to(dtype)
 
 
-def check_available(precision: Precision, device: torch.device) -> None:
+def check_available(precision: Precision, device: Device) -> None:
     """Raises `InputError` if `precision` cannot be had on `device`, saying what is missing."""
     if precision == "fp8":
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-            raise InputError(
-                f"precision fp8 needs a CUDA device of compute capability 8.9 or newer, and this is"
-                f" {device.type}: use bf16."
-            )
+        _check_has("fp8", device, "8.9", "bf16" if device.has("bf16") else "fp16")
         if importlib.util.find_spec("torchao") is None:
             raise InputError("precision fp8 needs torchao: pip install torchao, or use bf16.")
-    if precision == "tf32" and (
-        device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)
-    ):
-        raise InputError(
-            f"precision tf32 needs a CUDA device of compute capability 8.0 or newer, and this is"
-            f" {device.type}: use fp32."
+    if precision == "tf32":
+        _check_has("tf32", device, "8.0", "fp32")
+
+
+def precision_notices(precision: Precision, device: Device) -> Iterator[str]:
+    """What to say where `device` computes in `precision`, but not as it computes best."""
+    format = FORMATS[precision]
+    if torch.bfloat16 in (format.compute, format.weights) and not device.has("bf16"):
+        yield (
+            f"{device.name} has no bfloat16 (compute capability {device.capability}): {precision} is"
+            " emulated on it, no faster than float32. Its half precision is float16:"
+            f" precision {precision.replace('bf16', 'fp16')}."
         )
+
+
+def _check_has(format: NumberFormat, device: Device, since: str, instead: str) -> None:
+    if device.has(format):
+        return
+    found = f"{device.name} has {device.capability}" if device.capability else "this is the cpu"
+    raise InputError(
+        f"precision {format} needs a CUDA device of compute capability {since} or newer, and {found}:"
+        f" use {instead}."
+    )
 
 
 def _pour_into(master: nn.Parameter) -> Callable[[Tensor], None]:
@@ -253,10 +266,9 @@ def _tensor_float32(allowed: bool) -> Callable[[], None]:
     return undo
 
 
-def _float8(model: nn.Module, device: torch.device) -> Callable[[], None]:
+def _float8(model: nn.Module) -> Callable[[], None]:
     """Linear layers in float8 by torchao, where both their sides are multiples of 16 as the kernel
     demands. The layers that come back share the parameters, so undoing is putting the old ones back."""
-    check_available("fp8", device)
     from torchao.float8 import convert_to_float8_training
 
     def fits(module: nn.Module, _name: str) -> bool:

@@ -104,7 +104,9 @@ class _Checkpointed:
         if not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
         run = partial(self._run, **kwargs)
-        return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts)
+        result = checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts)
+        _drop_casts()
+        return result
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, second = self._buffers.contexts([self._block])
@@ -140,7 +142,18 @@ class _Tree:
                 use_reentrant=False,
                 context_fn=partial(self._buffers.contexts, list(chain.from_iterable(part))),
             )
+            _drop_casts()
         return value
+
+
+def _drop_casts() -> None:
+    """Let go of autocast's copies of weights in half precision, which else stay until forward ends.
+
+    Those of a block that is recomputed are made again in backward, so keeping them is of no use to it.
+    Others are kept by what needs them in backward. A weight that is used once more in the same forward
+    is copied once more, with the same values.
+    """
+    torch.clear_autocast_cache()
 
 
 def _pieces(layers: Sequence[nn.Module]) -> tuple[list[nn.Module], list[list[nn.Module]]]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from anybatch.compute import kernel_choices, recompute
+from anybatch.compute import kernel_choices, no_cache, recompute
 from anybatch.compute.buckets import Buckets, check_dense
 from anybatch.compute.ghost import GhostBatches
 from anybatch.compute.indices import naming_ids
@@ -70,6 +70,7 @@ class Replica:
             undo.callback(self._numerics.undo)
             self._ghosts = GhostBatches(model)
             undo.callback(self._ghosts.undo)
+            undo.callback(no_cache.install(model))
             self._kernels = kernels or KernelChoices()
             undo.callback(kernel_choices.install(model, self._kernels))
             self._recompute = choice.recompute

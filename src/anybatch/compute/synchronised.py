@@ -122,7 +122,7 @@ class OverRanks(TorchFunctionMode):
             )
             total = sum(counts)
             if total < 2:
-                raise InputError(single_value(self._name))
+                raise SingleValue(self._name)
             mean, squares = _merged(counts, theirs)
             _advance(running_mean, mean, momentum)
             _advance(running_var, squares / (total - 1), momentum)
@@ -139,13 +139,16 @@ class OverRanks(TorchFunctionMode):
         )
 
 
-def single_value(name: str) -> str:
-    """The sentence for a ghost batch with one value per channel."""
-    return (
-        f"BatchNorm {name!r} is given a single value per channel, which has no variance"
-        " to normalise by: train with a global batch and a ghost batch of at least 2, or use"
-        " a norm that looks at one sample only, such as GroupNorm."
-    )
+class SingleValue(InputError):
+    """A ghost batch with one value per channel. `norm`: name of the layer that was given it."""
+
+    def __init__(self, norm: str) -> None:
+        super().__init__(
+            f"BatchNorm {norm!r} is given a single value per channel, which has no variance to"
+            " normalise by: train with a global batch and a ghost batch of at least 2, and no step of a"
+            " single sample, or use a norm that looks at one sample only, such as GroupNorm."
+        )
+        self.norm: str = norm
 
 
 class _Normalise(torch.autograd.Function):

@@ -129,6 +129,11 @@ class Loader:
         # The (step, number) of the micro-batch that the workers give next; None: not started.
         self._ahead: tuple[int, int] | None = None
 
+    @property
+    def can_have_workers(self) -> bool:
+        """Whether `num_workers` processes would load samples: not those that lie in memory."""
+        return isinstance(self._fetch, SampleFetch)
+
     def begin(self, first_step: int, cut: Cut) -> None:
         """Makes `first_step` the next one, under `cut`; discards what was fetched ahead."""
         self._next, self._cut = first_step, cut

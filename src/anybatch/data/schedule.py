@@ -126,6 +126,18 @@ class Steps:
         """Samples that `step` takes, over all ranks."""
         return self.samples_before(step + 1) - self.samples_before(step)
 
+    @cached_property
+    def first_of_one(self) -> int | None:
+        """The first step of a single sample; None if there is none, or if that is not known before a
+        stream is read."""
+        total = self.total_steps
+        if self.num_samples is None or total is None:
+            return 0 if self.global_batch == 1 else None
+        # Only the last step of an epoch, and that of the training, may be smaller than the others.
+        places = {0, _ceil(self._length, self.global_batch) - 1, total - 1}
+        found = [step for step in places if step < total and self.num_samples_of(step) == 1]
+        return min(found, default=None)
+
     def epoch_of(self, step: int) -> int:
         """The epoch in which `step` starts."""
         return self.samples_before(step) // self.epoch_samples

@@ -80,6 +80,11 @@ class StreamLoader:
         self._next = 0
         self._life = 0
 
+    @property
+    def can_have_workers(self) -> bool:
+        """Never: a stream is read by the ranks themselves, in its order."""
+        return False
+
     def begin(self, first_step: int, cut: Cut) -> None:
         """Makes `first_step` the next one, under `cut`."""
         self._next, self._cut = first_step, cut

@@ -22,6 +22,7 @@ import signal
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.sharedctypes import RawArray
@@ -57,6 +58,15 @@ class WorkerTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """torch says four lines about more workers than cores, at every start. They suit a slow disk, and
+    whether steps wait for samples is measured (`events.Starved`)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        yield
+
+
 @final
 class WorkerPool:
     """Fetches the requests of `requests()` in order, a few ahead. `close` ends the processes.
@@ -89,6 +99,7 @@ class WorkerPool:
         self._num_asked = 0
         self._num_waited_for = 0
 
+    @_without_advice()
     def restart(self) -> None:
         """Discards what was fetched ahead and asks `requests()` anew."""
         if self._loader is None:

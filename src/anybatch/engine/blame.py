@@ -22,6 +22,7 @@ from anybatch.data import Bad, Place
 from anybatch.engine.evaluation import evaluating
 from anybatch.engine.source import Source
 from anybatch.parallel import Group
+from anybatch.parallel.told import first_line
 from anybatch.task import LossFunction
 
 
@@ -39,6 +40,26 @@ class OneByOne:
         self._replica = replica
         self._group = group
         self._loss = loss
+
+    def raising(self, number: int, source: Source) -> tuple[Bad, ...]:
+        """The first sample of micro-batch `number` for which model or loss raise an error though it is
+        alone; none if they do for others too."""
+        if self._group.lockstep:
+            return ()
+        found: list[Bad] = []
+        some_are_good = number > 0
+        with evaluating(self._replica.model):
+            for place in source.places(number):
+                try:
+                    self._replica.evaluate(self._loss, source.alone(place), 1)
+                    some_are_good = True
+                except Exception as error:
+                    found.append(Bad(place, first_line(error)))
+                if found and some_are_good:
+                    return (found[0],)
+                if len(found) == 2:
+                    break
+        return ()
 
     def gradients(self, numbers: Sequence[int], source: Source) -> tuple[Bad, ...]:
         """The samples of this rank's micro-batches `numbers` whose own gradient is not finite, though

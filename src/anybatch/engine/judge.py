@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -19,7 +20,8 @@ from anybatch.engine.outcome import Again, PassedOver, by_rank
 from anybatch.engine.room import Crossing
 from anybatch.engine.source import Blame, Source
 from anybatch.engine.totals import Means, Totals
-from anybatch.errors import LossError
+from anybatch.errors import AnybatchError, LossError
+from anybatch.oom import is_memory_error
 from anybatch.parallel import Group
 
 
@@ -42,11 +44,14 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class _Suspicion:
-    """What a rank knows of a loss that is not finite: the micro-batch, in words, and the samples that
-    are to blame. The default is that of a rank with nothing to say."""
+    """What a rank knows of a loss that is not finite: the micro-batch, in words, the samples that are
+    to blame, what is wrong with a target, if that is known, and whether every sample of the rank is to
+    blame. The default is that of a rank with nothing to say."""
 
     where: str = ""
     bad: tuple[Bad, ...] = ()
+    wrong: str = ""
+    every: bool = False
 
 
 @final
@@ -90,6 +95,17 @@ class Judge:
             " every sample of its global batch is ignored or weighs nothing."
         )
 
+    def raised(self, error: Exception, number: int, staged: Staged) -> None:
+        """Note on `error`, which the model or the loss raised in micro-batch `number`, the sample that
+        is to blame, if one is."""
+        if self._blame is None or isinstance(error, AnybatchError) or is_memory_error(error):
+            return
+        for bad in self._blame.raising(number, staged.source):
+            error.add_note(
+                f"It is raised for {told_samples([bad.place.name])}, alone too (step {staged.step},"
+                f" micro-batch {number})."
+            )
+
     def gradient(self, norm: float, loss: float, staged: Staged) -> PassedOver | Again:
         """What becomes of a gradient whose `norm` is not finite, though its `loss` is. Raises
         `LossError` if that is the end."""
@@ -104,12 +120,16 @@ class Judge:
         if self._skips:
             why = f"the gradient has the norm {norm}, though the loss is {loss:.6g}"
             return Again(bad=found) if found else PassedOver(why)
-        names = [bad.place.name for _, bad in found]
-        where = f", {told_samples(names)} to blame" if names else ""
+        what = f"the gradient of step {staged.step}"
+        if found:
+            raise LossError(
+                f"{_culprits(found, self._group.size)} the norm of {what} {norm}, though the loss is"
+                f" {loss:.6g}: look for a division by zero in backward; {_LEFT_OUT}"
+            )
         raise LossError(
-            f"the gradient of step {staged.step} has the norm {norm}, though its loss is"
-            f" {loss:.6g}{where}: a learning rate that is too large, or a division by zero in"
-            " backward, are the usual causes. Nothing of the step was kept."
+            f"{what} has the norm {norm}, though its loss is {loss:.6g}:"
+            f" {_too_fast(staged.step)}a division by zero in backward is the usual cause."
+            " Nothing of the step was kept."
         )
 
     def _not_finite(self, what: str, value: float, staged: Staged) -> PassedOver | Again:
@@ -119,17 +139,22 @@ class Judge:
         if self._skips:
             why = f"the {what} is {value}, and none of its samples is to blame alone"
             return Again(bad=found) if found else PassedOver(why)
-        # The rank that names samples, or else the first that has a place to name.
-        worst = max(
-            range(len(everyone)), key=lambda r: (bool(everyone[r].bad), everyone[r].where > "")
-        )
-        names = [bad.place.name for bad in everyone[worst].bad]
-        where = f" in {everyone[worst].where}" if everyone[worst].where else ""
+        wrong = next((f" ({one.wrong.rstrip('.')})" for one in everyone if one.wrong), "")
+        every = any(one.every for one in everyone)
+        if found and not every:
+            raise LossError(
+                f"{_culprits(found, self._group.size)} the {what} of step {staged.step} {value}{wrong}:"
+                f" mend {'it' if len(found) == 1 else 'them'}, or {_LEFT_OUT}"
+            )
+        # The first rank that has a place to name.
+        worst = next((rank for rank, one in enumerate(everyone) if one.where), None)
+        where = "" if worst is None else f" in {everyone[worst].where}"
         where += f" of rank {worst}" if where and len(everyone) > 1 else ""
-        where += f", and {told_samples(names)} to blame" if names else ""
+        who = "each of the samples makes it so" if every else "no sample makes it so alone"
         raise LossError(
-            f"the {what} of step {staged.step} is {value}{where}: look at these samples, or lower the"
-            " learning rate. Nothing of the step was kept."
+            f"the {what} of step {staged.step} is {value}{where}{wrong}, and {who}:"
+            f" {_too_fast(staged.step)}a division by zero or a logarithm of zero in the loss is the"
+            " usual cause. Nothing of the step was kept."
         )
 
     def _suspicion(self, staged: Staged) -> _Suspicion:
@@ -137,7 +162,23 @@ class Judge:
         numbers = [staged.numbers[place] for place in staged.totals.not_finite()]
         wrong = wrong_target()  # before any sample is run again
         bad = () if self._blame is None else tuple(self._blame.losses(numbers, source))
-        if not numbers:
-            return _Suspicion(bad=bad)
-        where = f"micro-batch {numbers[0]} ({source.describe(numbers[0])})"
-        return _Suspicion(f"{where}: {wrong.rstrip('.')}" if wrong else where, bad)
+        where = f"micro-batch {numbers[0]} ({source.describe(numbers[0])})" if numbers else ""
+        every = len(bad) > 1 and sum(len(source.places(n)) for n in staged.numbers) == len(bad)
+        return _Suspicion(where, bad, wrong or "", every)
+
+
+_LEFT_OUT = "bad_data='skip' leaves such samples out. Nothing of the step was kept."
+
+
+def _culprits(found: Sequence[tuple[int, Bad]], num_ranks: int) -> str:
+    """The beginning of a sentence about samples that are to blame."""
+    names = told_samples([bad.place.name for _, bad in found])
+    where = (
+        f" on rank {found[0][0]}" if num_ranks > 1 and len({rank for rank, _ in found}) == 1 else ""
+    )
+    return f"{names}{where} {'makes' if len(found) == 1 else 'make'}"
+
+
+def _too_fast(step: int) -> str:
+    """Before the first update the learning rate has done nothing yet."""
+    return "a learning rate that is too large, or " if step else ""

@@ -7,19 +7,22 @@ back rather than keep it, or the limit would count what is no longer used; that 
 it is asked for only under a budget.
 
 What is counted on CPU is what training adds to the process as it was at `enter`. First uses that stay
-(thread pools, the parts of torch that load late) are therefore made before.
+(thread pools, the parts of torch that load late) are therefore made before, with a budget and without
+one: what a run is measured to use must not depend on what its process has done already, as planning.
 
 One thing must not meet the limit: the generator of oneDNN's kernels, which does not survive being
 refused memory (see `anybatch.oom`; some kernels then jump to address zero). Kernels are generated when
-a shape is computed with for the first time. So the first pass of each shape runs with the limit
-lifted, and is measured instead: if it went over the budget it counts as out of memory all the same.
+a shape is computed with for the first time. So the first passes of each shape run with the limit
+lifted, and are measured instead: one that went over the budget counts as out of memory all the same.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -51,6 +54,11 @@ if sys.platform != "win32":
 
 OBJECT_BYTES = 2 << 20
 """Held for Python's small objects before the baseline is taken."""
+
+
+_PASSES = 2
+"""Of each shape that are measured. In the first, what is generated may stand where later ones have
+addresses that they do not fill."""
 
 
 class Limit(ABC):
@@ -95,7 +103,12 @@ class Unlimited(Limit):
 
     def enter(self) -> Meter:
         """See `Limit`."""
-        return CudaMeter(self._device) if self._device.type == "cuda" else CpuMeter()
+        if self._device.type == "cuda":
+            return CudaMeter(self._device)
+        _warm_up_once()
+        free_product_buffers()
+        trim()
+        return CpuMeter()
 
     def leave(self) -> None:
         """See `Limit`."""
@@ -140,7 +153,7 @@ class ProcessLimit(Limit):
         self._soft = 0
         self._spare = 0
         self._passing = 0  # most addresses without memory that came and went in a pass
-        self._seen: set[Hashable] = set()
+        self._measured_passes: Counter[Hashable] = Counter()
 
     def enter(self) -> Meter:
         """See `Limit`."""
@@ -167,7 +180,7 @@ class ProcessLimit(Limit):
     def first_pass(self, kind: object, batch: Any) -> AbstractContextManager[None]:
         """See `Limit`."""
         shape = kind, shapes_of(batch)
-        return nullcontext() if shape in self._seen else self._measured(shape)
+        return self._measured(shape) if self._measured_passes[shape] < _PASSES else nullcontext()
 
     @contextmanager
     def _measured(self, shape: Hashable) -> Iterator[None]:
@@ -196,7 +209,7 @@ class ProcessLimit(Limit):
                 f"a first pass was measured to use {format_bytes(used)}, more than the budget of"
                 f" {format_bytes(self._budget)}"
             )
-        self._seen.add(shape)
+        self._measured_passes[shape] += 1
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
@@ -296,3 +309,10 @@ def warm_up() -> None:
         optimizer.step()
         if "torchao.optim" in sys.modules:
             warm_up_compiler()
+
+
+@functools.cache
+def _warm_up_once() -> None:
+    """As `warm_up`, where nothing depends on the last MiB: a session without a budget has to open at
+    once."""
+    warm_up()

@@ -20,6 +20,11 @@ class Meter(ABC):
     def peak_bytes(self) -> int:
         """Most bytes in use at any time since the baseline."""
 
+    def totals(self) -> dict[str, int]:
+        """Most bytes at any time since the baseline, by each account of the device's memory that is
+        kept; see `Prediction`."""
+        return {"total": self.peak_bytes()}
+
     @abstractmethod
     def used_bytes(self) -> int:
         """Bytes in use now."""
@@ -107,13 +112,19 @@ class CudaMeter(Meter):
         torch.empty(1, device=device)  # creates the context, which counts
         held = _process_bytes_on(device) - torch.cuda.memory_reserved(device)
         self.beside_bytes: int = max(0, held)
-        self._highest = 0
+        self._most = {"allocated": 0, "active": 0, "reserved": 0}
         torch.cuda.reset_peak_memory_stats(device)
 
     def peak_bytes(self) -> int:
         """See `Meter`."""
-        self._highest = max(self._highest, self.lap_bytes())
-        return self._highest
+        return self.totals()["total"]
+
+    def totals(self) -> dict[str, int]:
+        """See `Meter`."""
+        kept = torch.cuda.memory_stats(self._device)
+        for name, most in self._most.items():
+            self._most[name] = max(most, kept.get(f"{name}_bytes.all.peak", 0))
+        return {**self._most, "total": self.beside_bytes + self._most["reserved"]}
 
     def used_bytes(self) -> int:
         """See `Meter`."""

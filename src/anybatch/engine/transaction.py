@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -293,7 +293,7 @@ class Transactions:
         with self._watch.running():
             for number, micro in enumerate(source.micro_batches(choice)):
                 with (
-                    _naming(source, number),
+                    self._naming(staged, number),
                     self._limit.first_pass(choice.recompute, micro.batch),
                     group.last_pass() if micro.last else nullcontext(),
                 ):
@@ -306,6 +306,20 @@ class Transactions:
                 del micro  # so that it is gone while the next one is loaded
                 group.between_passes()
                 replica.phase = "loading"
+
+    @contextmanager
+    def _naming(self, staged: Staged, number: int) -> Iterator[None]:
+        """Around micro-batch `number`: what is wrong with a sample of it is said of that sample."""
+        try:
+            yield
+        except BadSamples:
+            raise
+        except DataError as error:
+            raise _of_its_sample(error, staged.source, number) from error
+        except Exception as error:
+            with suppress(Exception), self._limit.waived():  # what is to be told is the error
+                self._judge.raised(error, number, staged)
+            raise
 
     def _commit(
         self, means: Means, before_update: Callable[[], None], agreed: Agreed
@@ -406,24 +420,15 @@ class Transactions:
         )
 
 
-@contextmanager
-def _naming(source: Source, number: int) -> Iterator[None]:
-    """Around micro-batch `number`: what is wrong in a row of it is said of its sample too."""
-    try:
-        yield
-    except DataError as error:
-        if isinstance(error, BadSamples):
-            raise
-        places = source.places(number)
-        alone = error.row is not None and error.row < len(places)
-        names = [place.name for place in (places[error.row or 0 :][:1] if alone else places)]
-        if not names:
-            raise
-        where = (
-            f"{'Row ' + str(error.row) + ' of micro-batch' if alone else 'Micro-batch'} {number}"
-        )
-        told = f"{error} {where} is {told_samples(names)}."
-        raise DataError(told, error.row) from error
+def _of_its_sample(error: DataError, source: Source, number: int) -> DataError:
+    """`error`, which is about a row of micro-batch `number`, said of its sample too."""
+    places = source.places(number)
+    alone = error.row is not None and error.row < len(places)
+    names = [place.name for place in (places[error.row or 0 :][:1] if alone else places)]
+    if not names:
+        return error
+    where = f"{'Row ' + str(error.row) + ' of micro-batch' if alone else 'Micro-batch'} {number}"
+    return DataError(f"{error} {where} is {told_samples(names)}.", error.row)
 
 
 def to_reserve(plan: Plan) -> tuple[int, int]:

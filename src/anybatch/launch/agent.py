@@ -128,7 +128,7 @@ def run_command(
             _delete(orders.logs, unless=logs)
             return 0
         zero = next((end for end in ends if end.rank == 0), None)
-        if zero is not None and zero.spoke and zero.status == cause.status:
+        if zero is not None and zero.has_told and zero.status == cause.status:
             _delete(orders.logs, unless=logs)  # it has been told by rank 0
         else:
             _tell(_tale(orders, ending, cause))
@@ -457,7 +457,7 @@ def _tell(sentence: str) -> None:
 def _tale(orders: Orders, ending: Ending, cause: End) -> str:
     several = orders.most > 1
     tail = "" if not ending.here else _tail(orders.logs / f"rank-{cause.rank}.log")
-    return f"{cause.who(ending.world_size, several)} failed first: {cause.what}.{tail}"
+    return f"{cause.who(ending.world_size, several)} failed first: {cause.what.rstrip('.')}.{tail}"
 
 
 def _gone(orders: Orders, ending: Ending) -> str:

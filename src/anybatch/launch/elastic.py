@@ -357,7 +357,7 @@ class _Agent(LocalElasticAgent):
             return f"nothing was heard from {names} for {SILENT_SECONDS:g} s"
         assert verdict.cause is not None
         who = verdict.cause.who(self._where.world_size, several=len(attempt.names) > 1)
-        return f"{who} failed first: {verdict.cause.what}"
+        return f"{who} failed first: {verdict.cause.what.rstrip('.')}"
 
     def _announcement(self, attempt: Attempt, verdict: Verdict) -> str:
         count = f" (restart {verdict.failures} of {self._orders.restarts})"

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from anybatch.errors import PeerFailed, PeerLost
 from anybatch.launch.moment import Failure
 
 SAID_BY_STATUS = frozenset({2, 3, 75})
@@ -58,6 +59,17 @@ class End:
     def is_good(self) -> bool:
         """Whether the rank did all it was to do."""
         return self.status == 0 and self.spoke
+
+    @property
+    def has_told(self) -> bool:
+        """Whether the rank has told people why it ended: not where it has only felt that another is
+        lost, which is for its agent to tell."""
+        return self.spoke and not self.what.startswith(f"{PeerLost.__name__}:")
+
+    @property
+    def follows(self) -> bool:
+        """Whether another rank had said that it failed, and this one ended for that."""
+        return self.spoke and self.what.startswith(f"{PeerFailed.__name__}:")
 
     def who(self, world_size: int, several: bool) -> str:
         """The rank in words, with its machine where there are `several`."""
@@ -144,10 +156,12 @@ def judge(
 
 
 def first(ends: Iterable[End]) -> End | None:
-    """The earliest of the bad ones."""
-    return min(
-        (end for end in ends if not end.is_good), key=lambda end: (end.when, end.rank), default=None
-    )
+    """The earliest of the bad ones. One that follows another is not it, though the other may take
+    longer to its end."""
+    bad = sorted((end for end in ends if not end.is_good), key=lambda end: (end.when, end.rank))
+    if bad and bad[0].follows:
+        return next((end for end in bad if end.spoke and not end.follows), bad[0])
+    return bad[0] if bad else None
 
 
 # ------------------------------------------------------------------------------- what a rank leaves

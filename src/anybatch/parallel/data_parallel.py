@@ -152,6 +152,8 @@ class DataParallelModel(_OnDevices):
         module: on the first device.
         devices: default all CUDA devices that are visible, or the CPU alone. One may come twice.
         shares: what each device takes, as ratios; default all the same.
+        device_ids, output_device, dim: as code has them that is written for other fronts: the devices;
+            nothing else than None and 0, since outputs stay where they are made, cut along dim 0.
 
     Attributes:
         module: the plain module.
@@ -169,8 +171,18 @@ class DataParallelModel(_OnDevices):
         module: nn.Module,
         devices: Sequence[Device] | None = None,
         shares: Sequence[float] | None = None,
+        *,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
     ) -> None:
-        super().__init__(module, devices)
+        super().__init__(module, _named_once(devices, device_ids))
+        if output_device is not None or dim != 0:
+            raise InputError(
+                f"DataParallelModel is given output_device={output_device!r} and dim={dim!r}, but its"
+                " outputs stay where they are made, cut along dim 0: leave both out, and give the"
+                " outputs to DataParallelCriterion, or to gather with a device."
+            )
         self._shares = tuple(shares) if shares is not None else (1,) * len(self.devices)
         if len(self._shares) != len(self.devices):
             raise InputError(
@@ -192,7 +204,7 @@ class DataParallelModel(_OnDevices):
 class BalancedDataParallel(_OnDevices):
     """`nn.DataParallel` whose first device takes fewer samples, since the outputs are gathered on it.
 
-    `forward` returns the gathered output, on the first device. Where the loss can be computed on each
+    `forward` returns the gathered output, on one device. Where the loss can be computed on each
     device, `DataParallelModel` needs no such remedy.
 
     Args:
@@ -200,7 +212,8 @@ class BalancedDataParallel(_OnDevices):
             an even share. The others take even shares of the rest.
         model: on the first device.
         dim: of the samples, in inputs and outputs.
-        devices: default all CUDA devices that are visible, or the CPU alone.
+        devices: default all CUDA devices that are visible, or the CPU alone. `device_ids` is the same.
+        output_device: where the output is gathered; default the first device.
 
     Raises as `DataParallelModel` does.
     """
@@ -211,8 +224,14 @@ class BalancedDataParallel(_OnDevices):
         model: nn.Module,
         dim: int = 0,
         devices: Sequence[Device] | None = None,
+        *,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
     ) -> None:
-        super().__init__(model, devices)
+        super().__init__(model, _named_once(devices, device_ids))
+        self.output_device: torch.device = (
+            self.devices[0] if output_device is None else _device(output_device)
+        )
         whole = isinstance(first_device_share, int) and not isinstance(first_device_share, bool)
         if not whole or first_device_share < 0:
             raise InputError(
@@ -232,8 +251,8 @@ class BalancedDataParallel(_OnDevices):
         return [first, *(len(share(num_samples - first, others, i)) for i in range(count - 1))]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output for the whole batch, on the first device."""
-        return _gathered(self._run(args, kwargs, self.dim), self.devices[0], self.dim)
+        """The output for the whole batch, on `output_device`."""
+        return _gathered(self._run(args, kwargs, self.dim), self.output_device, self.dim)
 
 
 @final
@@ -252,6 +271,9 @@ class DataParallelCriterion(_Front):
 
     Args:
         criterion: `(output, *targets)` to one of these; a module or a function.
+        device_ids: taken and passed over: targets go to where the outputs are.
+        output_device: of the loss; default that of the first output.
+        dim: of the samples in the targets: 0.
 
     Attributes:
         module: the criterion.
@@ -261,13 +283,26 @@ class DataParallelCriterion(_Front):
         LossError: the criterion returned something else.
     """
 
-    def __init__(self, criterion: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        criterion: Callable[..., Any],
+        *,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+    ) -> None:
+        if dim != 0:
+            raise InputError(
+                f"DataParallelCriterion is given dim={dim!r}, but targets are cut along dim 0, as the"
+                " outputs are: leave dim out, and transpose the targets."
+            )
         if not callable(criterion):
             raise InputError(
                 f"the criterion is a value of type {type(criterion).__name__}: give a loss module or"
                 " a function."
             )
         super().__init__(_as_module(criterion))
+        self._output_device = None if output_device is None else _device(output_device)
 
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Tensor:
         """The loss: a scalar tensor on the device of the first output."""
@@ -292,10 +327,11 @@ class DataParallelCriterion(_Front):
             ],
             devices,
         )
-        total = _added([loss.sum for loss in losses], devices[0])
+        device = self._output_device or devices[0]
+        total = _added([loss.sum for loss in losses], device)
         if getattr(self.module, "reduction", None) == "sum":
             return total
-        return total / _added([loss.weight for loss in losses], devices[0])
+        return total / _added([loss.weight for loss in losses], device)
 
 
 def gather(outputs: Sequence[Any], device: Device | None = None) -> Any:
@@ -465,6 +501,18 @@ def _call(function: Callable[..., Any], batch: Mapping[Any, Any], num_args: int)
 
 def _moved(leaf: Any, source: int, target: int) -> Any:
     return leaf.movedim(source, target) if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+
+def _named_once(
+    devices: Sequence[Device] | None, device_ids: Sequence[Device] | None
+) -> Sequence[Device] | None:
+    """The devices, by whichever of their two names they are given."""
+    if devices is not None and device_ids is not None:
+        raise InputError(
+            f"devices is {devices!r} and device_ids is {device_ids!r}, which are two names of the same:"
+            " give one of them."
+        )
+    return device_ids if devices is None else devices
 
 
 def _devices(devices: Sequence[Device] | None) -> tuple[torch.device, ...]:

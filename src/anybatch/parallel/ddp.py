@@ -309,8 +309,9 @@ class Ddp(Group):
     def _peer_lost(self) -> PeerLost:
         reason = str(self._lost).splitlines()[0]
         return PeerLost(
-            f"a rank did not answer while gradients were added up ({reason}): it has ended or hangs;"
-            " its own output says why."
+            "a rank did not answer while gradients were added up: it has ended or hangs; its own output"
+            " says why.",
+            reason,
         )
 
 

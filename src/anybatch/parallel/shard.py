@@ -23,7 +23,7 @@ gradients are added up across machines once per step, after the last pass, whate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -45,7 +45,8 @@ from torch.utils._pytree import tree_map_only
 
 from anybatch.compute import Replica, find_blocks
 from anybatch.compute.blocks import match_blocks
-from anybatch.compute.buckets import BUCKET_BYTES, check_dense
+from anybatch.compute.buckets import BUCKET_BYTES
+from anybatch.compute.dividing import check_divisible
 from anybatch.compute.precision import FORMATS, NORMS
 from anybatch.errors import InputError, PeerFailed, PeerLost
 from anybatch.parallel.buffers import BuffersOverGroup, Held
@@ -230,7 +231,7 @@ class Shard(Group):
 
     def _divide(self, model: nn.Module) -> dict[str, Tensor]:
         """Divide `model`. Returns the whole parameters, which only rank 0 keeps."""
-        _check_model(model)
+        check_divisible(model)
         half = FORMATS[self._precision]
         for param in model.parameters():
             if half.weights is not None and not half.masters and param.is_floating_point():
@@ -417,23 +418,3 @@ def _check_options(
         )
     if precision == "fp8":
         raise InputError("a sharded model cannot be trained in fp8 yet: use bf16 or bf16-weights.")
-
-
-def _check_model(model: nn.Module) -> None:
-    check_dense(model)
-    for name, param in model.named_parameters():
-        if param.dim() == 0:
-            raise InputError(
-                f"the parameter {name!r} is a single number without a dim, which cannot be divided over"
-                " ranks: give it the shape (1,), or replicate the model."
-            )
-    dtypes = _dtypes(model.parameters())
-    if len(dtypes) > 1:
-        raise InputError(
-            f"the model has trainable parameters in {' and '.join(dtypes)}, and those of a sharded one"
-            " must be in one dtype: build it in one, and choose how it computes by the precision."
-        )
-
-
-def _dtypes(params: Iterable[nn.Parameter]) -> list[str]:
-    return sorted({str(p.dtype).removeprefix("torch.") for p in params if p.requires_grad})

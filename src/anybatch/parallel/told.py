@@ -45,7 +45,7 @@ class Told:
         phase: what was being done.
         in_use_bytes: on the device, when it failed.
         fragmented_bytes: of these, held by the allocator in pieces that nobody uses; None: unknown.
-        error: type and first line of an error of any kind; empty: none.
+        error: type and first line of an error of any kind, and its notes; empty: none.
         exit_status: of a command that ends with the error.
         bad: samples that the error is about, if the step can be done without them.
     """
@@ -64,7 +64,8 @@ class Told:
         status = error.exit_status if isinstance(error, AnybatchError) else 1
         failure = as_memory_failure(error)
         used, pieces = (books.used_bytes(), books.fragmented_bytes()) if books else (0, None)
-        return cls(failure, phase, used, pieces, first_line(error), status)
+        what = " ".join([first_line(error), *getattr(error, "__notes__", ())])
+        return cls(failure, phase, used, pieces, what, status)
 
     @property
     def failed(self) -> bool:

@@ -138,5 +138,5 @@ def calling(when: str) -> Iterator[None]:
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise PeerLost(
-            f"a rank did not answer {when} ({reason}): it has ended or hangs; its own output says why."
+            f"a rank did not answer {when}: it has ended or hangs; its own output says why.", reason
         ) from error

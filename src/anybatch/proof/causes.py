@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,40 +11,48 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from anybatch.proof.runs import Runs, deviation
+from anybatch.proof.runs import Runs, deviation, number_of
 from anybatch.task import Loss, LossFunction
 
 _ALIKE_IN_FLOAT32 = 1e-5  # relative: of a loss
 _IGNORED = -100  # the label that counts nothing, as in torch
 
+_SAME = 1e-12  # relative: of gradients that only the order of additions tells apart
+_TINY = 1e-12  # of losses that are relative to nothing
+
 _BLOCKS = 8  # of which a loss is asked for its value
 
 
 def causes_of(runs: Runs, tolerance: float) -> Iterator[str]:
-    """Whatever, taken away, takes the deviation away or most of it."""
-    found = False
-    if _draws_random_numbers(runs):
-        found = True
-        without = runs.deviation_when(())
+    """Whatever, taken away, takes the deviation away or most of it. Random draws are held still."""
+    norms = [name for name, m in runs.model.named_modules() if _looks_across(m)]
+    if fault := _is_no_number(runs, norms):
+        yield fault
+        return
+    if draws(runs, still=True):
         yield (
-            "The model draws random numbers in training (dropout, say), and draws them anew for"
-            " each micro-batch. Each draw is as good as another, so this is no error; it cannot"
-            " be compared, though."
-            + (
-                f" Without dropout the pieces agree (deviation {without:.1e})."
-                if without <= tolerance
-                else ""
-            )
+            "The model draws random numbers that cannot be held still for a comparison: orders or"
+            " whole numbers (torch.randperm, torch.randint), or such that torch does not draw. Replace"
+            " them by fixed ones to see whether the rest is exact."
         )
-    names = [name for name, m in runs.model.named_modules() if _looks_across(m)]
-    if names and runs.deviation_when(names) < runs.deviation_when(()) / 10:
+        return
+    found = False
+    if norms and runs.deviation_when(norms) < runs.deviation_when(()) / 10:
         found = True
         yield (
-            f"{_some(names)} look{'s' if len(names) == 1 else ''} across the samples of a pass, so"
+            f"{_some(norms)} look{'s' if len(norms) == 1 else ''} across the samples of a pass, so"
             " the result depends on the micro-batch: use anybatch's ghost batches (plain"
             " torch BatchNorm), GroupNorm or LayerNorm."
         )
-    if _is_mean_over_tokens(runs, tolerance, names):
+    if _keeps_state(runs, tolerance, norms):
+        found = True
+        yield (
+            "The same samples give another loss when they pass a second time, and nothing was trained"
+            " in between: a layer (or the loss) keeps something from one pass to the next, a counter or"
+            " a running mean, say, so the result depends on the number of passes. Let it change once"
+            " per step, or not at all in training."
+        )
+    if _is_mean_over_tokens(runs, tolerance, norms):
         found = True
         yield (
             "The loss is a mean over tokens (labels other than -100), of which pieces have unequal"
@@ -51,7 +60,7 @@ def causes_of(runs: Runs, tolerance: float) -> Iterator[str]:
             " anybatch.model_loss (or causal_lm_loss) does for a model of transformers, or return"
             " anybatch.Loss(sum, weight) with the sum over the tokens and their number."
         )
-    elif fault := _fault_of_loss(runs, tolerance, names):
+    elif fault := _fault_of_loss(runs, tolerance, norms):
         found = True
         yield fault
     if not found and _fault_is_of_padding(runs, tolerance):
@@ -63,15 +72,45 @@ def causes_of(runs: Runs, tolerance: float) -> Iterator[str]:
         )
     if not found:
         yield (
-            "The cause is not among the known ones (random numbers, norms across the batch, a"
-            " mean of means): look for a loss or a layer that mixes samples of one pass, such as"
+            "The cause is not among the known ones (norms across the batch, a mean of means, state that"
+            " is kept): look for a loss or a layer that mixes samples of one pass, such as"
             " contrastive losses or statistics over dim 0."
         )
 
 
-def _draws_random_numbers(runs: Runs) -> bool:
-    first = runs.gradient(runs.whole, seed=1)
-    return deviation(first, runs.gradient(runs.whole, seed=2)) > 1e-12
+def draws(runs: Runs, *, still: bool = False) -> bool:
+    """Whether the model or the loss draws random numbers; `still`: such as cannot be held still."""
+    first = runs.gradient(runs.whole, seed=1, still=still)
+    return deviation(first, runs.gradient(runs.whole, seed=2, still=still)) > _SAME
+
+
+def _is_no_number(runs: Runs, norms: Sequence[str]) -> str | None:
+    """What to say of a loss or a gradient that is no number, with the first sample that has one."""
+    loss = number_of(runs.returned(runs.whole, norms)[0])
+    if math.isfinite(loss):
+        if all(gradient.isfinite().all() for gradient in runs.gradient(runs.whole, still=True)):
+            return None
+        return (
+            f"The gradient is no number, though the loss is one ({loss:.3g}): look for a square root, a"
+            " norm or a power at zero, or a division that torch.where hides from the result only."
+        )
+    alone = runs.returned([1] * runs.sample.size, norms)
+    numbers = [number_of(value) for value in alone]
+    bad = next((i for i, number in enumerate(numbers) if not math.isfinite(number)), None)
+    if bad is None:
+        return (
+            f"The loss of all {runs.sample.size} samples is {loss}, and of none of them by itself."
+        )
+    return (
+        f"The loss is {loss}. Of the samples, {runs.sample.name_of(bad)} is the first whose loss by"
+        f" itself is no number ({numbers[bad]}): look there for missing values, a division by zero, or"
+        " the logarithm of zero."
+    )
+
+
+def _keeps_state(runs: Runs, tolerance: float, norms: Sequence[str]) -> bool:
+    first, second = runs.twice(norms)
+    return abs(first - second) > max(tolerance, _ALIKE_IN_FLOAT32) * max(abs(first), _TINY)
 
 
 def _fault_of_loss(runs: Runs, tolerance: float, names: Sequence[str]) -> str | None:
@@ -82,6 +121,8 @@ def _fault_of_loss(runs: Runs, tolerance: float, names: Sequence[str]) -> str | 
     shows w_b's ratio; from the ratios follows the value of the whole. A loss that mixes samples
     does not obey this.
     """
+    if fault := _fault_of_sum(runs, names):
+        return fault
     size = runs.sample.size
     for most in (_BLOCKS, _BLOCKS // 2, 2):
         count = min(most, size)
@@ -99,7 +140,7 @@ def _fault_of_loss(runs: Runs, tolerance: float, names: Sequence[str]) -> str | 
     alike = max(10 * tolerance, _ALIKE_IN_FLOAT32 if coarse else 0.0)
 
     def is_whole(value: float) -> bool:
-        return abs(value - whole) <= alike * max(abs(whole), 1e-12)
+        return abs(value - whole) <= alike * max(abs(whole), _TINY)
 
     if is_whole(sum(blocks)):
         return (
@@ -121,6 +162,24 @@ def _fault_of_loss(runs: Runs, tolerance: float, names: Sequence[str]) -> str | 
         "The loss is a mean over something else than the samples (non-ignored tokens,"
         " positive pairs), so means of pieces do not make up the mean of the whole: return"
         " anybatch.Loss(sum, weight) with the sum and the number of what is counted."
+    )
+
+
+def _fault_of_sum(runs: Runs, names: Sequence[str]) -> str | None:
+    """What is wrong with a loss whose sums do not add up, if they are means."""
+    whole, parts = runs.sums(runs.whole, names), runs.sums(runs.pieces, names)
+    if whole is None or parts is None:
+        return None
+    all_of_it, pieces = float(whole[0].sum), [float(part.sum) for part in parts]
+    weights = [float(part.weight) for part in parts]
+    near = _ALIKE_IN_FLOAT32 * max(abs(all_of_it), _TINY)
+    if abs(sum(pieces) - all_of_it) <= near or not sum(weights):
+        return None
+    if abs(_mean_of(pieces, weights) - all_of_it) > near:
+        return None
+    return (
+        "The loss returns a mean as its sum: that of the whole is the mean of those of the pieces."
+        " Return anybatch.Loss(sum, weight) with the sum over what the weight counts (reduction='sum')."
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from anybatch.compute.calm import calm
 from anybatch.data import ghosts
 from anybatch.plans import Choice, Recompute
 from anybatch.proof.sample import Sample
-from anybatch.task import LossFunction, Task, parameters_in
+from anybatch.task import Loss, LossFunction, Task, parameters_in
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,13 @@ class Runs:
         recompute: Recompute | None = None,
         *,
         calmed: Sequence[str] = (),
-        no_dropout: bool = False,
+        still: bool = False,
         loss: LossFunction | None = None,
         ghosts_kept: bool = True,
         seed: int = 0,
     ) -> list[Tensor]:
-        """The gradient of the mean loss over the sample, cut into `sizes`."""
+        """The gradient of the mean loss over the sample, cut into `sizes`; see `calm` for `calmed` and
+        `still`."""
         task, model = self.task, copy.deepcopy(self.model).to(self.dtype)
         replica = Replica(
             model,
@@ -63,10 +66,9 @@ class Runs:
             torch.device("cpu"),
             self.sample.size,
         )
-        with torch.random.fork_rng(devices=[]), calm(model, calmed, no_dropout):
-            torch.manual_seed(seed)
+        with self._pieces(sizes, seed) as pieces, calm(model, calmed, still):
             weight = 0.0
-            for size, piece in zip(sizes, self.sample.cut(sizes, self.dtype), strict=True):
+            for size, piece in zip(sizes, pieces, strict=True):
                 cut = ghosts(size, self.ghost) if self.ghost and ghosts_kept else ()
                 weight += float(replica.accumulate(piece, size, cut).weight)
             replica.finish(weight or 1.0, None)
@@ -77,23 +79,52 @@ class Runs:
         replica.close()
         return gradients
 
-    def losses(self, sizes: Sequence[int], calmed: Sequence[str]) -> list[Tensor] | None:
-        """What the loss function returns for pieces, where it returns plain means; else None."""
+    def returned(self, sizes: Sequence[int], calmed: Sequence[str]) -> list[Any]:
+        """What the loss function returns for pieces in a row, with random draws held still."""
         model = copy.deepcopy(self.model).to(self.dtype)
-        losses: list[Tensor] = []
-        with calm(model, calmed, no_dropout=True), torch.no_grad():
-            for piece in self.sample.cut(sizes, self.dtype):
-                returned = self.task.loss(model, piece)
-                if not isinstance(returned, Tensor):
-                    return None
-                losses.append(returned)
-        return losses
+        with self._pieces(sizes) as pieces, calm(model, calmed, still=True), torch.no_grad():
+            return [self.task.loss(model, piece) for piece in pieces]
+
+    def losses(self, sizes: Sequence[int], calmed: Sequence[str]) -> list[Tensor] | None:
+        """The same, where these are plain means; else None."""
+        losses = self.returned(sizes, calmed)
+        return losses if all(isinstance(loss, Tensor) for loss in losses) else None
+
+    def sums(self, sizes: Sequence[int], calmed: Sequence[str]) -> list[Loss] | None:
+        """The same, where these are sums with weights; else None."""
+        losses = self.returned(sizes, calmed)
+        if any(isinstance(loss, Tensor) for loss in losses):
+            return None
+        return [loss if isinstance(loss, Loss) else Loss(*loss) for loss in losses]
+
+    def twice(self, calmed: Sequence[str]) -> tuple[float, float]:
+        """The loss of the first piece, and that of the same piece again from the same model."""
+        model = copy.deepcopy(self.model).to(self.dtype)
+        with self._pieces(self.pieces) as pieces, calm(model, calmed, still=True), torch.no_grad():
+            first, second = (number_of(self.task.loss(model, pieces[0])) for _ in range(2))
+        return first, second
 
     def deviation_when(self, calmed: Sequence[str], loss: LossFunction | None = None) -> float:
-        """The deviation without dropout, with some modules in evaluation mode or another loss."""
-        whole = self.gradient(self.whole, calmed=calmed, no_dropout=True, loss=loss)
-        parts = self.gradient(self.pieces, calmed=calmed, no_dropout=True, loss=loss)
+        """The deviation with random draws held still, and with some modules in evaluation mode or
+        another loss."""
+        whole = self.gradient(self.whole, calmed=calmed, still=True, loss=loss)
+        parts = self.gradient(self.pieces, calmed=calmed, still=True, loss=loss)
         return deviation(parts, whole)
+
+    @contextmanager
+    def _pieces(self, sizes: Sequence[int], seed: int = 0) -> Iterator[list[Any]]:
+        """The sample in pieces, for what is drawn from `seed` on. They are collated before anything is
+        held still, since the data may draw, too."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield list(self.sample.cut(sizes, self.dtype))
+
+
+def number_of(returned: Any) -> float:
+    """The number in what a loss function returned: a mean, or a sum with its weight."""
+    if isinstance(returned, tuple):
+        returned = returned[0]
+    return float(returned.sum if isinstance(returned, Loss) else returned)
 
 
 def deviation(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:

@@ -56,6 +56,12 @@ class Sample:
             yield map_leaves(self._piece(start, start + size), cast)
             start += size
 
+    def name_of(self, place: int) -> str:
+        """What to call the sample at `place`: by its number in the data, where it has one."""
+        if len(self.order):
+            return f"sample {int(self.order[place])} of the training data"
+        return f"the sample at place {place} of the first batch"
+
     def collated_once(self) -> Sample:
         """The same samples, of which pieces are cut from the whole."""
         return replace(self, fetch=None)

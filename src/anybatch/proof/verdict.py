@@ -15,7 +15,7 @@ from anybatch.data import micro_batches
 from anybatch.errors import InputError
 from anybatch.estimate import identify
 from anybatch.plans import Plan
-from anybatch.proof.causes import causes_of
+from anybatch.proof.causes import causes_of, draws
 from anybatch.proof.runs import Runs, deviation
 from anybatch.proof.sample import sample_of
 from anybatch.task import Task, check_task, parameters_in
@@ -34,6 +34,8 @@ class Verdict:
 
     Attributes:
         exact: the pieces compute the gradient of the whole, up to rounding.
+        draws: the model draws random numbers in training, anew for each micro-batch. They are held
+            still for what else is found here, since each draw is as good as another.
         deviation: 2-norm of the difference over 2-norm of the gradient of the whole.
         tolerance: deviation up to which rounding explains it.
         groups: the same by group of parameters: the parts of the model that hold them.
@@ -44,6 +46,7 @@ class Verdict:
     """
 
     exact: bool
+    draws: bool
     deviation: float
     tolerance: float
     groups: Mapping[str, float]
@@ -67,19 +70,25 @@ def verify(task: Task, plan: Plan, *, samples: int | None = None) -> Verdict:
     """
     check_task(task)
     runs = _runs_of(task, plan, DEFAULT_SAMPLES if samples is None else samples)
-    tolerance = TOLERANCES[runs.dtype]
+    tolerance, recompute = TOLERANCES[runs.dtype], plan.choice.recompute
     whole = runs.gradient(runs.whole)
     # Another seed: with the same one, a single dropout layer might draw what it drew for the whole.
-    parts = runs.gradient(runs.pieces, plan.choice.recompute, seed=1)
+    parts = runs.gradient(runs.pieces, recompute, seed=1)
     found = deviation(parts, whole)
+    drawn = not found <= tolerance and draws(runs)
+    if drawn:
+        whole = runs.gradient(runs.whole, still=True)
+        parts = runs.gradient(runs.pieces, recompute, still=True)
+        found = deviation(parts, whole)
     exact = found <= tolerance
     return Verdict(
         exact=exact,
+        draws=drawn,
         deviation=found,
         tolerance=tolerance,
         groups=_by_group(runs, parts, whole),
         causes=() if exact else tuple(causes_of(runs, tolerance)),
-        notes=tuple(_notes(runs, whole)),
+        notes=tuple(_notes(runs, whole, drawn)),
         num_samples=runs.sample.size,
         pieces=runs.pieces,
         dtype=str(runs.dtype).removeprefix("torch."),
@@ -105,9 +114,14 @@ def _runs_of(task: Task, plan: Plan, wanted: int) -> Runs:
     return runs
 
 
-def _notes(runs: Runs, whole: Sequence[Tensor]) -> Iterator[str]:
+def _notes(runs: Runs, whole: Sequence[Tensor], drawn: bool) -> Iterator[str]:
+    if drawn:
+        yield (
+            "The model draws random numbers in training (dropout, say), anew for each micro-batch. Each"
+            " draw is as good as another, so this is no error; here all draws are held still."
+        )
     if runs.ghost and batch_norms(runs.model):
-        plain = runs.gradient(runs.whole, ghosts_kept=False)
+        plain = runs.gradient(runs.whole, ghosts_kept=False, still=drawn)
         yield (
             f"BatchNorm normalises over ghost batches of {runs.ghost} samples. That belongs to"
             f" the task: every plan computes the same, and normalising over all {runs.sample.size}"

@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import torch
 
-from anybatch.data import lengths_of, num_samples_of
+from anybatch.data import Steps, lengths_of, num_samples_of
 from anybatch.errors import InputError
 from anybatch.parallel import Group
 from anybatch.plans import Plan
@@ -45,6 +45,27 @@ def check_alike(task: Task, plan: Plan, group: Group) -> None:
 def _digest_of_lengths(task: Task) -> str:
     lengths = lengths_of(task.lengths, task.train, "training")
     return "none" if lengths is None else hashlib.sha256(lengths.numpy().tobytes()).hexdigest()[:12]
+
+
+def single_sample(steps: Steps, step: int, norm: str) -> str:
+    """The sentence for a `step` of one sample that the BatchNorm `norm` cannot normalise."""
+    cannot = f"BatchNorm {norm!r} cannot normalise one: a single value per channel has no variance."
+    length, size = steps.num_samples, steps.global_batch
+    if size == 1 or length == 1 or length is None:
+        return (
+            f"step {step} has 1 sample, and {cannot} Train with a global batch of at least"
+            " 2, or use a norm that looks at one sample only, such as GroupNorm."
+        )
+    whole, rest = divmod(length, size)
+    if steps.last == "keep" and rest == 1 and step == whole:
+        return (
+            f"the last step of each epoch has 1 sample ({length:,} = {whole:,} x {size:,} + 1, with"
+            f" last='keep'), and {cannot} Use last='drop' or last='wrap', or another global batch."
+        )
+    return (
+        f"the last step has 1 sample (of {steps.total_samples:,} in all, {size:,} per step), and"
+        f" {cannot} Train on another number of samples."
+    )
 
 
 def check_can_skip(task: Task, plan: Plan) -> None:

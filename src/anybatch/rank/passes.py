@@ -11,6 +11,7 @@ as the plan says.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -121,6 +122,7 @@ class GlobalStep:
 
     Attributes:
         kept: those of all ranks that are not left out.
+        waited_seconds: for samples of this rank, while its device had nothing else to do.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class GlobalStep:
         pulse: Pulse,
     ) -> None:
         self.kept: Extent = data.extent
+        self.waited_seconds: float = 0.0
         self._loader = loader
         self._data = data
         self._passes = passes
@@ -151,10 +154,24 @@ class GlobalStep:
             )
         self._tried = True
         self._parts = passes.parts
-        batches = on_device(self._data.micro_batches, self._device)
+        batches = self._timed(on_device(self._data.micro_batches, self._device))
         for number in range(len(passes.parts)):
             self._pulse.beat()
             yield passes.micro_batch(number, batches)
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            asked = None
+            if self._device.type == "cuda":  # what has been asked of it goes on meanwhile
+                asked = torch.cuda.Event()
+                asked.record(torch.cuda.current_stream(self._device))
+            begun = time.perf_counter()
+            batch = next(batches, self)
+            if asked is None or asked.query():
+                self.waited_seconds += time.perf_counter() - begun
+            if batch is self:
+                return
+            yield batch
 
     def describe(self, number: int) -> str:
         """See `Source`."""

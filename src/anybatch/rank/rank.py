@@ -17,6 +17,7 @@ from torch import nn
 
 from anybatch.compute import kernel_choices
 from anybatch.compute.precision import check_available
+from anybatch.compute.synchronised import SingleValue
 from anybatch.data import (
     Extent,
     StepData,
@@ -50,18 +51,20 @@ from anybatch.events import (
     Sink,
     StepDone,
 )
+from anybatch.machine import Machine
 from anybatch.parallel import Group, Wish
 from anybatch.parallel.told import together
 from anybatch.plans import Plan
 from anybatch.rank.archive import Archive
 from anybatch.rank.batches import Batches
 from anybatch.rank.building import build
-from anybatch.rank.checks import check_alike, check_can_skip, versions
+from anybatch.rank.checks import check_alike, check_can_skip, single_sample, versions
 from anybatch.rank.measuring import Measuring
 from anybatch.rank.pace import Pace
 from anybatch.rank.passes import Cutting, GlobalStep
 from anybatch.rank.position import Position
 from anybatch.rank.record import Record
+from anybatch.rank.starving import Starving
 from anybatch.state import Checkpoints, TrainingState
 from anybatch.task import Progress, Task
 
@@ -131,7 +134,8 @@ class Rank:
         self.last_evaluation: Evaluated | None = None
         self.wished: Wish = Wish.NOTHING
         check_can_skip(task, plan)
-        together(group, lambda: check_available(plan.choice.precision, device))
+        here = Machine.here(device=str(device)).device
+        together(group, lambda: check_available(plan.choice.precision, here))
         together(group, lambda: kernel_choices.check_available(plan.kernels, device))
         check_alike(task, plan, group)
         # From here on memory counts, so that what speaks to the other ranks was made before.
@@ -140,6 +144,7 @@ class Rank:
         self._randomness = Keyed(task.seed, group.rank, device)
         try:
             self._set_up(checkpoints)
+            self._check_single_sample()
         except BaseException:
             self._limit.leave()
             raise
@@ -208,10 +213,12 @@ class Rank:
 
         Raises what `Transactions.run` raises, and `DataError` for samples that cannot be read.
         """
+        begun = time.perf_counter()
         while (data := self._next()) is not None:
-            done = self._done(data)
+            done = self._done(data, begun)
             if done is not None:
                 return done
+            begun = time.perf_counter()
         self._engine.settle()
         return None
 
@@ -384,6 +391,7 @@ class Rank:
         self._record = Record(
             task.name, self._steps, self._position, group, self._meter, self._skips
         )
+        self._starving = Starving(task.num_workers, self._loader.can_have_workers, self._sink)
         self._archive: Archive | None = None
         if checkpoints is not None:
             self._archive = Archive(
@@ -401,6 +409,28 @@ class Rank:
         if not self.model.training:  # else each part is in the mode that the task left it in
             self.model.train()
 
+    def _check_single_sample(self) -> None:
+        """Raises `InputError` if there will be a step of one sample, and BatchNorm cannot do it: now
+        rather than at the end of an epoch. Seen where ranks can run passes by themselves."""
+        step, plan, group = self._steps.first_of_one, self._given, self._group
+        meets = group.lockstep or group.diverges or group.in_one_process
+        if step is None or plan.task.ghost_batch is None or plan.norms != "ghosts" or meets:
+            return
+        choice = plan.choice
+
+        def rehearse() -> None:
+            self._loader.begin(step, self._cut)
+            data = self._next()
+            if data is None:
+                return
+            source, run = self._source(data), self._engine.rehearsal.run
+            try:
+                run(step, source, choice, choice.recompute, most=1)
+            except SingleValue as error:
+                raise InputError(single_sample(self._steps, step, error.norm)) from None
+
+        together(group, rehearse)
+
     def _next(self) -> StepData | None:
         # A stream is read here, so this can fail on one rank alone.
         work = self._loader.next_step
@@ -416,9 +446,10 @@ class Rank:
             self._engine.failed_together = not isinstance(error, PeerLost)
             raise
 
-    def _done(self, data: StepData) -> StepDone | None:
-        """The step that was done, or None if it was left out whole."""
-        begun = time.perf_counter()
+    def _done(self, data: StepData, begun: float) -> StepDone | None:
+        """The step that was done, or None if it was left out whole. It was `begun` when its samples
+        were asked for."""
+        reading = time.perf_counter() - begun if self._reads else 0.0
         progress = Progress(
             step=self._position.step,
             samples=self._position.samples_seen,
@@ -429,7 +460,7 @@ class Rank:
         source = self._source(data)
         tried = self._tried(data.step, source)
         if tried:
-            begun = time.perf_counter()
+            begun, reading, source.waited_seconds = time.perf_counter(), 0.0, 0.0
         done = self._engine.run(data.step, source, partial(self._rates.before_update, progress))
         if isinstance(done, PassedOver):
             self._pass_over(data, source.kept.num_samples, done.reason)
@@ -438,8 +469,8 @@ class Rank:
         rate = self._rates.current
         self._rates.after_update()
         self._advance(data)
-        seconds = time.perf_counter() - begun
-        self._record.took(seconds)
+        seconds, waited = time.perf_counter() - begun, reading + source.waited_seconds
+        self._record.took(seconds, waited, source.kept.num_samples)
         event = StepDone(
             time=time.time(),
             step=self._position.step,
@@ -456,8 +487,10 @@ class Rank:
             micro_batch=self._engine.plan.choice.micro_batch,
             metrics=done.metrics,
             rank_seconds=done.rank_seconds if self._group.size > 1 else (),
+            data_seconds=waited,
         )
         self._sink(event)
+        self._starving.observe(self._position.step, seconds, waited)
         if self._skips is not None:
             self._skips.learned()
             self._skips.done(data.num_samples, data.epoch, data.epoch_end)

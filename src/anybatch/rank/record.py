@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from statistics import median
 
 from anybatch.data import Steps
 from anybatch.engine import Meter, Skips
@@ -43,13 +44,17 @@ class Record:
         self._group = group
         self._meter = meter
         self._skips = skips
-        self._step_seconds: deque[float] = deque(maxlen=1000)
+        self._steps_of_late: deque[tuple[float, float]] = deque(maxlen=1000)
+        self._seconds = 0.0
+        self._num_samples = 0
         self._memory = 0
         self._memory_read = 0.0
 
-    def took(self, seconds: float) -> None:
-        """A step took so long."""
-        self._step_seconds.append(seconds)
+    def took(self, seconds: float, waited: float, num_samples: int) -> None:
+        """A step of so many samples took so long, of which it waited for them."""
+        self._steps_of_late.append((seconds, seconds - waited))
+        self._seconds += seconds
+        self._num_samples += num_samples
 
     def memory_bytes(self) -> int:
         """The peak so far, as it was read not long ago."""
@@ -78,15 +83,17 @@ class Record:
         the same. Ranks speak to each other only if it is `finished`."""
         # Else what was predicted is of another choice.
         told = given.prediction if followed.choice == given.choice else None
-        times = sorted(list(self._step_seconds)[1:] or self._step_seconds)
-        mine = self._meter.peak_bytes()
-        peaks = self._group.exchange(mine) if finished else [mine]
+        steps = list(self._steps_of_late)[1:] or list(self._steps_of_late)
+        taken, computed = (median(times) for times in zip(*steps, strict=True)) if steps else (0, 0)
+        mine = self._meter.totals()
+        every = self._group.exchange(mine) if finished else [mine]
+        peaks = [totals["total"] for totals in every]
         return RunEnded(
             time=time.time(),
             steps=self._position.step,
             samples_seen=self._position.samples_seen,
             seconds=seconds,
-            step_seconds=times[len(times) // 2] if times else None,
+            step_seconds=taken or None,
             predicted_peak_bytes=told.peak_bytes if told else None,
             measured_peak_bytes=max(peaks),
             predicted_step_seconds=told.step_seconds if told else None,
@@ -95,4 +102,8 @@ class Record:
             reason=reason,
             rank_peak_bytes=tuple(peaks) if len(peaks) > 1 else (),
             num_skipped=self._skips.num_samples if self._skips else 0,
+            predicted_totals=told.totals if told else {},
+            measured_totals=max(every, key=lambda totals: totals["total"]),
+            data_seconds=taken - computed,
+            samples_per_second=self._num_samples / self._seconds if self._seconds else None,
         )

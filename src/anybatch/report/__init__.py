@@ -4,6 +4,8 @@ What is told of a run is read from `anybatch.events` and `anybatch.plans` and no
 can be made on another machine, years later, from the run's folder alone.
 """
 
+from anybatch.report.display import Display as Display
+from anybatch.report.display import displayed as displayed
 from anybatch.report.folder import RunFolder as RunFolder
 from anybatch.report.folder import last_plan as last_plan
 from anybatch.report.folder import output_folder as output_folder

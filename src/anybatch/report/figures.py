@@ -55,14 +55,20 @@ def memory_parts(plan: Plan) -> list[tuple[str, int, str]]:
     return parts
 
 
+_FAR = 5
+"""A budget so many times the larger bar is told in words alone."""
+
+
 def memory(plan: Plan, measured_bytes: int | None) -> Figure | None:
     """The predicted peak by kind, beside the measured one and the budget."""
     parts = memory_parts(plan)
     if not parts and not measured_bytes:
         return None
     predicted = sum(size for _, size, _ in parts)
-    budget = plan.budget_bytes or 0
-    scale, unit = byte_scale(max(predicted, measured_bytes or 0, budget))
+    budget, largest = plan.budget_bytes or 0, max(predicted, measured_bytes or 0)
+    name = "budget" if plan.enforced else "free"
+    is_far = budget > _FAR * largest
+    scale, unit = byte_scale(max(largest, 0 if is_far else budget))
     bars = [
         _bar("predicted", size / scale, kind, color, format_bytes(size))
         for kind, size, color in parts
@@ -81,10 +87,11 @@ def memory(plan: Plan, measured_bytes: int | None) -> Figure | None:
         "yaxis": {"autorange": "reversed", "showgrid": False, "ticks": ""},
     }
     if budget:
-        said.append(f"budget {format_bytes(budget)}")
-        layout["xaxis"]["range"] = [0, 1.06 * max(predicted, measured_bytes or 0, budget) / scale]
+        said.append(f"{name} {format_bytes(budget)}")
+    if budget and not is_far:  # else what is used would not be seen beside it
+        layout["xaxis"]["range"] = [0, 1.06 * max(largest, budget) / scale]
         layout["shapes"] = [_vertical(budget / scale, "--red", "solid")]
-        layout["annotations"] = [_label(budget / scale, f"budget {format_bytes(budget)}", "right")]
+        layout["annotations"] = [_label(budget / scale, f"{name} {format_bytes(budget)}", "right")]
     alt = f"{', '.join(said)}."
     spec = {"data": bars, "layout": layout}
     return Figure("memory", "Memory", alt[0].upper() + alt[1:], spec, 210)
@@ -163,8 +170,12 @@ def metrics(record: Record) -> list[Figure]:
     return figures
 
 
+WORTH_TELLING = 0.01
+"""The part of a step above which waiting for samples is told of."""
+
+
 def speed(record: Record) -> list[Figure]:
-    """Throughput and time of a step, over steps."""
+    """Throughput and time of a step, over steps; and how much of it was waiting, if any was."""
     steps, seconds = record.column("step"), record.column("seconds")
     if not len(steps):
         return []
@@ -175,10 +186,16 @@ def speed(record: Record) -> list[Figure]:
         ("throughput", "Throughput", throughput, "samples/s", "--teal"),
         ("step-time", "Step time", seconds / scale, unit, "--violet"),
     ]
+    mean = record.column("samples").sum() / max(1e-12, seconds.sum())
     said = [
-        f"Median {_samples_per_second(_median(throughput))}.",
+        f"{_samples_per_second(mean)} while training.",
         f"Median {format_seconds(_median(seconds))} per step.",
     ]
+    waited = record.column("data_seconds").sum() / max(1e-12, seconds.sum())
+    if waited > WORTH_TELLING:
+        part = 100 * record.column("data_seconds") / seconds
+        each.append(("waiting", "Waiting for samples", part, "% of a step", "--moss"))
+        said.append(f"{waited:.0%} of the time.")
     return [
         _curve(name, title, record, values, unit, color, alt)
         for (name, title, values, unit, color), alt in zip(each, said, strict=True)
@@ -284,17 +301,18 @@ def _points(points: Sequence[tuple[int, float]], name: str, color: str) -> dict[
 
 def candidates(plan: Plan) -> Figure | None:
     """What was weighed: memory against time of a step, the plan that was taken marked."""
-    if not plan.rejected:
+    weighed = [c for c in plan.rejected if c.possible and c.peak_bytes is not None]
+    if not weighed:
         return None
     chosen = plan.prediction
-    told = [(c.peak_bytes, c.step_seconds) for c in plan.rejected]
+    told = [(_peak(c), c.step_seconds) for c in weighed]
     if chosen is not None:
         told.append((chosen.peak_bytes, chosen.step_seconds))
     per_byte, byte_unit = byte_scale(max(peak for peak, _ in told))
     second_scale, second_unit = _second_scale(max(seconds for _, seconds in told))
     budget = plan.budget_bytes
-    fits = [c for c in plan.rejected if budget is None or c.peak_bytes <= budget]
-    over = [c for c in plan.rejected if budget is not None and c.peak_bytes > budget]
+    fits = [c for c in weighed if budget is None or _peak(c) <= budget]
+    over = [c for c in weighed if budget is not None and _peak(c) > budget]
     scales = (per_byte, second_scale)
     traces: list[dict[str, Any]] = []
     if fits:
@@ -318,10 +336,15 @@ def candidates(plan: Plan) -> Figure | None:
                           "name": "budget", "line": {"color": "--red", "width": 1.5},
                           "hoverinfo": "skip"})  # fmt: skip
     layout = {"hovermode": "closest", "xaxis": x_axis, "yaxis": y_axis}
-    alt = f"{len(plan.rejected):,} candidates not taken, {len(over):,} of them over the budget."
+    alt = f"{len(weighed):,} candidates not taken, {len(over):,} of them over the budget."
     if len(plan.frontier) > 1:
         alt += f" The line joins the {len(plan.frontier)} that no other beats in both."
     return Figure("candidates", "Candidates", alt, {"data": traces, "layout": layout}, 360)
+
+
+def _peak(candidate: Candidate) -> int:
+    """That of a candidate whose peak is known."""
+    return candidate.peak_bytes or 0
 
 
 def _same(one: Choice, other: Choice) -> bool:
@@ -350,9 +373,9 @@ def _dots(
         "type": "scatter",
         "mode": "markers",
         "name": name,
-        "x": [_rounded(c.peak_bytes / scales[0]) for c in group],
+        "x": [_rounded(_peak(c) / scales[0]) for c in group],
         "y": [_rounded(c.step_seconds / scales[1]) for c in group],
-        "text": [_hover(c.choice, c.peak_bytes, c.step_seconds, c.reason) for c in group],
+        "text": [_hover(c.choice, _peak(c), c.step_seconds, c.reason) for c in group],
         "hovertemplate": "%{text}<extra></extra>",
         "marker": {"size": 9, "color": color, "symbol": symbol, "opacity": 0.8},
     }

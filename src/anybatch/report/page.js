@@ -11,7 +11,7 @@
       Object.keys(value).forEach(function (k) { copy[k] = themed(value[k], k, style); });
       return copy;
     }
-    return key === "color" && /^--[a-z0-9-]+$/.test(value) ? style.getPropertyValue(value).trim() : value;
+    return /color$/.test(key) && /^--[a-z0-9-]+$/.test(value) ? style.getPropertyValue(value).trim() : value;
   }
 
   function axis(own, style) {

@@ -28,6 +28,7 @@ from anybatch.events import (
     Said,
     Skipped,
     Stalled,
+    Starved,
     Straggler,
     Tried,
 )
@@ -35,7 +36,14 @@ from anybatch.plans import Plan
 from anybatch.report import figures, sheet
 from anybatch.report.log import iterate
 from anybatch.report.record import Record
-from anybatch.report.sentences import MISSING, compare, describe, format_number, scores
+from anybatch.report.sentences import (
+    MISSING,
+    compare,
+    describe,
+    format_number,
+    format_speed,
+    scores,
+)
 from anybatch.units import format_bytes, format_count, format_seconds
 
 MAX_EVENTS = 400
@@ -55,6 +63,7 @@ _LABELS: dict[type[Event], tuple[str, str]] = {
     Skipped: ("skipped", "warn"),
     Straggler: ("slow rank", "warn"),
     Stalled: ("standstill", "warn"),
+    Starved: ("waiting", "warn"),
     Said: ("said", "plain"),
 }
 
@@ -149,10 +158,13 @@ def _tiles(plan: Plan, record: Record) -> list[tuple[str, str, str]]:
     seconds = record.column("seconds")
     if seconds.sum() > 0:
         speed = float(record.column("samples").sum() / seconds.sum())
-        tiles.append(("samples/s", f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}", "mean"))
+        tiles.append(("samples/s", format_speed(speed), "while training"))
+        waiting = float(record.column("data_seconds").sum() / seconds.sum())
+        if waiting > figures.WORTH_TELLING:
+            tiles.append(("waiting", f"{waiting:.0%}", "of a step, for samples"))
     peak = _measured_peak(record)
     if peak:
-        budget = plan.budget_bytes
+        budget = plan.budget_bytes if plan.enforced else None
         tiles.append(
             ("peak memory", format_bytes(peak), f"of {format_bytes(budget)}" if budget else "")
         )
@@ -180,8 +192,9 @@ def _measured_peak(record: Record) -> int | None:
 
 def _comparisons(plan: Plan, record: Record) -> list[dict[str, str]]:
     ended, told = record.ended, plan.prediction
-    seconds = record.column("seconds")
+    seconds, waited = record.column("seconds"), record.column("data_seconds")
     median = float(np.median(seconds)) if len(seconds) else None
+    computing = float(np.median(seconds - waited)) if len(seconds) else 0.0
     peak = ended.predicted_peak_bytes if ended else None
     step = ended.predicted_step_seconds if ended else None
     rows = compare(
@@ -190,6 +203,9 @@ def _comparisons(plan: Plan, record: Record) -> list[dict[str, str]]:
         budget_bytes=plan.budget_bytes,
         predicted_step_seconds=step or (told.step_seconds if told else None),
         measured_step_seconds=(ended.step_seconds if ended else None) or median,
+        predicted_totals=ended.predicted_totals if ended else None,
+        measured_totals=ended.measured_totals if ended else None,
+        data_seconds=ended.data_seconds if ended else (median or 0.0) - computing,
     )
     return [dataclasses.asdict(row) for row in rows]
 
@@ -231,7 +247,7 @@ def _rejected(plan: Plan) -> list[tuple[str, ...]]:
             format_count(candidate.choice.micro_batch),
             candidate.choice.precision,
             candidate.choice.recompute.describe(),
-            format_bytes(candidate.peak_bytes),
+            "" if candidate.peak_bytes is None else format_bytes(candidate.peak_bytes),
             format_seconds(candidate.step_seconds),
             candidate.reason,
         )

@@ -1,21 +1,15 @@
-"""Progress of a run: a live bar in a terminal, plain lines everywhere else.
-
-The display is drawn from the sink itself, at most ten times a second, and not by a thread of its
-own as progress bars usually are: data loaders fork, and a child forked while another thread holds
-the console's lock would wait for it for ever.
-"""
+"""Progress of a run: a bar where there is one (see `screen.py`), plain lines everywhere else."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -33,14 +27,23 @@ from anybatch.events import (
     Said,
     Skipped,
     Stalled,
+    Starved,
     StepDone,
     Straggler,
     Tried,
 )
-from anybatch.report.sentences import describe, format_number, format_scores
+from anybatch.report.screen import Screen, screen_of
+from anybatch.report.sentences import (
+    describe,
+    ending,
+    format_number,
+    format_speed,
+    going_on,
+    passed_over,
+    scores,
+)
 from anybatch.units import format_bytes, format_count, format_seconds
 
-REDRAW_SECONDS = 0.1
 LINE_SECONDS = 2.0
 
 _STYLES: dict[type[Event], str] = {
@@ -51,7 +54,7 @@ _STYLES: dict[type[Event], str] = {
     Skipped: "yellow",
     Straggler: "yellow",
     Stalled: "yellow",
-    Resumed: "",
+    Starved: "yellow",
     CheckpointFailed: "yellow",
     Evaluated: "",
     Said: "",
@@ -61,17 +64,20 @@ _STYLES: dict[type[Event], str] = {
 class Progress:
     """A sink that shows how far training is. Leave it as a context, or call `close`.
 
-    Evaluations, out-of-memory, new plans and overflows are printed, one sentence each, and stay.
+    Evaluations, out-of-memory, new plans and overflows are printed, one sentence each, and stay. Why a
+    run has stopped is not: whoever called it gets the error, and tells.
 
     Args:
-        console: where to; a bar is drawn only if it is an interactive terminal.
+        console: where to.
         clock: seconds, never going backwards; decides when to draw again.
+
+    Attributes:
+        screen: what is drawn on.
     """
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
+        self.screen: Screen = screen_of(console)
         self._clock = clock
-        self._live: Live | None = None
         self._meter = _Meter(total_steps=None, budget_bytes=None)
         self._shown_step: StepDone | None = None
         self._begin = clock()
@@ -86,17 +92,21 @@ class Progress:
             self._start(event)
         elif isinstance(event, RunEnded):
             self._end(event)
+        elif isinstance(event, Resumed):
+            for sentence in passed_over(event):
+                self.screen.say(sentence, "yellow")
+            self.screen.say(going_on(event))
         else:
             if isinstance(event, Evaluated):
                 self._meter.evaluated = event
+                if self.screen.redraw_seconds is not None:  # else the one before is drawn again
+                    self.screen.draw(self._meter.bar())
             if type(event) in _STYLES:
-                self._say(describe(event), _STYLES[type(event)])
+                self.screen.say(describe(event), _STYLES[type(event)])
 
     def close(self) -> None:
         """Leave the bar as it is and give the terminal back. Closing twice does no harm."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self.screen.close()
 
     def __enter__(self) -> Self:
         return self
@@ -111,23 +121,22 @@ class Progress:
 
     def _start(self, event: RunStarted) -> None:
         self.close()
-        budget = event.plan.get("budget_bytes")
+        # Else it is what was free when the plan was made, and nothing to come near to.
+        budget = event.plan.get("budget_bytes") if event.plan.get("enforced") else None
         self._meter = _Meter(total_steps=event.total_steps, budget_bytes=budget)
         self._shown_step, self._begin, self._next_draw = None, self._clock(), -math.inf
-        if self._console.is_terminal and self._console.is_interactive:
-            self._live = Live(console=self._console, auto_refresh=False)
-            self._live.start()
-            self._live.update(self._meter.bar(), refresh=True)
+        if self.screen.redraw_seconds is None:
+            self.screen.say(describe(event))
         else:
-            self._say(describe(event))
+            self.screen.draw(self._meter.bar())
 
     def _draw(self) -> None:
         now = self._clock()
-        if self._live is not None:
-            self._live.update(self._meter.bar(), refresh=True)
-            self._next_draw = now + REDRAW_SECONDS
+        if self.screen.redraw_seconds is not None:
+            self.screen.draw(self._meter.bar())
+            self._next_draw = now + self.screen.redraw_seconds
             return
-        self._say(self._meter.line())
+        self.screen.say(self._meter.line())
         self._shown_step = self._meter.last
         # The longer a run, the fewer lines say all there is to say.
         self._next_draw = now + min(60.0, max(LINE_SECONDS, (now - self._begin) / 100))
@@ -136,10 +145,7 @@ class Progress:
         if self._meter.last is not None and self._meter.last is not self._shown_step:
             self._draw()
         self.close()
-        self._say(describe(event), "" if event.finished else "yellow")
-
-    def _say(self, sentence: str, style: str = "") -> None:
-        self._console.print(Text(sentence, style), soft_wrap=self._live is None)
+        self.screen.say(f"{ending(event)}.", "" if event.finished else "yellow")
 
 
 class _Mark(NamedTuple):
@@ -221,7 +227,7 @@ class _Meter:
         return [
             ("epoch", str(last.epoch)),
             ("loss", format_number(self.loss())),
-            ("samples/s", _speed(self.samples_per_second())),
+            ("samples/s", format_speed(self.samples_per_second())),
             ("memory", memory),
         ]
 
@@ -253,26 +259,34 @@ class _Meter:
         row.add_row(gauge, Text(f"step {self.position()}", "bold"), time_left)
         lines: list[RenderableType] = [row]
         if self.last is not None:
-            lines.append(_labelled(self.figures()))
+            lines.append(_Labelled(self.figures()))
         if self.evaluated is not None:
-            scores = format_scores(self.evaluated, separator="  ")
-            step = format_count(self.evaluated.step)
-            lines.append(_labelled([("held-out", f"{scores}"), ("after step", step)]))
+            told = [("", f"{name} {text}") for name, text in scores(self.evaluated).items()]
+            step = ("after step", format_count(self.evaluated.step))
+            lines.append(_Labelled([("held-out", told[0][1]), *told[1:], step]))
         return Group(*lines)
 
 
-def _labelled(figures: list[tuple[str, str]]) -> Text:
-    text = Text(no_wrap=True, overflow="ellipsis")
-    for label, figure in figures:
-        text.append("  " if text else "")
-        text.append(f"{label} ", "dim")
-        text.append(figure)
-    return text
+class _Labelled:
+    """Figures behind their labels, on as many lines as it takes: none is cut where there is room for it
+    alone."""
+
+    def __init__(self, figures: list[tuple[str, str]]) -> None:
+        self._figures = figures
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        line = Text(no_wrap=True, overflow="ellipsis")
+        for label, figure in self._figures:
+            if line and len(line) + len(label) + len(figure) + 3 > options.max_width:
+                yield line
+                line = Text(no_wrap=True, overflow="ellipsis")
+            line.append("  " if line else "")
+            line.append(f"{label} " if label else "", "dim")
+            line.append(figure)
+        yield line
 
 
 def _left(seconds: float) -> str:
     return f"{format_seconds(seconds)} left" if seconds > 0 else "done"
-
-
-def _speed(value: float) -> str:
-    return format_count(round(value)) if value >= 100 else f"{value:.3g}"

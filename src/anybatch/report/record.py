@@ -17,7 +17,10 @@ from anybatch.events import Evaluated, Event, RunEnded, RunStarted, StepDone
 from anybatch.report.curves import Floats
 
 # What is kept of every step; None becomes not-a-number.
-_COLUMNS = ("step", "loss", "learning_rate", "grad_norm", "samples", "seconds", "memory_bytes")
+_COLUMNS = (
+    *("step", "loss", "learning_rate", "grad_norm", "samples"),
+    *("seconds", "data_seconds", "memory_bytes"),
+)
 
 
 @dataclass

@@ -20,6 +20,7 @@ from anybatch.events import (
     Said,
     Skipped,
     Stalled,
+    Starved,
     StepDone,
     Straggler,
     Tried,
@@ -59,8 +60,7 @@ def describe(event: Event) -> str:
         case Skipped():
             return _skipped(event)
         case Resumed():
-            passed = "".join(f" {sentence}" for sentence in event.passed_over)
-            return f"Goes on after step {format_count(event.step)}, from {event.folder}.{passed}"
+            return " ".join([*passed_over(event), going_on(event)])
         case CheckpointSaved():
             return (
                 f"Step {format_count(event.step)} is saved: {format_bytes(event.num_bytes)} in"
@@ -79,17 +79,34 @@ def describe(event: Event) -> str:
                 f"Training stood still for {format_seconds(event.seconds)} after step"
                 f" {format_count(event.step)} ({event.phase}), and goes on."
             )
+        case Starved():
+            return _starved(event)
         case Said():
             return event.text
         case RunEnded():
-            done = f"after {counted(event.steps, 'step')} and {format_seconds(event.seconds)}"
-            if event.num_skipped:
-                done += f", {counted(event.num_skipped, 'sample')} left out"
-            if event.finished:
-                return f"Training finished {done}."
-            return f"Training stopped {done}: {(event.reason or 'no reason given').rstrip('.')}."
+            why = "" if event.finished else f": {(event.reason or 'no reason given').rstrip('.')}"
+            return f"{ending(event)}{why}."
         case _:
             return f"{event.kind.replace('_', ' ').capitalize()}."
+
+
+def ending(event: RunEnded) -> str:
+    """How far a run has come, without the reason for which it stopped there, and without a full
+    stop."""
+    what = "finished" if event.finished else "stopped"
+    left_out = f", {counted(event.num_skipped, 'sample')} left out" if event.num_skipped else ""
+    after = f"after {counted(event.steps, 'step')} and {format_seconds(event.seconds)}"
+    return f"Training {what} {after}{left_out}"
+
+
+def going_on(event: Resumed) -> str:
+    """From where a run goes on."""
+    return f"Training goes on after step {format_count(event.step)}, from {event.folder}."
+
+
+def passed_over(event: Resumed) -> list[str]:
+    """A sentence for each checkpoint that a run does not go on from though it is newer."""
+    return [f"{sentence[:1].upper()}{sentence[1:]}" for sentence in event.passed_over]
 
 
 def _tried(event: Tried) -> str:
@@ -107,6 +124,20 @@ def _tried(event: Tried) -> str:
     return (
         f"A trial of {counted(len(event.choices), 'plan')} took {format_seconds(event.seconds)}; passes"
         f" of a step: {'; '.join(told)}{more}. Taken: {event.taken}."
+    )
+
+
+def _starved(event: Starved) -> str:
+    part = event.data_seconds / event.step_seconds
+    if event.wanted_workers is None:
+        then = "what loads them is too slow for this model; less work per sample, or larger files, help"
+    elif event.num_workers:
+        then = f"num_workers={event.wanted_workers} instead of {event.num_workers} would load more"
+    else:
+        then = f"num_workers={event.wanted_workers} in the task would load them meanwhile"
+    return (
+        f"{part:.0%} of a step is waiting for samples ({format_seconds(event.data_seconds)} of"
+        f" {format_seconds(event.step_seconds)}): {then}."
     )
 
 
@@ -165,9 +196,15 @@ def format_number(value: float) -> str:
     return f"{value:#.4g}".removesuffix(".")
 
 
-def format_scores(event: Evaluated, separator: str = ", ") -> str:
+def format_speed(samples_per_second: float) -> str:
+    """Samples per second, with three digits at least."""
+    value = samples_per_second
+    return format_count(round(value)) if value >= 100 else f"{value:.3g}"
+
+
+def format_scores(event: Evaluated) -> str:
     """Loss and metrics of an evaluation: `loss 0.4100, accuracy 0.9130`."""
-    return separator.join(f"{name} {text}" for name, text in scores(event).items())
+    return ", ".join(f"{name} {text}" for name, text in scores(event).items())
 
 
 def scores(event: Evaluated) -> dict[str, str]:
@@ -199,8 +236,17 @@ def compare(
     budget_bytes: int | None,
     predicted_step_seconds: float | None,
     measured_step_seconds: float | None,
+    predicted_totals: Mapping[str, int] | None = None,
+    measured_totals: Mapping[str, int] | None = None,
+    data_seconds: float = 0.0,
 ) -> list[Comparison]:
-    """Predicted beside measured: peak memory, then the time of a step. None or 0: not known."""
+    """Predicted beside measured: peak memory, by each account of it that was measured, then the time of
+    a step, without the `data_seconds` that it waited for samples, which nobody predicts. None or 0: not
+    known."""
+    waits = bool(measured_step_seconds and data_seconds > 0.01 * measured_step_seconds)
+    if measured_step_seconds and waits:
+        measured_step_seconds -= data_seconds
+    told = predicted_totals or {}
     return [
         Comparison(
             what="peak memory",
@@ -209,14 +255,30 @@ def compare(
             error=_error(predicted_peak_bytes, measured_peak_bytes),
             budget=format_bytes(budget_bytes) if budget_bytes else MISSING,
         ),
+        *(
+            Comparison(
+                what=f"of it {name}",
+                predicted=format_bytes(told[name]),
+                measured=format_bytes(size),
+                error=_error(told[name], size),
+                budget=MISSING,
+            )
+            for name, size in (measured_totals or {}).items()
+            if name != "total" and name in told
+        ),
         Comparison(
-            what="step time",
+            what="step, computing" if waits else "step time",
             predicted=_precise_seconds(predicted_step_seconds)
             if predicted_step_seconds
             else MISSING,
             measured=_precise_seconds(measured_step_seconds) if measured_step_seconds else MISSING,
             error=_error(predicted_step_seconds, measured_step_seconds),
             budget=MISSING,
+        ),
+        *(
+            [Comparison("step, waiting", MISSING, _precise_seconds(data_seconds), MISSING, MISSING)]
+            if waits
+            else []
         ),
     ]
 

@@ -6,40 +6,47 @@ alignment; colour only repeats it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from anybatch.events import Evaluated, RunEnded, RunStarted
-from anybatch.plans import Candidate, Plan
-from anybatch.report.sentences import compare, counted, format_scores
+from anybatch.plans import Candidate, FrontierPoint, Plan
+from anybatch.report.points import is_taken, points_of, with_plan
+from anybatch.report.sentences import compare, counted, format_scores, format_speed
 from anybatch.units import format_bytes, format_count, format_seconds
 
 
 def print_plan(console: Console, plan: Plan, why: bool = False) -> None:
-    """Print `plan`, its notices, and what was not taken: the most telling candidate, or with `why`
-    all of them."""
+    """Print `plan`, its notices, what memory buys in time, and what was not taken: the most telling
+    candidate, or with `why` all of them."""
     lines = plan.explain()
     if plan.prediction is not None and plan.prediction.by_kind:
         place = [what for what, _ in lines].index("predicted peak") + 1
         lines.insert(place, ("at the peak", _by_kind(plan.prediction.by_kind)))
     print_section(console, "Plan", pairs(lines))
     if plan.notices:
-        print_section(console, "Notices", _bullets(plan.notices))
+        print_section(console, "Notices", bullets(plan.notices))
+    if len(plan.frontier) > 1:
+        print_section(console, "On the frontier", _frontier(plan))
     if not plan.rejected:
         return
     if why:
-        print_section(console, "Not taken", _candidates(plan))
+        possible = [candidate for candidate in plan.rejected if candidate.possible]
+        print_section(console, "Not taken", _points(plan, possible))
+        if cannot := list(dict.fromkeys(_impossible(plan))):
+            print_section(console, "Not possible", bullets(cannot))
     else:
         sentence = _telling(plan)
         if len(plan.rejected) > 1:
             sentence += f" One of {format_count(len(plan.rejected))} candidates not taken."
-        print_section(console, "Not taken", _bullets([sentence]))
+        print_section(console, "Not taken", bullets([sentence]))
 
 
 def print_result(
@@ -61,11 +68,28 @@ def print_result(
         print_section(console, title, pairs(shown))
 
 
-def print_section(console: Console, title: str, body: Table) -> None:
+def print_section(console: Console, title: str, body: RenderableType) -> None:
     # A console without width of its own (a file, a pipe) has 80 columns.
     console.print(Text(title, "bold"), soft_wrap=True)
-    console.print(Padding(body, (0, 0, 0, 2), expand=False))
+    console.print(_Trimmed(Padding(body, (0, 0, 0, 2), expand=False)))
     console.print()
+
+
+class _Trimmed:
+    """A body without the blanks at the ends of its lines, which are in the way where it is copied."""
+
+    def __init__(self, body: RenderableType) -> None:
+        self._body = body
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in console.render_lines(self._body, options, pad=False):
+            while line and not line[-1].text.rstrip():
+                line.pop()
+            if line:
+                last = line.pop()
+                line.append(Segment(last.text.rstrip(), last.style, last.control))
+            yield from line
+            yield Segment.line()
 
 
 def pairs(lines: Iterable[tuple[str, str]]) -> Table:
@@ -77,7 +101,7 @@ def pairs(lines: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def _bullets(sentences: Iterable[str]) -> Table:
+def bullets(sentences: Iterable[str]) -> Table:
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(style="yellow", no_wrap=True)
     table.add_column(overflow="fold")
@@ -96,7 +120,8 @@ def _by_kind(num_bytes: Mapping[str, int]) -> str:
 
 def _telling(plan: Plan) -> str:
     """Why not the obvious: the whole batch in one piece where it was weighed, else the fastest."""
-    whole = [c for c in plan.rejected if c.choice.micro_batch == plan.task.global_batch]
+    rejected = [c for c in plan.rejected if c.possible] or plan.rejected
+    whole = [c for c in rejected if c.choice.micro_batch == plan.task.global_batch]
     # The user's own first thought is the batch as it is, with nothing computed twice.
     plain = [c for c in whole if c.choice.recompute.describe() == "none"]
     if whole:
@@ -104,42 +129,64 @@ def _telling(plan: Plan) -> str:
         extra = "" if plain else f" with recompute {candidate.choice.recompute.describe()}"
         name = f"The whole batch of {format_count(plan.task.global_batch)} in one piece{extra}"
     else:
-        candidate = min(plan.rejected, key=lambda c: c.step_seconds)
+        candidate = min(rejected, key=lambda c: c.step_seconds)
         name = candidate.choice.describe().capitalize()
-    over = candidate.peak_bytes - plan.budget_bytes if plan.budget_bytes else 0
-    if over > 0:
+    peak, budget = candidate.peak_bytes, plan.budget_bytes
+    if peak is not None and budget is not None and peak > budget:
         return (
-            f"{name}: predicted peak {format_bytes(candidate.peak_bytes)},"
-            f" {format_bytes(over)} more than the budget."
+            f"{name}: predicted peak {format_bytes(peak)}, {format_bytes(peak - budget)} more than the"
+            " budget."
         )
     return f"{name}: {candidate.reason.rstrip('.')}."
 
 
-def _candidates(plan: Plan) -> Table:
+def _frontier(plan: Plan) -> Group:
+    """A few of what nothing else beats in both bytes and time."""
+    points = with_plan(plan)
+    shown = _spread(points, [is_taken(point, plan) for point in points])
+    marks = ["plan" if is_taken(point, plan) else "" for point in shown]
+    table = _points(plan, shown, marks)
+    hidden = len(points) - len(shown)
+    more = f" {hidden} more between them." if hidden else ""
+    told = f"Nothing that was weighed beats these in both bytes and time, leanest first.{more}"
+    return Group(Text(told, "dim"), table)
+
+
+def _spread(
+    points: Sequence[FrontierPoint], kept: Sequence[bool], most: int = 5
+) -> list[FrontierPoint]:
+    """The ends, what is `kept`, and some between them: about `most`."""
+    last = len(points) - 1
+    chosen = (
+        {round(last * i / (most - 1)) for i in range(most)} if last >= most else {*range(last + 1)}
+    )
+    chosen |= {number for number, keep in enumerate(kept) if keep}
+    return [points[number] for number in sorted(chosen)]
+
+
+def _points(
+    plan: Plan, points: Sequence[Candidate | FrontierPoint], marks: Sequence[str] = ()
+) -> Table:
+    """`points` in rows, each with its mark behind it."""
+    grid = points_of(plan, points)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    varied = len({c.choice.precision for c in plan.rejected} | {plan.choice.precision}) > 1
-    table.add_column("micro-batch", justify="right", no_wrap=True)
-    if varied:
-        table.add_column("precision", no_wrap=True)
-    table.add_column("recompute", overflow="fold", max_width=24)
-    table.add_column("peak", justify="right", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("reason", overflow="fold", min_width=16)
-    for candidate in plan.rejected:
-        table.add_row(*_cells(candidate, varied))
+    for column in grid.columns:
+        if column.number:
+            table.add_column(column.title, justify="right", no_wrap=True)
+        else:
+            table.add_column(column.title, overflow="fold", min_width=9, max_width=24)
+    if marks:
+        table.add_column("", style="bold", no_wrap=True)
+    for number, row in enumerate(grid.rows):
+        table.add_row(*map(Text, row), *([marks[number]] if marks else []))
     return table
 
 
-def _cells(candidate: Candidate, with_precision: bool) -> list[Text]:
-    choice = candidate.choice
-    return [
-        Text(format_count(choice.micro_batch)),
-        *([Text(choice.precision)] if with_precision else []),
-        Text(choice.recompute.describe()),
-        Text(format_bytes(candidate.peak_bytes)),
-        Text(format_seconds(candidate.step_seconds)),
-        Text(candidate.reason),
-    ]
+def _impossible(plan: Plan) -> Iterator[str]:
+    for candidate in plan.rejected:
+        if not candidate.possible:
+            where = f", {candidate.parallel}" if plan.num_ranks > 1 and candidate.parallel else ""
+            yield f"{candidate.choice.describe().capitalize()}{where}: {candidate.reason}."
 
 
 # ----------------------------------------------------------------------------------------- result
@@ -158,9 +205,8 @@ def _outcome(
         ("samples", format_count(ended.samples_seen)),
         ("time", format_seconds(ended.seconds)),
     ]
-    if ended.step_seconds and ended.steps:
-        speed = ended.samples_seen / ended.steps / ended.step_seconds
-        lines.append(("samples/s", f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"))
+    if ended.samples_per_second:
+        lines.append(("samples/s", f"{format_speed(ended.samples_per_second)} while training"))
     if evaluation is None:
         lines.append(("held-out", "not evaluated"))
     else:
@@ -185,6 +231,9 @@ def _predicted_and_measured(ended: RunEnded) -> Table:
         budget_bytes=ended.budget_bytes,
         predicted_step_seconds=ended.predicted_step_seconds,
         measured_step_seconds=ended.step_seconds,
+        predicted_totals=ended.predicted_totals,
+        measured_totals=ended.measured_totals,
+        data_seconds=ended.data_seconds,
     )
     for row in rows:
         table.add_row(row.what, row.predicted, row.measured, row.error, row.budget)

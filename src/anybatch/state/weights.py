@@ -170,7 +170,10 @@ def _write_safetensors(state: dict[str, Any], path: Path) -> None:
         kept[name] = (
             value.clone(memory_format=torch.contiguous_format) if shared else value.contiguous()
         )
+    path.touch()
+    permissions = path.stat().st_mode
     save_file(kept, path, metadata)
+    path.chmod(permissions)  # safetensors lets the owner alone read what it writes
 
 
 def _plain_state(model: nn.Module) -> dict[str, Any]:

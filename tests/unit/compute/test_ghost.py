@@ -280,3 +280,23 @@ def test_what_depends_on_the_cut_is_named():
 
 def test_batch_norm_depends_on_nothing():
     assert depends_on_cut(nn.Sequential(nn.BatchNorm2d(3), nn.Linear(3, 3))) == ()
+
+
+class Attention(nn.Module):
+    """Hands its rate to a function."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.dropout = dropout
+
+
+def test_random_numbers_depend_on_the_cut():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1), nn.Dropout(0.0), Attention(0.2))
+    (sentence,) = depends_on_cut(model)
+    assert "draws random numbers (in '1', '3')" in sentence
+
+
+def test_a_rate_of_zero_or_a_part_in_evaluation_mode_draws_nothing():
+    frozen = nn.Dropout(0.1).eval()
+    assert depends_on_cut(nn.Sequential(frozen, Attention(0.0), nn.GRU(2, 2, 2))) == ()
+    assert depends_on_cut(nn.Sequential(nn.GRU(2, 2, 2, dropout=0.5)))

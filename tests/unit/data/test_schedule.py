@@ -46,6 +46,21 @@ def test_samples_end_training_exactly(last, num_steps, sizes):
     assert steps.samples_before(99) == 15
 
 
+@pytest.mark.parametrize("last", PICTURE)
+@pytest.mark.parametrize("length", [{"epochs": 2}, {"steps": 2}, {"samples": 9}, {"samples": 17}])
+def test_the_first_step_of_one_sample(last, length):
+    for num_samples in range(2, 12):
+        for global_batch in range(1, num_samples + 1):
+            steps = Steps(num_samples, global_batch, last, **length)
+            sizes = [steps.num_samples_of(step) for step in range(steps.total_steps or 0)]
+            assert steps.first_of_one == (sizes.index(1) if 1 in sizes else None)
+
+
+def test_of_a_stream_it_is_not_known():
+    assert Steps(None, 4, epochs=2).first_of_one is None
+    assert Steps(None, 1, epochs=2).first_of_one == 0
+
+
 def test_a_stream_knows_only_what_follows_from_the_task():
     assert Steps(None, 4, epochs=2).total_steps is None
     assert Steps(None, 4, epochs=2).total_samples is None

@@ -47,6 +47,14 @@ def test_the_same_samples_with_workers_and_without_through_a_redo(loader):
     assert found[0] == found[1]
 
 
+@pytest.mark.filterwarnings("error")
+def test_more_workers_than_cores_are_nothing_to_warn_of(loader, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    each = loader(Numbers(8))
+    each.begin(0, whole(4))
+    assert len(list(steps_of(each))) == 4
+
+
 def test_epochs_reach_the_workers(loader):
     each = loader(Epochs(3), shuffle=False)
     each.begin(0, whole(4))

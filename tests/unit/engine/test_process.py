@@ -1,4 +1,5 @@
-"""What the process holds before a baseline is taken, so that a run does not take it by chance."""
+"""What the process holds before a baseline is taken, so that a run does not take it by chance; and what
+is no part of a run."""
 
 from __future__ import annotations
 
@@ -44,10 +45,36 @@ left = resident() - before
 assert kept < 1 << 20 or left < kept // 2, (kept, left)
 """
 
+FIRST_USES = """
+from anybatch.engine.limit import Unlimited
+
+meter = Unlimited(torch.device("cpu")).enter()
+model = torch.nn.Sequential(
+    torch.nn.Linear(20, 64), torch.nn.BatchNorm1d(64), torch.nn.GELU(), torch.nn.Linear(64, 3)
+)
+optimizer = torch.optim.AdamW(model.parameters())
+loss = torch.nn.functional.cross_entropy(model(torch.randn(100, 20)), torch.zeros(100).long())
+loss.backward()
+optimizer.step()
+assert meter.peak_bytes() < 4 << 20, meter.peak_bytes()  # of which 0.1 MiB are training's
+"""
+
+ASIDE = """
+from anybatch.engine.meter import CpuMeter
+
+meter = CpuMeter()
+with meter.aside():
+    torch.ones(1 << 23)
+    kept = torch.ones(1 << 21)
+assert 8 << 20 <= meter.peak_bytes() < 12 << 20, meter.peak_bytes()
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("what", [OBJECTS, BUFFERS], ids=["objects", "buffers"])
+@pytest.mark.parametrize(
+    "what", [OBJECTS, BUFFERS, FIRST_USES, ASIDE], ids=["objects", "buffers", "first uses", "aside"]
+)
 def test_what_is_held_before_a_baseline(what: str):
     done = subprocess.run(
         [sys.executable, "-c", COMMON + what], capture_output=True, text=True, check=False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,12 @@ def test_the_earliest_of_all_machines_is_the_cause():
     assert verdict.cause == early
     assert not verdict.again
     assert first([good(0), late, early]) == early
+    follower = replace(
+        end(when=1, rank=2), what="PeerFailed: rank 0 failed in step 3 with a KeyError."
+    )
+    assert first([late, follower]) == late
+    assert first([good(0), follower]) == follower
+    assert first([replace(late, spoke=False), follower]) == follower
     assert first([good(0), good(1)]) is None
 
 

@@ -645,6 +645,17 @@ def test_balanced_gives_the_output_of_the_plain_module(first, count):
     assert_same_gradients(gradients(model.module), gradients(plain))
 
 
+def test_the_arguments_of_other_fronts_are_taken():
+    x, y = data(7)
+    plain = net()
+    expected = F.cross_entropy(plain(x), y)
+    model = DataParallelModel(net(), device_ids=CPUS)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss(), device_ids=CPUS, output_device="cpu")
+    torch.testing.assert_close(criterion(model(x), y), expected, **CLOSE)
+    balanced = BalancedDataParallel(2, net(), dim=0, device_ids=CPUS, output_device="cpu")
+    torch.testing.assert_close(balanced(x), plain(x), **CLOSE)
+
+
 def test_samples_in_another_dim():
     class TimeFirst(nn.Module):
         def __init__(self):
@@ -722,6 +733,11 @@ def test_an_error_in_the_callers_thread_waits_for_the_others():
             lambda: BalancedDataParallel(net(), 4),
             "BalancedDataParallel is given a value of type int",
         ),
+        (lambda: DataParallelModel(net(), CPUS, device_ids=CPUS), "give one of them"),
+        (lambda: DataParallelModel(net(), device_ids=[97]), "no device 'cuda:97'"),
+        (lambda: DataParallelModel(net(), CPUS, output_device="cpu"), "gather with a device"),
+        (lambda: DataParallelModel(net(), CPUS, dim=1), "leave both out"),
+        (lambda: DataParallelCriterion(F.mse_loss, dim=1), "transpose the targets"),
         (lambda: DataParallelCriterion("mse"), "a value of type str"),
         (lambda: DataParallelCriterion(F.mse_loss)(torch.ones(3), torch.ones(3)), "give the list"),
         (lambda: DataParallelCriterion(F.mse_loss)([], torch.ones(3)), "give the list"),

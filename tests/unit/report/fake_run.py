@@ -185,6 +185,7 @@ def make_end(**changes: Any) -> RunEnded:
         "predicted_step_seconds": 1.18,
         "budget_bytes": 10 * GIB,
         "finished": True,
+        "samples_per_second": 3225.2,
     }
     return RunEnded(**{**values, **changes})
 

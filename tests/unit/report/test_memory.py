@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,48 +18,69 @@ from anybatch.estimate.ledger import Holding, LayerBytes, Ledger, Moment
 from anybatch.planner.knobs import Knob
 from anybatch.plans import Candidate, Choice, FrontierPoint, Plan, Prediction, TaskIdentity
 from anybatch.report import print_ledger, sheet, write_frontier, write_ledger
-from anybatch.report.memory import MAX_LAYERS, curve, plain_name
+from anybatch.report.layers import Row, every_row, rows_of, total_row
+from anybatch.report.memory import curve, plain_name
 
 MIB = 1 << 20
 PHASES = ["input"] * 2 + ["forward"] * 40 + ["loss"] * 4 + ["backward"] * 80 + ["update"] * 30
 
 
 def moments(phases: list[str] = PHASES) -> tuple[Moment, ...]:
-    """Up to the loss, down from there."""
+    """Up to the loss, down from there; what was taken is kept."""
     top = next((i for i, phase in enumerate(phases) if phase == "backward"), 0)
     return tuple(
-        Moment(i, MIB * (10 + min(i, 2 * top - i)), MIB, phase, "head", "aten.addmm.default")
+        Moment(
+            i,
+            MIB * (12 + min(i, top)),
+            {"parameters": MIB, "activations": MIB * (9 + min(i, 2 * top - i))},
+            phase,
+            "head",
+            "aten.addmm.default",
+        )
         for i, phase in enumerate(phases)
     )
 
 
-def layer(number: int, name: str = "") -> LayerBytes:
-    return LayerBytes(
-        name=name or f"layers.{number}",
-        type_name="Linear",
-        depth=1,
-        output_shape=(8, 32),
-        num_calls=1,
-        num_parameters=1000 + number,
-        parameter_bytes=4000,
-        buffer_bytes=0,
-        gradient_bytes=4000,
-        optimizer_bytes=8000,
-        activation_bytes=100 * number,
-    )
+def layer(number: int, name: str = "", **changes: Any) -> LayerBytes:
+    values: dict[str, Any] = {
+        "name": name or f"layers.{number}",
+        "type_name": "Linear",
+        "depth": 1,
+        "output_shape": (8, 32),
+        "num_calls": 1,
+        "num_parameters": 1000 + number,
+        "parameter_bytes": 4000,
+        "buffer_bytes": 0,
+        "gradient_bytes": 4000,
+        "optimizer_bytes": 8000,
+        "activation_bytes": 100 * number,
+    }
+    return LayerBytes(**{**values, **changes})
 
 
-def ledger(num_layers: int = 3, phases: list[str] = PHASES) -> Ledger:
+def ledger(
+    num_layers: int = 3,
+    phases: list[str] = PHASES,
+    layers: Sequence[LayerBytes] = (),
+    modules: dict[str, str] | None = None,
+    in_pieces: int | None = None,
+) -> Ledger:
     curve = moments(phases)
-    peak = max(curve, key=lambda moment: moment.num_bytes)
+    peak = max(curve, key=lambda moment: moment.used_bytes)
+    held = max(moment.num_bytes for moment in curve)
+    own = tuple(layers) or tuple(layer(i) for i in range(num_layers))
     return Ledger(
         micro_batch=8,
-        layers=tuple(layer(i) for i in range(num_layers)),
+        layers=own,
+        modules=modules or {".": "Net", **{one.name: one.type_name for one in own}},
+        totals={"allocated": peak.used_bytes, "reserved": held - MIB, "total": held},
         peak=peak,
-        by_kind={"parameters": MIB, "gradients": 0, "activations": peak.num_bytes - MIB},
+        by_kind={**peak.by_kind, "allocator's rounding and holes": held - peak.used_bytes},
         held=(Holding("activations", "layers.1", 3 * MIB, 7),),
         curve=curve,
+        in_pieces=in_pieces,
         method="by hand",
+        not_counted=("Nothing of this is real.",),
     )
 
 
@@ -83,29 +107,100 @@ def told(found: Ledger, width: int = 80, encoding: str = "utf-8") -> str:
 def test_everything_is_told_within_the_width(width: int):
     text = told(ledger(), width)
     assert max(map(len, text.splitlines())) <= width
-    for part in ("<one>", "layers.2", "8x32", "1,002", "activations", "56.0 MiB", "addmm"):
+    for part in ("<one>", "layers", "activations", "58.0 MiB", "backward of head: addmm"):
         assert part in text
-    assert re.search(r"micro-batch 1 +20.0 MiB +64% +750 ms", text)
+    assert re.search(r"micro-batch 1 +20.0 MiB +-66% +750 ms", text)
     assert "budget 100 MiB" in text
+    assert text.index("by hand") < text.index("Nothing of this is real.")
+    assert ("gradients" in text) == (width > 60)
+    assert ("8x32" in text) == (width == 120)
+
+
+def test_every_account_is_told_with_what_it_counts():
+    text = told(ledger())
+    assert re.search(r"allocated +56.0 MiB +in tensors", text)
+    assert re.search(r"reserved +57.0 MiB +taken by malloc", text)
+    assert re.search(r"total +58.0 MiB +resident", text)
 
 
 def test_a_terminal_without_unicode_gets_plain_characters():
     assert told(ledger(), encoding="ascii").isascii()
 
 
-def test_the_largest_of_many_layers_are_shown_and_the_rest_added_up():
-    text = told(ledger(100))
-    assert f"{100 - MAX_LAYERS} smaller ones" in text
-    assert "layers.99" in text
-    assert "layers.3 " not in text
-    assert f"{sum(1000 + i for i in range(100)):,}" in text
+def blocks(count: int, odd: int = -1) -> Ledger:
+    """A model of equal blocks of two layers, one of which may keep more."""
+    own = [layer(0, "emb")]
+    modules = {".": "Net", "emb": "Embedding", "blocks": "ModuleList"}
+    for i in range(count):
+        kept = 999_000 if i == odd else 6_000
+        own += [layer(1, f"blocks.{i}.up", activation_bytes=kept), layer(1, f"blocks.{i}.down")]
+        modules |= {
+            f"blocks.{i}": "Block",
+            f"blocks.{i}.up": "Linear",
+            f"blocks.{i}.down": "Linear",
+        }
+    return ledger(layers=own, modules=modules)
+
+
+def names(rows: Sequence[Row]) -> list[str]:
+    return ["  " * row.depth + row.name for row in rows]
+
+
+def test_blocks_that_are_alike_are_one_row_and_one_of_them_is_unfolded():
+    found = blocks(12)
+    rows = rows_of(found)
+    assert names(rows) == ["emb", "blocks.0-11 (12 alike)", "  blocks.0", "    up", "    down"]
+    whole, one = rows[1], rows[2]
+    assert whole.sizes == tuple(12 * size for size in one.sizes)
+    assert (whole.type_name, one.total_bytes) == ("Block", 2 * 16_000 + 6_100)
+    tops = sum(row.total_bytes for row in rows if not row.is_part)
+    assert tops == total_row(found).total_bytes == sum(each.total_bytes for each in found.layers)
+
+
+def test_a_block_that_keeps_more_stands_by_itself():
+    rows = rows_of(blocks(12, odd=5), depth=1)
+    assert names(rows) == ["emb", "blocks"]
+    rows = rows_of(blocks(12, odd=5), depth=2)
+    assert names(rows)[1:] == ["blocks", "  0-4 (5 alike)", "  5", "  6-11 (6 alike)"]
+
+
+def test_single_layers_in_a_row_are_rows_of_their_own():
+    own = [layer(1, f"features.{i}", activation_bytes=500) for i in (0, 2, 4)]
+    assert names(rows_of(ledger(layers=own))) == ["features", "  0", "  2", "  4"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 40, 400])
+def test_a_page_of_rows_holds_every_byte(count: int):
+    own = [layer(i, f"part{i}.{'x' * (i % 3 + 1)}", activation_bytes=i**3) for i in range(count)]
+    found = ledger(layers=[layer(0, "emb"), *own])
+    rows = rows_of(found)
+    assert sum(r.total_bytes for r in rows if not r.is_part) == total_row(found).total_bytes
+    assert names(every_row(found)) == [each.name for each in found.layers]
+
+
+def test_what_alike_layers_hold_is_one_line():
+    held = tuple(Holding("activations", f"blocks.{i}.up", MIB, 2) for i in range(12))
+    found = replace(ledger(), held=(*held, Holding("activations", "blocks.12.up", 2 * MIB, 2)))
+    text = told(found)
+    assert re.search(r"activations +blocks\.\*\.up \(12 alike\) +24 +12.0 MiB", text)
+    assert re.search(r"activations +blocks\.12\.up +2 +2.00 MiB", text)
+
+
+def test_the_terminal_unfolds_as_deep_as_asked():
+    raw = io.StringIO()
+    print_ledger(Console(file=raw, width=100), PLAN, blocks(3), KNOBS, depth=1)
+    assert "blocks.0-2 (3 alike)" in raw.getvalue()
+    assert "down" not in raw.getvalue()
+    print_ledger(Console(file=raw, width=100), PLAN, blocks(3), KNOBS, every_layer=True)
+    assert "blocks.2.down" in raw.getvalue()
 
 
 def test_the_curve_has_its_top_where_the_peak_is():
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(curve(ledger(), 60, None))
     lines = [line.rstrip() for line in console.export_text().splitlines()]
-    top = lines[0].index("█") if "█" in lines[0] else lines[0].index("▇")
+    top = next(i for i, mark in enumerate(lines[0]) if mark in "▆▇█")
+    assert lines[0].endswith("─")  # what was taken is still held
     names = next(line for line in lines if "backward" in line)
     assert abs(top - names.index("backward")) <= 3
     assert "update" in names
@@ -117,6 +212,24 @@ def test_any_number_of_moments_can_be_drawn(count: int):
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(curve(found, 60, None))
     assert all(len(line.rstrip()) <= 72 for line in console.export_text().splitlines())
+
+
+def test_what_is_in_use_stands_with_what_it_saves(tmp_path: Path):
+    raw = io.StringIO()
+    used = (Knob("recompute nothing", 116 * MIB, 0.25, ""),)
+    print_ledger(Console(file=raw, width=80), PLAN, ledger(), KNOBS, used)
+    assert re.search(r"recompute nothing +116 MiB +\+100% +250 ms", raw.getvalue())
+    page = write_ledger(tmp_path / "m.html", PLAN, ledger(), KNOBS, used).read_text()
+    assert "recompute nothing" in page
+    assert "+100%" in page
+
+
+def test_a_loss_in_pieces_is_advised_where_it_frees_memory(tmp_path: Path):
+    found = ledger(in_pieces=20 * MIB)
+    assert "the peak is 20.0 MiB: 38.0 MiB less" in " ".join(told(found).split())
+    page = write_ledger(tmp_path / "m.html", PLAN, found, KNOBS).read_text()
+    assert "the peak is 20.0 MiB: 38.0 MiB less" in page
+    assert "lm_loss" not in told(ledger())
 
 
 def test_names_of_operations_are_plain():
@@ -144,14 +257,16 @@ def test_the_page_holds_every_layer_and_loads_nothing(tmp_path: Path):
     assert not re.search(r'(src|href)="(?!data:)', text)
     drawn = specs(page)
     assert drawn.keys() == {"curve", "kinds", "layers"}
-    phases = [trace["name"] for trace in drawn["curve"]["data"]]
-    assert phases == ["input", "forward", "loss", "backward", "update"]
-    again = write_ledger(tmp_path / "m.html", PLAN, ledger(2, [*PHASES[:-30], *PHASES]), KNOBS)
-    twice = specs(again.read_text())["curve"]["data"]
-    assert [t["name"] for t in twice] == [*phases[:-1], *phases]
-    assert [t["name"] for t in twice if t["showlegend"]] == phases
-    highest = max(y for trace in drawn["curve"]["data"] for y in trace["y"] if y is not None)
-    assert highest == pytest.approx(56)
+    traces = {trace["name"]: trace for trace in drawn["curve"]["data"]}
+    assert list(traces) == ["parameters", "activations", "held by the process", "most in use"]
+    assert max(traces["held by the process"]["y"]) == pytest.approx(58)
+    assert traces["most in use"]["y"] == [pytest.approx(56)]
+    in_use = zip(traces["parameters"]["y"], traces["activations"]["y"], strict=True)
+    assert max(map(sum, in_use)) == pytest.approx(56)
+    budget = [line for line in drawn["curve"]["layout"]["shapes"] if line.get("xref") == "paper"]
+    assert [line["y0"] for line in budget] == [pytest.approx(100)]
+    # Only phases whose names have room are named.
+    assert "backward" in drawn["curve"]["layout"]["xaxis"]["ticktext"]
 
 
 def test_the_page_of_the_frontier_draws_it(tmp_path: Path):

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 import pytest
 from tests.unit.report.fake_run import (
     BEGIN,
+    GIB,
     make_candidate,
     make_end,
     make_evaluation,
@@ -134,6 +135,20 @@ def test_the_plots_hold_the_run(full: Page):
     assert predicted == pytest.approx(8.71, abs=1e-3)
     chosen = full.specs["candidates"]["data"][-1]
     assert (chosen["name"], chosen["x"]) == ("the plan", [8.71])
+
+
+def test_a_budget_far_away_is_told_in_words(tmp_path: Path):
+    page = page_of(tmp_path, make_events(), make_plan(budget_bytes=600 * GIB, enforced=False))
+    assert "range" not in page.specs["memory"]["layout"]["xaxis"]
+    assert "free 600 GiB" in page.text
+    assert "of 600 GiB" not in page.text
+
+
+def test_waiting_for_samples_has_a_curve(tmp_path: Path):
+    steps = [make_step(step, seconds=1.0, data_seconds=0.75) for step in range(1, 21)]
+    page = page_of(tmp_path, [make_start(), *steps])
+    assert page.specs["waiting"]["data"][0]["y"][5] == pytest.approx(75.0)
+    assert "75% of a step, for samples" in page.text
 
 
 def test_the_page_loads_nothing(full: Page):

@@ -33,18 +33,19 @@ class Clock:
         return self.now
 
 
-def told(events: list[Event], seconds_per_event: float = 10.0, **options) -> str:
+def told(events: list[Event], seconds_per_event: float = 10.0, width: int = 80, **options) -> str:
     """What a console is told, with that much time between the events."""
     file, clock = StringIO(), Clock()
-    with Progress(Console(file=file, width=80, **options), clock=clock) as progress:
+    with Progress(Console(file=file, width=width, **options), clock=clock) as progress:
         for event in events:
             progress(event)
             clock.now += seconds_per_event
     return file.getvalue()
 
 
-def in_terminal(events: list[Event], seconds_per_event: float = 10.0) -> str:
-    text = told(events, seconds_per_event, force_terminal=True, force_interactive=True, _environ={})
+def in_terminal(events: list[Event], seconds_per_event: float = 10.0, width: int = 80) -> str:
+    terminal = {"force_terminal": True, "force_interactive": True, "_environ": {}}
+    text = told(events, seconds_per_event, width=width, **terminal)
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 
 
@@ -126,6 +127,25 @@ def test_the_bar_stays_within_the_width():
     assert max(map(len, text.replace("\r", "\n").splitlines())) <= 80
 
 
+def test_on_a_narrow_terminal_no_figure_is_cut():
+    text = in_terminal(make_events(), width=44)
+    assert "memory 8.62 GiB of 10.0 GiB" in text
+    assert "…" not in text
+
+
+def test_the_bar_below_an_evaluation_is_of_that_evaluation():
+    first, second = make_evaluation(1, loss=1.0), make_evaluation(2, loss=2.0)
+    text = in_terminal([make_start(), make_step(1), first, make_step(2), second])
+    after = text[text.index("Evaluation after step 2") :]
+    assert "held-out loss 2.000" in after
+    assert "held-out loss 1.000" not in after
+
+
+def test_what_is_free_is_no_budget():
+    start = make_start(plan={"budget_bytes": 10 << 30, "enforced": False})
+    assert "memory 8.62 GiB  left" in told([start, make_step(1), make_step(2)])
+
+
 def test_a_stream_has_no_end():
     text = told([make_start(total_steps=None), make_step(1), make_step(2)])
     assert "step 2  epoch" in text
@@ -151,10 +171,10 @@ def test_time_left_follows_the_pace_after_a_resume():
     assert "left 4 min 51 s" in told([make_start(), *steps])
 
 
-def test_a_run_that_stopped_says_why():
+def test_a_run_that_stopped_leaves_it_to_the_error_to_say_why():
     end = make_end(finished=False, reason="the time limit was reached", steps=3)
     text = told([make_start(), end])
-    assert "Training stopped after 3 steps and 4 min 22 s: the time limit was reached." in text
+    assert text.endswith("Training stopped after 3 steps and 4 min 22 s.\n")
 
 
 def test_an_error_gives_the_terminal_back():

@@ -7,7 +7,7 @@ import math
 import pytest
 from tests.unit.report.fake_run import make_events, make_out_of_memory, make_step
 
-from anybatch.events import Stalled, Straggler
+from anybatch.events import Resumed, Stalled, Starved, Straggler
 from anybatch.report import describe
 from anybatch.report.sentences import format_number
 
@@ -45,6 +45,36 @@ def test_who_slows_the_others_down_and_what_stood_still_is_told():
     stood = Stalled(time=0.0, step=7, seconds=400.0, phase="loading")
     assert describe(stood) == (
         "Training stood still for 6 min 40 s after step 7 (loading), and goes on."
+    )
+
+
+def test_what_would_help_a_step_that_waits_is_told():
+    def told(num_workers, wanted):
+        return describe(
+            Starved(
+                time=0.0,
+                step=6,
+                step_seconds=1.02,
+                data_seconds=0.99,
+                num_workers=num_workers,
+                wanted_workers=wanted,
+            )
+        )
+
+    assert told(0, 4) == (
+        "97% of a step is waiting for samples (990 ms of 1.0 s): num_workers=4 in the task would load"
+        " them meanwhile."
+    )
+    assert "num_workers=8 instead of 2" in told(2, 8)
+    assert "num_workers" not in told(8, None)
+
+
+def test_checkpoints_that_are_passed_over_are_told_before_the_one_that_is_taken():
+    faults = ("the checkpoint runs/a/step-9 is not intact: a byte.",)
+    event = Resumed(time=0.0, step=8, samples_seen=80, folder="runs/a/step-8", passed_over=faults)
+    assert describe(event) == (
+        "The checkpoint runs/a/step-9 is not intact: a byte."
+        " Training goes on after step 8, from runs/a/step-8."
     )
 
 

@@ -74,13 +74,14 @@ def test_a_plan_written_by_hand_has_little_to_tell():
     assert "predicted" not in text
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("width", [66, 80, 200])
 def test_why_lists_every_candidate(width: int):
     plan = make_plan()
     text = printed(print_plan, plan, True, width=width)
     rows = text[text.index("Not taken") :]
     assert all(
-        heading in rows for heading in ("micro-batch", "recompute", "peak", "step", "reason")
+        heading in rows
+        for heading in ("micro-batch", "recompute", "peak", "budget", "step", "to plan")
     )
     assert rows.count("GiB") >= len(plan.rejected)
     assert "precision" not in rows
@@ -103,10 +104,27 @@ def test_a_result_tells_figures_predicted_and_measured():
     text = words(result())
     assert "steps 200, finished" in text
     assert "samples 819,200" in text
-    assert "samples/s 3,225" in text
+    assert "samples/s 3,225 while training" in text
     assert "held-out loss 0.4848, accuracy 0.9250, top-5 accuracy 0.9875 (10,000 samples)" in text
     assert "peak memory 8.71 GiB 8.62 GiB +1.0% 10.0 GiB" in text
     assert "step time 1.18 s 1.27 s -7.1% -" in text
+
+
+def test_what_is_predicted_stands_beside_the_computation_without_the_waiting():
+    text = words(result(ended=make_end(step_seconds=2.36, data_seconds=1.18)))
+    assert "step, computing 1.18 s 1.18 s +0.0% -" in text
+    assert "step, waiting - 1.18 s - -" in text
+    assert "waiting" not in words(result(ended=make_end(data_seconds=0.001)))
+
+
+def test_every_account_that_was_measured_stands_beside_its_prediction():
+    told = {"allocated": 6 * GIB, "active": 6 * GIB, "reserved": 8 * GIB, "total": 9 * GIB}
+    found = {"allocated": 5 * GIB, "reserved": 8 * GIB, "total": 9 * GIB}
+    text = words(result(ended=make_end(predicted_totals=told, measured_totals=found)))
+    assert "of it allocated 6.00 GiB 5.00 GiB +20.0% -" in text
+    assert "of it reserved 8.00 GiB 8.00 GiB +0.0% -" in text
+    assert "active" not in text
+    assert "of it" not in words(result())
 
 
 def test_files_of_one_folder_are_told_together():

@@ -88,6 +88,13 @@ def test_tied_weights_are_stored_once_and_stay_tied(name: str, tmp_path: Path):
     assert (tmp_path / name).stat().st_size < 700 * 300 * 4 * 1.1
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_whoever_may_read_other_files_may_read_weights(name: str, tmp_path: Path):
+    (tmp_path / "other").write_bytes(b"")
+    path = save_weights(nn.Linear(2, 2), tmp_path / name)
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def test_plain_code_reads_what_is_written(tmp_path: Path):
     model, other = WithModule(), WithModule()
     save_weights(model, tmp_path / "w.pt")

@@ -1,0 +1,114 @@
+"""Names: which row of the catalogue a person or a driver means.
+
+A letter more or less is another device (an L40 has half the rate of an L40S, a 4070 Ti is no 4070), so
+a name is a set of words, and words count only as wholes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from string import ascii_lowercase
+
+from anybatch.catalogue.rows import MODELS, Model
+from anybatch.errors import InputError
+
+# Makers and brands, and what memory and modules are made of: they tell no device from another.
+_SAYS_NOTHING = re.compile(
+    r"nvidia|geforce|tesla|rtx|amd|instinct|radeon|rx|sxm\d?|hbm\d?e?|oam|ac"
+    r"|blackwell|workstation|edition|generation"
+)
+_SIZE = re.compile(r"\d+gb")
+_SHOWN = 6
+
+
+def find(name: str) -> Model:
+    """The device called `name`, however it is written: `h100-80gb`, `H100 80GB`, `RTX 4090`, `4090`.
+    The memory may be left out, and other words too, where that leaves a single device.
+
+    Raises `InputError`, with the closest names, if there is none or more than one.
+    """
+    meant = _meant(name)
+    if len(meant) == 1:
+        return MODELS[meant[0]]
+    if meant:
+        raise InputError(f"device is {name!r}, of which there are several: write {_either(meant)}.")
+    if not re.search(r"\d", name):
+        raise InputError(
+            f"device is {name!r}, which is no GPU of the catalogue; anybatch trains on CPUs, and on"
+            " GPUs of CUDA or ROCm: write the name of one, such as 'rtx-4090', or its memory, such"
+            " as '24GiB'."
+        )
+    close = _close(name)
+    near = f"write {_either(close)}, if you mean that, or" if close else "write"
+    raise InputError(
+        f"device is {name!r}, which is not in the catalogue of GPUs: {near} its memory, such as"
+        " '24GiB'."
+    )
+
+
+def knows(name: str) -> bool:
+    """Whether `name` means a device of the catalogue, or several."""
+    return bool(_meant(name))
+
+
+def recognise(reported: str, total_bytes: int) -> Model | None:
+    """The device that a driver reports as `reported` (`"NVIDIA A100-SXM4-80GB"`), or None: words that
+    a row has not, such as those of a laptop's GPU or of a part of one (MIG), make it another device.
+
+    Of several that differ in memory, the one whose memory is closest to `total_bytes`.
+    """
+    words = _without_size(_words(reported))
+    alike = [model for model in MODELS.values() if _without_size(_words(model.name)) == words]
+    away = {model.name: abs(model.usable_bytes / max(1, total_bytes) - 1) for model in alike}
+    nearest = min(alike, key=lambda model: away[model.name], default=None)
+    return nearest if nearest is not None and away[nearest.name] < 0.15 else None
+
+
+def _meant(name: str) -> list[str]:
+    """The rows that have just these words; or these and a size; or these and more."""
+    words = _words(name)
+    if not _without_size(words):
+        return []  # a size is no name
+    rows = {model: _words(model) for model in MODELS}
+    return (
+        [model for model, its in rows.items() if its == words]
+        or [model for model, its in rows.items() if _without_size(its) == words]
+        or [model for model, its in rows.items() if its >= words]
+    )
+
+
+def _words(name: str) -> frozenset[str]:
+    """What tells a device from others: `RTX 4070Ti SUPER` is `4070`, `ti` and `super`. A number of up
+    to three digits is a size, `40gb`."""
+    text = name.lower().replace("_", " ")
+    text = re.sub(r"titan[\s-]*rtx", "titanrtx", text)  # there are others
+    text = re.sub(r"(rtx|rx)(?=[a-z]?\d)", r"\1 ", text)
+    text = re.sub(r"(?<=\d)(?=sxm|pcie|nvl)", " ", text)
+    text = re.sub(r"(?<=\d{4})(?=(ti|super|xtx?|d)(super)?\b)|(?<=ti)(?=super)", " ", text)
+    text = re.sub(r"\b(\d{1,3})[\s-]*(?:gib|gb|g)?\b", r"\1gb", text)
+    words = re.findall(r"[a-z0-9]+", text)
+    return frozenset(word for word in words if not _SAYS_NOTHING.fullmatch(word))
+
+
+def _without_size(words: frozenset[str]) -> frozenset[str]:
+    return frozenset(word for word in words if not _SIZE.fullmatch(word))
+
+
+def _close(name: str) -> list[str]:
+    """Names that resemble `name` and begin with the same letters, the closest first."""
+    key = "-".join(re.findall(r"[a-z0-9]+", name.lower()))
+    family = _letters(key)
+    same = [model for model in MODELS if not family or _letters(model) == family]
+    return difflib.get_close_matches(key, same, n=4, cutoff=0.65)
+
+
+def _letters(name: str) -> str:
+    return name[: len(name) - len(name.lstrip(ascii_lowercase))]
+
+
+def _either(names: list[str]) -> str:
+    quoted = [repr(name) for name in names[:_SHOWN]]
+    if len(names) > _SHOWN:
+        return f"{', '.join(quoted)} or another of {len(names)}"
+    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"

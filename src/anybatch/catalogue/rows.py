@@ -1,0 +1,261 @@
+"""Rows: one device each, with the document that its figures were taken from.
+
+The figures are those of data sheets, product pages and architecture papers: matrix rates without
+sparsity, and for half precision with sums in float32, as torch computes. They are ceilings, not
+promises; what is made of them stands in `estimate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_TERA, _GIGA, _GIB = 10**12, 10**9, 1 << 30
+
+_KEPT_BY_DRIVER = 0.025
+"""Of the memory on the sheet, torch reports 0.5% (data centre) to 2.3% (GeForce) less."""
+
+_KEPT_BY_ECC = 1 / 16
+"""What error correction takes where it has no memory of its own (GDDR6 of data-centre cards)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One device as its maker describes it.
+
+    Attributes:
+        name: in the catalogue. Its words, parted by hyphens, tell it from every other.
+        maker_name: what a person calls it.
+        memory_gib: as sold.
+        inline_ecc: error correction takes its share of the memory.
+        fp32, tf32, half: dense matrix rates in floating-point operations per second: float32 without
+            tensor cores, TensorFloat-32 (0: it has none), float16, and bfloat16 where the device has
+            it.
+        memory_bandwidth: bytes per second.
+        link: what joins several of them.
+        link_bandwidth: bytes per second in each direction, of one device to all others.
+        capability: CUDA's compute capability, or ROCm's architecture.
+        source: the document.
+    """
+
+    name: str
+    maker_name: str
+    memory_gib: int
+    inline_ecc: bool
+    fp32: float
+    tf32: float
+    half: float
+    memory_bandwidth: float
+    link: str
+    link_bandwidth: float
+    capability: str
+    source: str
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that a program can have: without what driver and error correction keep."""
+        kept = (1 - _KEPT_BY_DRIVER) * (1 - _KEPT_BY_ECC if self.inline_ecc else 1)
+        return int(self.memory_gib * _GIB * kept)
+
+
+# Links, one direction. PCIe of sixteen lanes; NVLink as on the sheet, halved (sheets add both ways).
+_PCIE3, _PCIE4, _PCIE5 = ("PCIe 3 x16", 16), ("PCIe 4 x16", 32), ("PCIe 5 x16", 64)
+_PCIE4_8, _PCIE5_8 = ("PCIe 4 x8", 16), ("PCIe 5 x8", 32)
+_NVLINK2, _NVLINK3 = ("NVLink 2", 150), ("NVLink 3", 300)
+_NVLINK4, _NVLINK5 = ("NVLink 4", 450), ("NVLink 5", 900)
+_FABRIC3, _FABRIC4 = ("Infinity Fabric", 448), ("Infinity Fabric", 537.6)
+
+_TURING, _AMPERE, _ADA, _BLACKWELL = "7.5", "8.6", "8.9", "12.0"
+_PAPERS = {
+    _TURING: "NVIDIA Turing GPU Architecture (white paper)",
+    _AMPERE: "NVIDIA Ampere GA102 GPU Architecture (white paper)",
+    _ADA: "NVIDIA Ada GPU Architecture (white paper)",
+    _BLACKWELL: "NVIDIA RTX Blackwell GPU Architecture (white paper)",
+}
+
+
+def _row(
+    name: str,
+    maker_name: str,
+    memory_gib: int,
+    rates: tuple[float, float, float],
+    bandwidth: float,
+    link: tuple[str, float],
+    capability: str,
+    source: str,
+    *,
+    ecc: bool = False,
+) -> Model:
+    """A row in the units of the sheets: TFLOP/s (fp32, tf32, half), GB/s, GB/s."""
+    fp32, tf32, half = (rate * _TERA for rate in rates)
+    return Model(
+        name=name,
+        maker_name=maker_name,
+        memory_gib=memory_gib,
+        inline_ecc=ecc,
+        fp32=fp32,
+        tf32=tf32,
+        half=half,
+        memory_bandwidth=bandwidth * _GIGA,
+        link=link[0],
+        link_bandwidth=link[1] * _GIGA,
+        capability=capability,
+        source=source,
+    )
+
+
+def _card(
+    name: str,
+    maker_name: str,
+    memory_gib: int,
+    cores: int,
+    boost_mhz: int,
+    bandwidth: float,
+    link: tuple[str, float],
+    capability: str,
+    *,
+    full: bool = False,
+    ecc: bool = False,
+) -> Model:
+    """A row of a graphics card, whose sheet gives its cores and their clock: each multiplies and adds
+    once a cycle. The rates of tensor cores relative to that are those of the architecture's paper.
+    With sums in float32 those of GeForce, and of some cards of data centres, are half of what the
+    others (`full`) have."""
+    fp32 = 2 * cores * boost_mhz * 1e-6
+    tf32, half = (0, 4) if capability == _TURING else (1, 2)
+    rates = fp32, (1 + full) * tf32 * fp32, (1 + full) * half * fp32
+    source = f"{maker_name} product page; {_PAPERS[capability]}"
+    return _row(name, maker_name, memory_gib, rates, bandwidth, link, capability, source, ecc=ecc)
+
+
+def _sheet(device: str) -> str:
+    return f"{device} data sheet"
+
+
+# fmt: off
+_ROWS = (
+    # Desks: GiB, cores, boost clock in MHz, GB/s
+    _card("rtx-2080", "GeForce RTX 2080", 8, 2944, 1710, 448, _PCIE3, _TURING),
+    _card("rtx-2080-super", "GeForce RTX 2080 SUPER", 8, 3072, 1815, 496, _PCIE3, _TURING),
+    _card("rtx-2080ti", "GeForce RTX 2080 Ti", 11, 4352, 1545, 616, _PCIE3, _TURING),
+    _card("titan-rtx", "TITAN RTX", 24, 4608, 1770, 672, _PCIE3, _TURING, full=True),
+    _card("rtx-3060-12gb", "GeForce RTX 3060", 12, 3584, 1777, 360, _PCIE4, _AMPERE),
+    _card("rtx-3060ti", "GeForce RTX 3060 Ti", 8, 4864, 1665, 448, _PCIE4, _AMPERE),
+    _card("rtx-3070", "GeForce RTX 3070", 8, 5888, 1725, 448, _PCIE4, _AMPERE),
+    _card("rtx-3070ti", "GeForce RTX 3070 Ti", 8, 6144, 1770, 608, _PCIE4, _AMPERE),
+    _card("rtx-3080-10gb", "GeForce RTX 3080", 10, 8704, 1710, 760, _PCIE4, _AMPERE),
+    _card("rtx-3080-12gb", "GeForce RTX 3080", 12, 8960, 1710, 912, _PCIE4, _AMPERE),
+    _card("rtx-3080ti", "GeForce RTX 3080 Ti", 12, 10240, 1665, 912, _PCIE4, _AMPERE),
+    _card("rtx-3090", "GeForce RTX 3090", 24, 10496, 1695, 936, _PCIE4, _AMPERE),
+    _card("rtx-3090ti", "GeForce RTX 3090 Ti", 24, 10752, 1860, 1008, _PCIE4, _AMPERE),
+    _card("rtx-4060-8gb", "GeForce RTX 4060", 8, 3072, 2460, 272, _PCIE4_8, _ADA),
+    _card("rtx-4060ti-8gb", "GeForce RTX 4060 Ti", 8, 4352, 2535, 288, _PCIE4_8, _ADA),
+    _card("rtx-4060ti-16gb", "GeForce RTX 4060 Ti", 16, 4352, 2535, 288, _PCIE4_8, _ADA),
+    _card("rtx-4070", "GeForce RTX 4070", 12, 5888, 2475, 504, _PCIE4, _ADA),
+    _card("rtx-4070-super", "GeForce RTX 4070 SUPER", 12, 7168, 2475, 504, _PCIE4, _ADA),
+    _card("rtx-4070ti", "GeForce RTX 4070 Ti", 12, 7680, 2610, 504, _PCIE4, _ADA),
+    _card("rtx-4070ti-super", "GeForce RTX 4070 Ti SUPER", 16, 8448, 2610, 672, _PCIE4, _ADA),
+    _card("rtx-4080", "GeForce RTX 4080", 16, 9728, 2505, 717, _PCIE4, _ADA),
+    _card("rtx-4080-super", "GeForce RTX 4080 SUPER", 16, 10240, 2550, 736, _PCIE4, _ADA),
+    _card("rtx-4090", "GeForce RTX 4090", 24, 16384, 2520, 1008, _PCIE4, _ADA),
+    _card("rtx-4090-d", "GeForce RTX 4090 D", 24, 14592, 2520, 1008, _PCIE4, _ADA),
+    _card("rtx-5060", "GeForce RTX 5060", 8, 3840, 2497, 448, _PCIE5_8, _BLACKWELL),
+    _card("rtx-5060ti-8gb", "GeForce RTX 5060 Ti", 8, 4608, 2572, 448, _PCIE5_8, _BLACKWELL),
+    _card("rtx-5060ti-16gb", "GeForce RTX 5060 Ti", 16, 4608, 2572, 448, _PCIE5_8, _BLACKWELL),
+    _card("rtx-5070", "GeForce RTX 5070", 12, 6144, 2512, 672, _PCIE5, _BLACKWELL),
+    _card("rtx-5070ti", "GeForce RTX 5070 Ti", 16, 8960, 2452, 896, _PCIE5, _BLACKWELL),
+    _card("rtx-5080", "GeForce RTX 5080", 16, 10752, 2617, 960, _PCIE5, _BLACKWELL),
+    _card("rtx-5090", "GeForce RTX 5090", 32, 21760, 2407, 1792, _PCIE5, _BLACKWELL),
+    _row("rx-7900xtx", "Radeon RX 7900 XTX", 24, (61.4, 0, 122.8), 960, _PCIE4, "gfx1100",
+         "AMD Radeon RX 7900 XTX product page"),
+    # Workstations
+    _card("quadro-rtx-6000", "Quadro RTX 6000", 24, 4608, 1770, 672, _PCIE3, _TURING, full=True),
+    _card("quadro-rtx-8000", "Quadro RTX 8000", 48, 4608, 1770, 672, _PCIE3, _TURING, full=True),
+    _card("rtx-a4000", "RTX A4000", 16, 6144, 1560, 448, _PCIE4, _AMPERE, full=True),
+    _card("rtx-a4500", "RTX A4500", 20, 7168, 1650, 640, _PCIE4, _AMPERE, full=True),
+    _card("rtx-a5000", "RTX A5000", 24, 8192, 1695, 768, _PCIE4, _AMPERE, full=True),
+    _card("rtx-a5500", "RTX A5500", 24, 10240, 1665, 768, _PCIE4, _AMPERE, full=True),
+    _card("rtx-a6000", "RTX A6000", 48, 10752, 1800, 768, _PCIE4, _AMPERE, full=True),
+    _card("rtx-4500-ada", "RTX 4500 Ada", 24, 7680, 2580, 432, _PCIE4, _ADA, full=True),
+    _card("rtx-5000-ada", "RTX 5000 Ada", 32, 12800, 2550, 576, _PCIE4, _ADA, full=True),
+    _card("rtx-6000-ada", "RTX 6000 Ada", 48, 18176, 2505, 960, _PCIE4, _ADA, full=True),
+    _card("rtx-pro-6000", "RTX PRO 6000 Blackwell Workstation Edition", 96, 24064, 2617, 1792,
+          _PCIE5, _BLACKWELL, full=True),
+    _row("pro-w7900", "Radeon PRO W7900", 48, (61.3, 0, 122.6), 864, _PCIE4, "gfx1100",
+         "AMD Radeon PRO W7900 product page"),
+    # Data centres: GiB, TFLOP/s in float32, TensorFloat-32 and half precision, GB/s
+    _row("t4", "Tesla T4", 16, (8.1, 0, 65), 320, _PCIE3, "7.5", _sheet("NVIDIA T4"), ecc=True),
+    _row("v100-16gb", "Tesla V100 SXM2", 16, (15.7, 0, 125), 900, _NVLINK2, "7.0",
+         _sheet("NVIDIA V100")),
+    _row("v100-16gb-pcie", "Tesla V100 PCIe", 16, (14, 0, 112), 900, _PCIE3, "7.0",
+         _sheet("NVIDIA V100")),
+    _row("v100-32gb", "Tesla V100 SXM2", 32, (15.7, 0, 125), 900, _NVLINK2, "7.0",
+         _sheet("NVIDIA V100")),
+    _row("v100-32gb-pcie", "Tesla V100 PCIe", 32, (14, 0, 112), 900, _PCIE3, "7.0",
+         _sheet("NVIDIA V100")),
+    _row("a10", "A10", 24, (31.2, 62.5, 125), 600, _PCIE4, "8.6", _sheet("NVIDIA A10"), ecc=True),
+    _row("a10g", "A10G", 24, (35, 35, 70), 600, _PCIE4, "8.6", _sheet("NVIDIA A10G (AWS)"),
+         ecc=True),
+    _row("a30", "A30", 24, (10.3, 82, 165), 933, ("NVLink bridge", 100), "8.0",
+         _sheet("NVIDIA A30")),
+    _row("a40", "A40", 48, (37.4, 74.8, 149.7), 696, ("NVLink bridge", 56), "8.6",
+         _sheet("NVIDIA A40"), ecc=True),
+    _row("a100-40gb", "A100 SXM4", 40, (19.5, 156, 312), 1555, _NVLINK3, "8.0",
+         _sheet("NVIDIA A100")),
+    _row("a100-40gb-pcie", "A100 PCIe", 40, (19.5, 156, 312), 1555, _PCIE4, "8.0",
+         _sheet("NVIDIA A100")),
+    _row("a100-80gb", "A100 SXM4", 80, (19.5, 156, 312), 2039, _NVLINK3, "8.0",
+         _sheet("NVIDIA A100")),
+    _row("a100-80gb-pcie", "A100 PCIe", 80, (19.5, 156, 312), 1935, _PCIE4, "8.0",
+         _sheet("NVIDIA A100")),
+    _row("a800-80gb", "A800 SXM4", 80, (19.5, 156, 312), 2039, ("NVLink 3", 200), "8.0",
+         _sheet("NVIDIA A800")),
+    _row("a800-80gb-pcie", "A800 PCIe", 80, (19.5, 156, 312), 1935, _PCIE4, "8.0",
+         _sheet("NVIDIA A800")),
+    _row("l4", "L4", 24, (30.3, 60, 121), 300, _PCIE4, "8.9", _sheet("NVIDIA L4"), ecc=True),
+    _card("l20", "L20", 48, 11776, 2520, 864, _PCIE4, _ADA, ecc=True),
+    _card("l40", "L40", 48, 18176, 2490, 864, _PCIE4, _ADA, ecc=True),
+    _row("l40s", "L40S", 48, (91.6, 183, 362), 864, _PCIE4, "8.9", _sheet("NVIDIA L40S"), ecc=True),
+    _row("h20-96gb", "H20", 96, (44, 74, 148), 4000, _NVLINK4, "9.0", _sheet("NVIDIA H20")),
+    _row("h100-80gb", "H100 SXM5", 80, (67, 494.7, 989.4), 3350, _NVLINK4, "9.0",
+         _sheet("NVIDIA H100")),
+    _row("h100-80gb-pcie", "H100 PCIe", 80, (51, 378, 756), 2000, _PCIE5, "9.0",
+         _sheet("NVIDIA H100")),
+    _row("h100-94gb-nvl", "H100 NVL", 94, (60, 417.5, 835.5), 3900, ("NVLink bridge", 300), "9.0",
+         _sheet("NVIDIA H100")),
+    _row("h800-80gb", "H800 SXM5", 80, (67, 494.7, 989.4), 3350, ("NVLink 4", 200), "9.0",
+         _sheet("NVIDIA H800")),
+    _row("h800-80gb-pcie", "H800 PCIe", 80, (51, 378, 756), 2000, _PCIE5, "9.0",
+         _sheet("NVIDIA H800")),
+    _row("h200", "H200", 141, (67, 494.7, 989.4), 4800, _NVLINK4, "9.0", _sheet("NVIDIA H200")),
+    _row("h200-nvl", "H200 NVL", 141, (60, 417.5, 835.5), 4800, ("NVLink bridge", 450), "9.0",
+         _sheet("NVIDIA H200")),
+    _row("gh200-96gb", "GH200", 96, (67, 494.7, 989.4), 4000, _NVLINK4, "9.0",
+         _sheet("NVIDIA GH200")),
+    _row("gh200-144gb", "GH200", 144, (67, 494.7, 989.4), 4900, _NVLINK4, "9.0",
+         _sheet("NVIDIA GH200")),
+    # Sheets of whole systems, divided: earlier ones of the B200 say 80 TFLOP/s, 192 GB and 8 TB/s,
+    # and 288 GB of the B300 are 270 of those that others are sold by.
+    _row("b200", "B200", 180, (75, 1125, 2250), 7700, _NVLINK5, "10.0", _sheet("NVIDIA HGX B200")),
+    _row("gb200", "GB200", 186, (80, 1250, 2500), 8000, _NVLINK5, "10.0",
+         _sheet("NVIDIA GB200 NVL72")),
+    _row("b300", "B300", 270, (75, 1125, 2250), 8000, _NVLINK5, "10.3", _sheet("NVIDIA HGX B300")),
+    _row("gb300", "GB300", 278, (80, 1250, 2500), 8000, _NVLINK5, "10.3",
+         _sheet("NVIDIA GB300 NVL72")),
+    # ROCm calls its devices cuda, too. An MI250X is two devices to torch; this is one of them.
+    _row("mi210", "Instinct MI210", 64, (45.3, 0, 181), 1638, ("Infinity Fabric", 150), "gfx90a",
+         _sheet("AMD Instinct MI210")),
+    _row("mi250x", "Instinct MI250X, one of its two dies", 64, (47.9, 0, 191.5), 1638,
+         ("Infinity Fabric", 200), "gfx90a", _sheet("AMD Instinct MI250X")),
+    _row("mi300x", "Instinct MI300X", 192, (163.4, 653.7, 1307.4), 5300, _FABRIC3, "gfx942",
+         _sheet("AMD Instinct MI300X")),
+    _row("mi325x", "Instinct MI325X", 256, (163.4, 653.7, 1307.4), 6000, _FABRIC3, "gfx942",
+         _sheet("AMD Instinct MI325X")),
+    _row("mi350x", "Instinct MI350X", 288, (144.2, 0, 2306.9), 8000, _FABRIC4, "gfx950",
+         _sheet("AMD Instinct MI350X")),
+    _row("mi355x", "Instinct MI355X", 288, (157.3, 0, 2516.6), 8000, _FABRIC4, "gfx950",
+         _sheet("AMD Instinct MI355X")),
+)
+# fmt: on
+
+MODELS: dict[str, Model] = {row.name: row for row in _ROWS}
+"""Every device, by name."""

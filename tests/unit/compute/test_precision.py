@@ -1,0 +1,56 @@
+"""Precision: refused, or told of, where a device has not its format."""
+
+from __future__ import annotations
+
+import pytest
+
+from anybatch.compute.precision import check_available, precision_notices
+from anybatch.errors import InputError
+from anybatch.machine import Device, Machine
+from anybatch.plans import Precision
+
+
+def device(name: str) -> Device:
+    return Machine.describe(name).device
+
+
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    [("fp8", "rtx-4090"), ("fp8", "h100"), ("tf32", "a10"), ("tf32", "24GiB"), ("bf16", "t4")],
+)
+def test_a_device_that_is_not_here_is_judged_by_its_own_capability(precision: Precision, name: str):
+    check_available(precision, device(name))
+
+
+@pytest.mark.parametrize(
+    ("precision", "name", "told"),
+    [
+        ("fp8", "rtx-3090", r"8\.9 or newer, and GeForce RTX 3090 \(24 GB\) has 8\.6: use bf16"),
+        ("fp8", "t4", r"Tesla T4 \(16 GB\) has 7\.5: use fp16"),
+        ("tf32", "v100-16gb", r"8\.0 or newer, and Tesla V100 SXM2 \(16 GB\) has 7\.0: use fp32"),
+    ],
+)
+def test_what_a_device_has_not_is_refused_by_its_name(precision: Precision, name: str, told: str):
+    with pytest.raises(InputError, match=told):
+        check_available(precision, device(name))
+
+
+def test_a_cpu_has_neither():
+    here = Machine.here(device="cpu").device
+    for precision in ("fp8", "tf32"):
+        with pytest.raises(InputError, match=f"precision {precision} .* this is the cpu"):
+            check_available(precision, here)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-weights", "bf16-pure"])
+def test_bfloat16_that_is_emulated_is_told_with_what_to_take_instead(precision: Precision):
+    (notice,) = precision_notices(precision, device("t4"))
+    assert "Tesla T4 (16 GB) has no bfloat16 (compute capability 7.5)" in notice
+    assert notice.endswith(f"precision {precision.replace('bf16', 'fp16')}.")
+
+
+@pytest.mark.parametrize(
+    ("precision", "name"), [("bf16", "rtx-3090"), ("fp16", "t4"), ("fp32", "t4"), ("bf16", "24GiB")]
+)
+def test_nothing_is_told_of_a_format_that_a_device_has(precision: Precision, name: str):
+    assert list(precision_notices(precision, device(name))) == []

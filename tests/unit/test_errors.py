@@ -1,0 +1,19 @@
+"""Errors are sentences for people."""
+
+from __future__ import annotations
+
+from anybatch.errors import listed
+
+
+def test_names_are_listed_as_people_count():
+    names = ["blocks.10", "head", "blocks.2", "blocks.1"]
+    assert listed(names) == "'blocks.1', 'blocks.2', 'blocks.10' or 'head'"
+    assert listed([10, 9]) == "'9' or '10'"
+    assert listed(["one"]) == "'one'"
+    assert listed([]) == "nothing"
+
+
+def test_what_was_most_likely_meant_comes_first():
+    names = [*(f"blocks.{i}" for i in range(12)), "embed", "head"]
+    assert listed(names, "headd").startswith("'head', 'blocks.0', 'blocks.1', 'blocks.2'")
+    assert listed(names, "nothing like it").startswith("'blocks.0'")
