@@ -106,9 +106,9 @@ class LaunchError(AnybatchError, RuntimeError):
 
 def listed(names: Iterable[object], meant: str = "") -> str:
     """The names, quoted, for the end of a sentence: `'a', 'b' or 'c'`. In the order in which people
-    count (`block.9` before `block.10`), but first what is close to the one that was `meant`."""
+    count (`block.9` before `block.10`), but first the one that is close to what was `meant`."""
     order = sorted(map(str, names), key=_as_counted)
-    close = difflib.get_close_matches(meant, order, n=3) if meant else []
+    close = difflib.get_close_matches(meant, order, n=1) if meant else []
     quoted = [repr(name) for name in (*close, *(name for name in order if name not in close))]
     if len(quoted) < 2:
         return "".join(quoted) or "nothing"

@@ -464,7 +464,7 @@ LOSSES = [
         ("budget of 1.00 MiB", "the leanest", "at least", "--memory"),
         "train task.py --memory 1MiB",
         status=3,
-        table=("one change at a time", "2 devices, state divided"),
+        table=("In use already", "one change at a time", "small adapters on frozen weights"),
     ),
 ]
 

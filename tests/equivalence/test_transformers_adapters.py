@@ -105,7 +105,8 @@ def test_frozen_weights_have_no_gradient_and_no_state_in_the_estimate():
     trained_bytes = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
     all_bytes = sum(4 * p.numel() for p in model.parameters())
     assert kinds[True]["parameters"] == pytest.approx(all_bytes, rel=0.05)
-    assert kinds[True]["gradients"] <= 1.2 * trained_bytes < 0.1 * kinds[False]["gradients"]
+    # At the moment of the peak, which of the small ones may not have been made yet.
+    assert kinds[True].get("gradients", 0) <= 1.2 * trained_bytes < 0.1 * kinds[False]["gradients"]
     assert (
         kinds[True]["optimizer state"]
         <= 2.4 * trained_bytes

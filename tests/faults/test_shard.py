@@ -65,7 +65,7 @@ def test_a_rank_that_is_killed_is_missed_at_once(crew):
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_given_up_after_the_deadline(crew):
     (woken, message, _), (also_woken, _, _) = crew(2, lost, World(loss="pair"), "hanging", 3)
-    assert "Timed out waiting 3000ms" in woken[0]
+    assert "a rank did not answer while" in woken[0]
     assert message == woken[0]
     assert (
         "a rank did not answer while" in also_woken[0]

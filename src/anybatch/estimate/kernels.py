@@ -200,9 +200,7 @@ class CpuKernels(Kernels):
             return _gate_bytes(args[0], args[2]) + _bytes(args[1]) + _bytes(args[2])
         if op is _LSTM_BACKWARD:
             self._primitive("lstm backward", args[0], args[1], None)
-            # Not more than this: parts of it are taken in turn.
-            inputs = _bytes(args[0]) * 3 // 2
-            return 2 * _gate_bytes(args[0], args[2]) + inputs + _bytes(args[1]) + _bytes(args[2])
+            return _lstm_backward(args[0], args[1], args[2])
         return 0
 
     def workspace(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
@@ -355,6 +353,15 @@ def _packed_scores(rows: int, keys: int, width: int) -> int:
 def _gate_bytes(inputs: Tensor, recurrent: Tensor) -> int:
     """The four gates of an LSTM over a sequence `[length, batch, width]`."""
     return inputs.size(0) * inputs.size(1) * recurrent.size(0) * inputs.element_size()
+
+
+def _lstm_backward(inputs: Tensor, weight: Tensor, recurrent: Tensor) -> int:
+    """By peaks of single layers of width 256 and 512 with 1 to 64 sequences, to within 2%. Gradients of
+    weights stand in float32, twice; in half precision there are copies of what is read."""
+    copies = _bytes(inputs) * 15 if inputs.dtype in _HALF else _bytes(inputs)
+    return (
+        2 * _gate_bytes(inputs, recurrent) + copies // 4 + 8 * (weight.numel() + recurrent.numel())
+    )
 
 
 def _read_bytes(image: Tensor) -> int:
