@@ -55,11 +55,12 @@ class Sizes:
     def worth_weighing(self, largest: int) -> list[int]:
         """The largest, evened out over the step, and fractions of it, whose data may stay in caches;
         and near each of them the one that leaves no pass short."""
-        sizes: list[int] = []
+        # All samples at once may be no whole number of ghost batches.
+        sizes = [self.evened(largest)]
         for part in (1, 2, 4, 8, 16):
             if smaller := self.in_units(largest // part):
                 sizes += [self.evened(smaller), self.whole_part(smaller)]
-        return list(dict.fromkeys(sizes)) or [self.evened(largest)]
+        return list(dict.fromkeys(sizes))
 
     def missing(self, size: int) -> int:
         """Samples by which the last pass falls short of `size`."""

@@ -45,3 +45,7 @@ def test_among_equals_full_passes_of_eights_are_taken():
     assert 8 <= plan.choice.micro_batch < 512
     assert plan.choice.micro_batch % 8 == 0
     assert 512 % plan.choice.micro_batch == 0
+
+
+def test_all_samples_at_once_are_weighed_though_the_last_ghost_batch_is_smaller():
+    assert Sizes(whole=20, smallest=8).worth_weighing(20)[0] == 20
