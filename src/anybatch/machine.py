@@ -6,7 +6,6 @@ A machine is detected (`Machine.here`) or described for hardware that is not her
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import torch
 
 from anybatch import catalogue
 from anybatch.errors import InputError
+from anybatch.threads import num_cores
 from anybatch.units import format_bytes, parse_bytes
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -275,9 +275,7 @@ def _detect(wanted: str | None) -> Device:
 
 
 def _cpu() -> Device:
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = num_cores()
     memory = psutil.virtual_memory()
     rates = Rates(
         flops=_CPU_CORE.flops * cores,

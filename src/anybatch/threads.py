@@ -1,4 +1,4 @@
-"""Threads that can be begun where memory is short.
+"""Threads that can be begun where memory is short, and how many can run at once.
 
 `threading.Thread.start` waits until the new thread says that it runs. One that is refused memory before
 it comes to that ends without a word, and is waited for without end.
@@ -7,6 +7,7 @@ it comes to that ends without a word, and is waited for without end.
 from __future__ import annotations
 
 import _thread
+import os
 import threading
 from collections.abc import Callable
 
@@ -38,3 +39,10 @@ def begin(work: Callable[[], None]) -> threading.Event | None:
     if not begun.wait(_SECONDS) and claim.acquire(blocking=False):
         return None
     return ended
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

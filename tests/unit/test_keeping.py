@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import signal
 
 import pytest
@@ -20,7 +19,8 @@ from anybatch.keeping import Every, kept
 
 @pytest.fixture(autouse=True)
 def python_s_own_handlers():
-    """As in a fresh process, whatever ran in this one before."""
+    """As in a fresh process, though a shell that starts the tests in the background has them ignore
+    SIGINT."""
     own = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in own.items()}
     yield
@@ -148,7 +148,6 @@ def test_a_run_with_a_folder_says_how_to_go_on(tmp_path):
 
 
 def test_a_second_signal_ends_at_once(tmp_path):
-    gc.collect()  # a run that an earlier test left unfinished gives its signals back only now
     saved = []
     with session(tmp_path, saved) as running, pytest.raises(KeyboardInterrupt):
         drive(running, [signal.SIGINT, signal.SIGINT])

@@ -61,11 +61,12 @@ def memory(
 
     from anybatch.errors import InputError, NoPlanFits
     from anybatch.estimate import subject_of
+    from anybatch.files import write_whole
     from anybatch.machine import Machine
     from anybatch.planner import account, smallest_micro_batch
     from anybatch.planning import plan as make_plan
     from anybatch.plans import parse_parallel
-    from anybatch.report import print_ledger, write_ledger, write_whole
+    from anybatch.report import print_ledger, write_ledger
 
     loaded = load_task(task, settings, global_batch)
     where = machine_of(device, devices) or Machine.here()

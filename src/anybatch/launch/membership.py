@@ -33,6 +33,7 @@ from anybatch.launch.network import (
     meet,
     parse_address,
 )
+from anybatch.threads import num_cores
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -482,18 +483,11 @@ def _threads(membership: Membership) -> Iterator[None]:
         yield
         return
     before = torch.get_num_threads()
-    torch.set_num_threads(max(1, _num_cores() // membership.local_world_size))
+    torch.set_num_threads(max(1, num_cores() // membership.local_world_size))
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _num_cores() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @contextmanager

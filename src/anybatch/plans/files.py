@@ -1,8 +1,7 @@
-"""Files: the text of a plan on its way to a file and back."""
+"""Files: the text of a plan, read from a file and looked at."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from pathlib import Path
@@ -18,24 +17,6 @@ def read(path: str | os.PathLike[str]) -> str:
         why = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise InputError(
             f"the plan {path} cannot be read: {why}; give a file that 'anybatch plan --out' wrote."
-        ) from None
-
-
-def write(text: str, path: str | os.PathLike[str]) -> None:
-    """Write `text` to `path`, whole or not at all. Raises `InputError` if it cannot be."""
-    target = Path(path)
-    if target.is_dir():
-        raise InputError(f"the plan cannot be written to {target}: it is a folder; name a file.")
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise InputError(
-            f"the plan cannot be written to {target}: {error.strerror}; give a file in a folder"
-            " that is there and has room."
         ) from None
 
 

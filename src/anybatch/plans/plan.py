@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from anybatch.errors import InputError
+from anybatch.files import write_whole
 from anybatch.plans import files
 from anybatch.plans.checks import check
 from anybatch.plans.choice import Choice, KernelChoices
@@ -192,7 +193,8 @@ class Plan(Frozen):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to `path`, whole or not at all. Raises `InputError` if it cannot be."""
-        files.write(self.to_json(), path)
+        remedy = "give a file in a folder that is there and has room"
+        write_whole(path, self.to_json(), "the plan", remedy)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 
 from anybatch.events import Sink, Starved
+from anybatch.threads import num_cores
 
 _STEPS = 5
 """That are looked at before anything is said; the first of a run starts workers, and is passed over."""
@@ -67,9 +67,3 @@ class Starving:
         busy = self._num_workers * self._seconds or self._waited
         wanted = min(math.ceil(busy / computing), num_cores())
         return wanted if wanted > self._num_workers else None
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    known = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1

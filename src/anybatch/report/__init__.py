@@ -20,6 +20,5 @@ from anybatch.report.memory_page import write_ledger as write_ledger
 from anybatch.report.page import write as write
 from anybatch.report.progress import Progress as Progress
 from anybatch.report.sentences import describe as describe
-from anybatch.report.sheet import write_whole as write_whole
 from anybatch.report.terminal import print_plan as print_plan
 from anybatch.report.terminal import print_result as print_result

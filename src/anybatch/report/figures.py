@@ -90,7 +90,7 @@ def memory(plan: Plan, measured_bytes: int | None) -> Figure | None:
         said.append(f"{name} {format_bytes(budget)}")
     if budget and not is_far:  # else what is used would not be seen beside it
         layout["xaxis"]["range"] = [0, 1.06 * max(largest, budget) / scale]
-        layout["shapes"] = [_vertical(budget / scale, "--red", "solid")]
+        layout["shapes"] = [vertical(budget / scale, "--red", "solid")]
         layout["annotations"] = [_label(budget / scale, f"{name} {format_bytes(budget)}", "right")]
     alt = f"{', '.join(said)}."
     spec = {"data": bars, "layout": layout}
@@ -259,7 +259,7 @@ def _curve_layout(
         layout["xaxis"] |= {"range": [steps[0] - 1, steps[0] + 1], "tickvals": [steps[0]]}
     if marks:
         lines = _marks(record)
-        layout["shapes"] = [_vertical(step, color, "dot") for step, _, color in lines]
+        layout["shapes"] = [vertical(step, color, "dot") for step, _, color in lines]
         layout["annotations"] = [_label(step, text, "left") for step, text, _ in lines]
     return layout
 
@@ -437,7 +437,8 @@ def _round_numbers(low: float, high: float) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ parts
 
 
-def _vertical(x: float, color: str, dash: str) -> dict[str, Any]:
+def vertical(x: float, color: str, dash: str, width: float = 1.5) -> dict[str, Any]:
+    """A line from the bottom of the plot to its top."""
     return {
         "type": "line",
         "x0": x,
@@ -445,7 +446,7 @@ def _vertical(x: float, color: str, dash: str) -> dict[str, Any]:
         "yref": "paper",
         "y0": 0,
         "y1": 1,
-        "line": {"color": color, "width": 1.5, "dash": dash},
+        "line": {"color": color, "width": width, "dash": dash},
     }
 
 

@@ -96,7 +96,11 @@ def over_time(ledger: Ledger, budget: int | None) -> Figure:
         f"At most {format_bytes(peak.used_bytes)} in use, at operation {peak.number:,}"
         f" ({where(peak)}), and {format_bytes(top)} held"
     )
-    lines = [_boundary(moments[begin].number) for _, begin, _ in _runs(moments) if begin]
+    lines = [
+        figures.vertical(moments[begin].number, "--grey", "dot", 1)
+        for _, begin, _ in _runs(moments)
+        if begin
+    ]
     layout: dict[str, Any] = {
         "hovermode": "x",
         "xaxis": {
@@ -236,18 +240,6 @@ def _ticks(moments: Sequence[Moment]) -> dict[str, Any]:
         "ticktext": [name for _, name in named],
         "ticks": "",
         "tickangle": 0,
-    }
-
-
-def _boundary(x: float) -> dict[str, Any]:
-    return {
-        "type": "line",
-        "x0": x,
-        "x1": x,
-        "yref": "paper",
-        "y0": 0,
-        "y1": 1,
-        "line": {"color": "--grey", "width": 1, "dash": "dot"},
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from anybatch.files import write_whole
 from anybatch.plans import Plan
 from anybatch.report import figures, ledger_figures, sheet
 from anybatch.report.figures import Figure
@@ -147,7 +148,7 @@ def _write(
         sections=sections,
         specs=specs,
     )
-    return sheet.write_whole(path, page, "the page")
+    return write_whole(path, page, "the page")
 
 
 # ---------------------------------------------------------------------------------------- tables

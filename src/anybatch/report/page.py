@@ -32,6 +32,7 @@ from anybatch.events import (
     Straggler,
     Tried,
 )
+from anybatch.files import write_whole
 from anybatch.plans import Plan
 from anybatch.report import figures, sheet
 from anybatch.report.log import iterate
@@ -78,7 +79,7 @@ def write(folder: str | os.PathLike[str]) -> Path:
     plan = Plan.load(run / "plan.json")
     record = Record.of(iterate(run / "events.jsonl"))
     page = _render(plan, record)
-    return sheet.write_whole(run / "report.html", page, "the report")
+    return write_whole(run / "report.html", page, "the report")
 
 
 def _render(plan: Plan, record: Record) -> str:

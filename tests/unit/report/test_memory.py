@@ -15,9 +15,10 @@ from rich.console import Console
 
 from anybatch.errors import InputError
 from anybatch.estimate.ledger import Holding, LayerBytes, Ledger, Moment
+from anybatch.files import write_whole
 from anybatch.planner.knobs import Knob
 from anybatch.plans import Candidate, Choice, FrontierPoint, Plan, Prediction, TaskIdentity
-from anybatch.report import print_ledger, sheet, write_frontier, write_ledger
+from anybatch.report import print_ledger, write_frontier, write_ledger
 from anybatch.report.layers import Row, every_row, rows_of, total_row
 from anybatch.report.memory import curve, plain_name
 
@@ -294,5 +295,5 @@ def test_a_page_that_cannot_be_written_says_so(tmp_path: Path):
     with pytest.raises(InputError, match="cannot be written"):
         write_ledger(tmp_path / "no" / "m.html", PLAN, ledger(), KNOBS)
     with pytest.raises(InputError, match="folder"):
-        sheet.write_whole(tmp_path, "text", "the page")
+        write_whole(tmp_path, "text", "the page")
     assert list(tmp_path.iterdir()) == []

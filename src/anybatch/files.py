@@ -1,0 +1,29 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from anybatch.errors import InputError
+
+
+def write_whole(path: str | os.PathLike[str], text: str, what: str, remedy: str = "") -> Path:
+    """Write `text` to `path`, whole or not at all, and return the path.
+
+    Raises `InputError`, which calls it `what` and ends with the `remedy`, if it cannot be written.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise InputError(f"{what} cannot be written to {target}: it is a folder; name a file.")
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        why = f"{error.strerror}; {remedy}" if remedy else error.strerror
+        raise InputError(f"{what} cannot be written to {target}: {why}.") from None
+    return target
