@@ -25,7 +25,8 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """Training begins. `plan` is the plan as plain data; `total_steps` is None for a stream."""
+    """Training begins. `plan` is the plan as plain data; `total_steps` is None for a stream. `command`
+    is the line of a shell by which it was started, on the machine `host`; empty where not known."""
 
     kind: ClassVar[str] = "run_started"
     task: str
@@ -35,6 +36,8 @@ class RunStarted(Event):
     plan: Mapping[str, Any]
     versions: Mapping[str, str]
     notices: tuple[str, ...] = ()
+    command: str = ""
+    host: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

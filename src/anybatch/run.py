@@ -7,6 +7,10 @@ which calls it; or as the one that is to start them. Rank 0 plans, speaks and wr
 from __future__ import annotations
 
 import contextlib
+import platform
+import shlex
+import socket
+import sys
 import tempfile
 import time
 import warnings
@@ -39,6 +43,7 @@ from anybatch.report import (
     write,
 )
 from anybatch.report.folder import ADAPTERS, CHECKPOINTS, EVENTS_FILE, WEIGHTS_FILE
+from anybatch.report.sentences import counted, format_scores
 from anybatch.session import Session, joined
 from anybatch.state import (
     has_adapters,
@@ -48,6 +53,7 @@ from anybatch.state import (
     whole_state,
 )
 from anybatch.task import Task, check_task
+from anybatch.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,18 @@ class Result:
     def metrics(self) -> Mapping[str, float]:
         """Held-out metrics at the end, by name."""
         return self.evaluation.metrics if self.evaluation else {}
+
+    def __repr__(self) -> str:
+        ended = self.ended
+        how = "finished" if ended.finished else "stopped early"
+        told = [
+            f"{how} after {counted(ended.steps, 'step')}",
+            f"held-out {format_scores(self.evaluation)}" if self.evaluation else "",
+            f"peak memory {format_bytes(ended.measured_peak_bytes)}",
+            f"in {self.folder}" if self.folder else "",
+        ]
+        name = " ".join(self.plan.task.name.split())
+        return f"<Result of {name}: {', '.join(filter(None, told))}>"
 
 
 def train(
@@ -169,7 +187,8 @@ def train(
             " of them out, or change the plan."
         )
     tries = plan is None if trial is None else trial
-    job = _Job(task, plan, None if out is None else Path(out), options, keeping, tries)
+    folder = None if out is None else Path(out)
+    job = _Job(task, plan, folder, options, keeping, tries, _command())
     here = find()
     wanted = num_processes(plan, ranks, parallel)
     least, most = (nodes, nodes) if isinstance(nodes, int) else nodes
@@ -273,6 +292,7 @@ class _Job:
     options: PlanOptions
     keeping: Keeping
     tries: bool
+    command: str
 
     def start(
         self,
@@ -367,7 +387,7 @@ class _Job:
 
             # A checkpoint that cannot be gone on from ends the call before anything is written.
             resumed = session.resumed() if keeping.resumes and session.keeps else None
-            tell(session.started())
+            tell(self._told_of(session.started()))
             if resumed is not None:
                 tell(resumed)
             reason = "stopped"
@@ -397,6 +417,22 @@ class _Job:
                 tell(session.ended(time.perf_counter() - begun, finished, reason))
             last_plan = session.plan
         return session.model, last_plan
+
+    def _told_of(self, started: RunStarted) -> RunStarted:
+        """`started`, with how and where the run was begun."""
+        versions = {**started.versions, "Python": platform.python_version()}
+        return replace(started, versions=versions, command=self.command, host=socket.gethostname())
+
+
+def _command() -> str:
+    """The line of a shell by which this process was started, as short as it may be written; empty where
+    there was none to speak of: a notebook, a prompt of Python, code on standard input."""
+    program = Path(sys.argv[0] if sys.argv else "")
+    if hasattr(sys, "ps1") or str(program) in (".", "-", "-c"):
+        return ""
+    if program.name == "anybatch" or program == Path(__file__).with_name("__main__.py"):
+        return shlex.join(["anybatch", *sys.argv[1:]])
+    return shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])
 
 
 class _Recorder:

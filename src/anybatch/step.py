@@ -55,7 +55,7 @@ from anybatch.data import (
 from anybatch.data.generators import Borrowed
 from anybatch.engine import Ambient, Committed, MicroBatch, Transactions, make_limit, to_reserve
 from anybatch.errors import InputError
-from anybatch.estimate import Subject, fake_copy, fake_optimizer
+from anybatch.estimate import Subject, dtypes_of, fake_copy, fake_optimizer
 from anybatch.events import Event, Sink
 from anybatch.machine import Machine
 from anybatch.oom import is_limited
@@ -323,6 +323,7 @@ class Step:
                     p.numel() for group in optimizer.param_groups for p in group["params"]
                 ),
                 ghost_batch=self._ghost,
+                dtypes=dtypes_of(model),
             ),
             build_model=partial(fake_copy, model),
             make_optimizer=lambda fake: fake_optimizer(optimizer, model, fake),

@@ -241,6 +241,49 @@ def test_the_example_is_a_plan():
     assert plan.choice.describe() == "micro-batch 16, fp32, recompute none"
 
 
+@given(plans())
+def test_a_plan_and_its_prediction_are_shown_in_one_line(plan):
+    for shown in (plan, plan.prediction):
+        assert len(repr(shown).splitlines()) == 1
+        assert str(shown) == repr(shown)
+
+
+def test_a_plan_at_a_prompt_and_in_a_notebook():
+    prediction = Prediction(peak_bytes=3 << 20, evaluation_peak_bytes=0, step_seconds=0.25)
+    changes = {"prediction": prediction, "budget_bytes": 4 << 20, "device_name": "a <CPU>"}
+    plan = Plan.from_json(example()).model_copy(update=changes)
+    assert repr(prediction) == "<Prediction: peak 3.00 MiB, step 250 ms>"
+    assert repr(plan) == (
+        f"<Plan of {plan.task.name}: global batch 64, micro-batch 16, fp32, recompute none, on a <CPU>;"
+        " predicted peak 3.00 MiB of 4.00 MiB, step 250 ms>"
+    )
+    table = plan._repr_html_()
+    assert "a &lt;CPU&gt;" in table
+    assert table.count("<tr>") == len(plan.explain())
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "precision", "told"),
+    [
+        ((), "fp32", "fp32"),
+        (("float32",), "fp32", "fp32"),
+        (("float64",), "fp32", "fp32, the parameters as the model has them: float64"),
+        (
+            ("bfloat16", "float32"),
+            "bf16",
+            "bf16, the parameters as the model has them: bfloat16 and float32",
+        ),
+        (("float64",), "bf16-pure", "bf16-pure"),
+    ],
+)
+def test_parameters_of_another_dtype_are_told(dtypes, precision, told):
+    plan = Plan.from_json(example())
+    choice = plan.choice.model_copy(update={"precision": precision})
+    task = plan.task.model_copy(update={"dtypes": dtypes})
+    lines = dict(plan.model_copy(update={"choice": choice, "task": task}).explain())
+    assert lines["precision"] == told
+
+
 def test_files(tmp_path):
     plan = Plan.from_json(example())
     path = tmp_path / "plan.json"
@@ -300,6 +343,7 @@ def test_what_json_cannot_hold_is_no_prediction():
         (("0", "1"), "2 blocks (0-1)"),
         (("layers.*",), "layers.*"),
         (("a.1", "b.2"), "2 blocks (a.1, b.2)"),
+        (("1", "²"), "2 blocks (1, ²)"),  # a digit, and no number
     ],
 )
 def test_blocks_are_named_in_ranges(blocks, words):

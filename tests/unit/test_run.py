@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,30 @@ def test_a_script_is_shown_the_plan_and_how_far_it_is(capsys: pytest.CaptureFixt
 def test_a_script_that_wants_to_see_nothing(capsys: pytest.CaptureFixture[str]):
     ab.train(task(epochs=1), progress=False)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_result_is_shown_in_one_line():
+    shown = repr(ab.train(task(epochs=1), progress=False))
+    assert shown.startswith("<Result of task: finished after 2 steps, held-out loss ")
+    assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "original", "command"),
+    [
+        (["my run.py", "3"], ["/bin/python3", "-O", "my run.py", "3"], "python3 -O 'my run.py' 3"),
+        (["/a/b.py"], ["python", "-m", "a.b"], "python -m a.b"),
+        (["-c", "x"], ["python", "-c", "1", "x"], ""),
+        (["-"], ["python", "-"], ""),
+        ([""], ["python"], ""),
+    ],
+)
+def test_a_run_knows_by_which_command_it_was_started(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], original: list[str], command: str
+):
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "orig_argv", original)
+    assert ab.train(task(epochs=1), progress=False).started.command == command
 
 
 def test_without_held_out_data_there_is_no_evaluation():

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from anybatch.cli.memory import memory
+from anybatch.cli.memory import JsonWithOrWithoutFile, memory
 from anybatch.cli.plan import plan
 from anybatch.cli.recipes import recipes
 from anybatch.cli.report import report
@@ -33,7 +33,7 @@ _app = typer.Typer(
 _app.command()(train)
 _app.command()(plan)
 _app.command()(submit)
-_app.command()(memory)
+_app.command(cls=JsonWithOrWithoutFile)(memory)
 _app.command()(verify)
 _app.command()(report)
 _app.command()(recipes)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from anybatch.cli.options import (
+    Compile,
     DeviceName,
     Devices,
     GlobalBatch,
@@ -22,6 +26,22 @@ from anybatch.cli.options import (
     machine_of,
 )
 
+STANDARD_OUTPUT = "-"
+
+
+class JsonWithOrWithoutFile(TyperCommand):
+    """A command whose `--json` may be the last word, or be followed by an option: then it is standard
+    output that is meant, as by `anybatch plan --json`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, list(_with_file(args)))
+
+
+def _with_file(words: list[str]) -> Iterator[str]:
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        is_bare = word == "--json" and following.startswith("-") and following != STANDARD_OUTPUT
+        yield f"--json={STANDARD_OUTPUT}" if is_bare else word
+
 
 def memory(
     task: TaskName,
@@ -32,9 +52,15 @@ def memory(
     precision: PrecisionName = "fp32",
     micro_batch: MicroBatch = None,
     recompute: RecomputeNames = None,
+    compile: Compile = False,
     parallel: ParallelName = None,
     json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Save all of it as JSON.")
+        str | None,
+        typer.Option(
+            "--json",
+            metavar="[FILE]",
+            help="Save all of it as JSON; without FILE, print that and nothing else.",
+        ),
     ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Save it as a page with plots.")
@@ -76,6 +102,7 @@ def memory(
         "precision": precision,
         "recompute": recompute,
         "parallel": parse_parallel(parallel),
+        "compile": compile,
     }
     subject = subject_of(loaded)
     notice = ""
@@ -87,19 +114,26 @@ def memory(
     if chosen.prediction is None:
         raise InputError(f"nothing can be accounted for: {' '.join(chosen.notices)}")
     found = account(subject, where, chosen)
-    if json is not None:
-        content = {
-            "plan": chosen.model_dump(mode="json"),
-            "ledger": found.ledger.to_dict(),
-            "knobs": [asdict(knob) for knob in found.knobs],
-            "in_use": [asdict(knob) for knob in found.in_use],
-        }
-        write_whole(json, dumps(content, indent=1) + "\n", "the ledger")
+    content = {
+        "plan": chosen.model_dump(mode="json"),
+        "ledger": found.ledger.to_dict(),
+        "knobs": [asdict(knob) for knob in found.knobs],
+        "in_use": [asdict(knob) for knob in found.in_use],
+    }
+    text = dumps(content, indent=1) + "\n"
+    if json not in (None, STANDARD_OUTPUT):
+        write_whole(json, text, "the ledger")
     if html is not None:
         write_ledger(html, chosen, found.ledger, found.knobs, found.in_use)
+    notice = notice[:1].upper() + notice[1:]
+    if json == STANDARD_OUTPUT:
+        print(text, end="")
+        if notice:
+            print(notice, file=sys.stderr)
+        return
     console = Console()
     print_ledger(console, chosen, found.ledger, found.knobs, found.in_use, depth, every_layer)
     if notice:
-        console.print(notice[:1].upper() + notice[1:], highlight=False, soft_wrap=True)
+        console.print(notice, highlight=False, soft_wrap=True)
     for file in filter(None, (json, html)):
         console.print(f"Saved as {file}.", highlight=False)

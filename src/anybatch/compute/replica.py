@@ -28,7 +28,7 @@ from anybatch.compute import kernel_choices, no_cache, recompute
 from anybatch.compute.buckets import Buckets, check_dense
 from anybatch.compute.ghost import GhostBatches
 from anybatch.compute.indices import naming_ids
-from anybatch.compute.loss import read_loss
+from anybatch.compute.loss import read_loss, warn_of_reduction
 from anybatch.compute.optimizers import check_whole, rehearse
 from anybatch.compute.optimizers_update import Updater
 from anybatch.compute.precision import Numerics
@@ -178,7 +178,10 @@ class Replica:
                 self._numerics.region(),
                 recompute.keeping(self._recompute, self.model, self._host),
             ):
-                loss = read_loss(self._loss(self.model, batch), lambda: num_samples)
+                returned = self._loss(self.model, batch)
+                warn_of_reduction(self._loss, returned, num_samples)
+                loss = read_loss(returned, lambda: num_samples)
+                del returned  # or backward would hold what the loss has beside its sum
             self.phase = "backward"
             total = loss.sum
             if total.dtype in (torch.float16, torch.bfloat16):

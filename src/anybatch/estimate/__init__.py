@@ -13,6 +13,7 @@ from anybatch.estimate.ledger import ledger as ledger
 from anybatch.estimate.loss_pieces import loss_in_pieces as loss_in_pieces
 from anybatch.estimate.peak import Peak as Peak
 from anybatch.estimate.subject import Subject as Subject
+from anybatch.estimate.subject import dtypes_of as dtypes_of
 from anybatch.estimate.subject import fake_copy as fake_copy
 from anybatch.estimate.subject import fake_optimizer as fake_optimizer
 from anybatch.estimate.subject import identify as identify

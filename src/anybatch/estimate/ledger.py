@@ -23,6 +23,7 @@ from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import CASTS, Block, alive
 from anybatch.machine import Device
 from anybatch.plans import Choice
+from anybatch.units import format_bytes
 
 _MOST_HELD = 400
 _MOST_MOMENTS = 2000
@@ -167,6 +168,12 @@ class Ledger:
     def activation_bytes(self) -> int:
         """Bytes of all layers that are alive when forward ends."""
         return sum(layer.activation_bytes for layer in self.layers)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Ledger: micro-batch {self.micro_batch:,}, {len(self.layers):,} layers,"
+            f" {self.num_parameters:,} parameters, predicted peak {format_bytes(self.num_bytes)}>"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, dicts and numbers, for JSON."""

@@ -70,6 +70,7 @@ class Subject:
         long: the longest sample, and how lengths are spread, in words; empty: they are alike.
         families: traces made so far, so that none is made twice.
         stages: what they were made on; see `stage`.
+        left: bytes that training leaves free in the heap, of each way it was made.
         recall: results of operations, for all of them.
     """
 
@@ -90,6 +91,7 @@ class Subject:
     depends: tuple[str, ...] = ()
     families: dict[Hashable, Family] = field(default_factory=dict, compare=False, repr=False)
     stages: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+    left: dict[Hashable, int] = field(default_factory=dict, compare=False, repr=False)
     recall: Recall = field(default_factory=Recall, compare=False, repr=False)
 
     @property
@@ -188,7 +190,16 @@ def identify(task: Task, model: nn.Module) -> TaskIdentity:
         trainable_parameters=sum(p.numel() for p in trainable if p.requires_grad),
         ghost_batch=ghost_batch_of(task, model),
         longest=None if lengths is None else int(lengths.max()),
+        dtypes=dtypes_of(model),
     )
+
+
+def dtypes_of(model: nn.Module) -> tuple[str, ...]:
+    """The dtypes of the floating parameters of `model`, as torch names them, each once."""
+    found = {
+        str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()
+    }
+    return tuple(sorted(found))
 
 
 def ghost_batch_of(task: Task, model: nn.Module) -> int | None:

@@ -73,7 +73,7 @@ def _joined(names: Iterable[str]) -> Iterator[str]:
     parts = [(*name.rpartition("."), name) for name in names]
     for _, run in groupby(
         enumerate(parts),
-        lambda item: (item[1][0], int(item[1][2]) - item[0]) if item[1][2].isdigit() else item[0],
+        lambda item: (item[1][0], int(item[1][2]) - item[0]) if item[1][2].isdecimal() else item[0],
     ):
         inside = [part for _, part in run]
         first, last = inside[0], inside[-1]

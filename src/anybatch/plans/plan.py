@@ -16,7 +16,7 @@ from anybatch.plans.checks import check
 from anybatch.plans.choice import Choice, KernelChoices
 from anybatch.plans.frozen import Frozen, faults
 from anybatch.plans.ranks import Balancing, Exchange, Norms, Parallel
-from anybatch.plans.told import explained
+from anybatch.plans.told import as_table, explained, in_one_line
 from anybatch.plans.weighed import Candidate, FrontierPoint, Prediction, Rival
 
 VERSION = 1
@@ -32,6 +32,9 @@ class TaskIdentity(Frozen):
     ghost_batch: int | None = Field(default=None, ge=1)
     longest: int | None = Field(
         default=None, ge=1, description="length of the longest sample, where samples differ in it"
+    )
+    dtypes: tuple[str, ...] = Field(
+        default=(), description="of the floating parameters as the model has them; empty: not told"
     )
 
 
@@ -154,6 +157,15 @@ class Plan(Frozen):
     def explain(self) -> list[tuple[str, str]]:
         """The plan as (what, how) lines that a person reads in ten seconds."""
         return explained(self)
+
+    def __repr__(self) -> str:
+        return f"<Plan of {in_one_line(self)}>"
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def _repr_html_(self) -> str:
+        return as_table(self)
 
     def check_fits(self, identity: TaskIdentity) -> None:
         """Raises `InputError` if this plan was made for another task than `identity`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import TYPE_CHECKING
 
 from anybatch.plans.ranks import Parallel
@@ -37,7 +38,7 @@ def explained(plan: Plan) -> list[tuple[str, str]]:
         lines.append(("exchange", f"not exact: {plan.exchange.describe()}"))
     lines += [
         ("global batch", f"{samples}: {each}{_cut(plan)}{ghost}"),
-        ("precision", choice.precision),
+        ("precision", _precision(plan)),
         ("recompute", choice.recompute.describe(named=True)),
     ]
     if update := choice.describe_update():
@@ -65,6 +66,30 @@ def explained(plan: Plan) -> list[tuple[str, str]]:
     return lines
 
 
+def in_one_line(plan: Plan) -> str:
+    """`plan` for a prompt of Python: what it is for, the choice, and what that is predicted to cost."""
+    device = plan.device_name or plan.device
+    where = f"{plan.num_ranks} ranks of {device}" if plan.num_ranks > 1 else device
+    whose = f"{plan.task.name}: global batch {plan.task.global_batch:,}"
+    cost = "nothing predicted"
+    if plan.prediction is not None:
+        budget = f" of {format_bytes(plan.budget_bytes)}" if plan.budget_bytes else ""
+        step = format_seconds(plan.prediction.step_seconds)
+        cost = f"predicted peak {format_bytes(plan.prediction.peak_bytes)}{budget}, step {step}"
+    line = f"{whose}, {plan.choice.describe()}, on {where}; {cost}"
+    return " ".join(line.split())  # names may be of several lines
+
+
+def as_table(plan: Plan) -> str:
+    """`plan` as a table for the cell of a notebook."""
+    left = "style='text-align: left; vertical-align: top'"
+    rows = "".join(
+        f"<tr><th scope='row' {left}>{escape(what)}</th><td {left}>{escape(how)}</td></tr>"
+        for what, how in explained(plan)
+    )
+    return f"<table><tbody>{rows}</tbody></table>"
+
+
 def _cut(plan: Plan) -> str:
     size, longest = plan.choice.micro_batch, plan.task.longest
     if plan.accumulation_steps == 1:
@@ -75,6 +100,14 @@ def _cut(plan: Plan) -> str:
         f"micro-batches of a padded size of at most {size * longest:,} ({size} x {longest:,}, the"
         " longest), accumulated exactly"
     )
+
+
+def _precision(plan: Plan) -> str:
+    """The precision; and the dtype of weights that stay as the model has them, if not float32."""
+    name, dtypes = plan.choice.precision, plan.task.dtypes
+    if dtypes in ((), ("float32",)) or name.endswith(("-weights", "-pure")):
+        return name
+    return f"{name}, the parameters as the model has them: {' and '.join(dtypes)}"
 
 
 def _shares(plan: Plan) -> str:

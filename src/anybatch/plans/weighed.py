@@ -7,6 +7,7 @@ from pydantic import Field
 from anybatch.plans.choice import Choice
 from anybatch.plans.frozen import Frozen
 from anybatch.plans.ranks import Parallel
+from anybatch.units import format_bytes, format_seconds
 
 
 class Prediction(Frozen):
@@ -43,6 +44,13 @@ class Prediction(Frozen):
     bytes_corrected_by: float = Field(default=1.0, ge=1)
     seconds_corrected_by: float = Field(default=1.0, gt=0)
     corrected_runs: int = Field(default=0, ge=0)
+
+    def __repr__(self) -> str:
+        step = format_seconds(self.step_seconds)
+        return f"<Prediction: peak {format_bytes(self.peak_bytes)}, step {step}>"
+
+    def __str__(self) -> str:
+        return repr(self)
 
 
 class Candidate(Frozen):

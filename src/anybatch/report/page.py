@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ def _render(plan: Plan, record: Record) -> str:
         evaluated=bool(record.evaluations),
         events=_events(record),
         rejected=_rejected(plan),
-        versions=_versions(record),
+        commands=_each_once(start.command for start in record.starts),
+        how=_how_it_was_run(record),
     )
 
 
@@ -256,10 +258,23 @@ def _rejected(plan: Plan) -> list[tuple[str, ...]]:
     ]
 
 
-def _versions(record: Record) -> list[tuple[str, str]]:
-    return (
-        [(str(k), str(v)) for k, v in record.starts[-1].versions.items()] if record.starts else []
-    )
+def _how_it_was_run(record: Record) -> list[tuple[str, str]]:
+    """(what, how) lines beside the command, for whoever wants to run it again. The versions are those
+    of the last start."""
+    if not record.starts:
+        return []
+    ended = f", ended {_moment(record.ended.time)}" if record.ended else ""
+    lines = [
+        ("host", ", ".join(_each_once(start.host for start in record.starts))),
+        ("device", ", ".join(_each_once(start.device for start in record.starts))),
+        ("date", f"began {_moment(record.starts[0].time)}{ended}"),
+        *record.starts[-1].versions.items(),
+    ]
+    return [(what, how) for what, how in lines if how]
+
+
+def _each_once(texts: Iterable[str]) -> list[str]:
+    return [text for text in dict.fromkeys(texts) if text]
 
 
 def _moment(seconds: float) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +68,19 @@ def test_a_run_leaves_its_files(trained: Callable[..., Path]):
     weights = load_file(run / "model.safetensors")
     assert weights.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert all(value.isfinite().all() for value in weights.values())
+
+
+def test_a_run_tells_by_which_command_it_was_started_and_where(
+    trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    line = ["train", "task.py", "-s", "epochs=1"]
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/anybatch", *line])
+    folder = trained(*line[2:])
+    started, _, _ = events(folder)
+    assert started.command == "anybatch train task.py -s epochs=1"
+    assert started.host == socket.gethostname()
+    assert started.versions.keys() == {"anybatch", "torch", "Python"}
+    assert started.command in (folder / "report.html").read_text()
 
 
 def test_s_options_reach_the_function(trained: Callable[..., Path]):
@@ -353,6 +368,52 @@ def test_memory_tells_where_the_bytes_go(
     assert found.keys() == {"plan", "ledger", "knobs", "in_use"}
     assert sum(found["ledger"]["by_kind"].values()) == found["ledger"]["totals"]["total"]
     assert "plotly" in (folder / "m.html").read_text()
+
+
+@pytest.mark.parametrize("last", [("--json",), ("--json", "-"), ("--json", "--compile")])
+def test_memory_as_json_prints_that_and_nothing_else(
+    write_task: Callable[..., Path], command: Callable[..., Outcome], last: tuple[str, ...]
+):
+    write_task()
+    outcome = command("memory", "task.py", *last)
+    assert outcome.status == 0, outcome.err
+    found = json.loads(outcome.out)
+    assert found.keys() == {"plan", "ledger", "knobs", "in_use"}
+    assert found["plan"]["kernels"]["compile"] == ("--compile" in last)
+    sizes = list(bytes_in(found["ledger"])) + [knob["peak_bytes"] for knob in found["knobs"]]
+    assert len(sizes) > 20
+    assert {type(size) for size in sizes} == {int}
+
+
+def bytes_in(data: Any) -> Iterator[Any]:
+    """Every number in `data` that is one of bytes."""
+    if isinstance(data, list):
+        for item in data:
+            yield from bytes_in(item)
+    elif isinstance(data, dict):
+        for name, item in data.items():
+            if name in ("totals", "by_kind"):
+                yield from item.values()
+            elif name.endswith("_bytes"):
+                yield item
+            else:
+                yield from bytes_in(item)
+
+
+def test_memory_as_json_where_nothing_fits_tells_so_beside_it(
+    write_task: Callable[..., Path], command: Callable[..., Outcome]
+):
+    write_task()
+    outcome = command("memory", "task.py", "--memory", "1100KiB", "--json")
+    assert outcome.status == 0
+    assert json.loads(outcome.out)["plan"]["budget_bytes"] == 1100 << 10
+    assert "No plan fits the budget" in outcome.err
+
+
+def test_a_task_is_not_taken_for_the_file_of_json_without_a_word(command: Callable[..., Outcome]):
+    outcome = command("memory", "--json", "task.py")
+    assert outcome.status == 2
+    assert "TASK" in outcome.err
 
 
 def test_memory_is_told_all_the_more_where_nothing_fits(

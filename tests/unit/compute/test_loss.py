@@ -1,10 +1,15 @@
 """What a loss function may return, and what it is told if it returns anything else."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from anybatch.compute.loss import read_loss
+import anybatch as ab
+from anybatch.compute.loss import read_loss, warn_of_reduction
 from anybatch.errors import LossError
 from anybatch.task import Loss
 
@@ -58,3 +63,78 @@ def test_what_is_no_loss(returned, message):
 
 def test_evaluation_needs_no_graph():
     assert float(read_loss(GRAPH.detach(), lambda: 2, training=False).sum) == 4.0
+
+
+# ------------------------------------------------------------------------------------- reductions
+
+OUTPUT = torch.randn(4, 3, requires_grad=True)
+LABELS, TARGETS = torch.tensor([0, 1, 2, 0]), torch.zeros(4, 3)
+
+
+def told(returned, num_samples=4):
+    """What is warned of a loss function that returns this."""
+
+    def loss():
+        raise NotImplementedError
+
+    loss.__qualname__ = f"loss_{id(loss)}_{len(SEEN)}"
+    SEEN.append(loss)  # so that each is another one
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_reduction(loss, returned, num_samples)
+        warn_of_reduction(loss, returned, num_samples)
+    assert len(caught) <= 1
+    return [str(warning.message) for warning in caught]
+
+
+SEEN = []
+
+
+@pytest.mark.parametrize(
+    "total",
+    [
+        nn.CrossEntropyLoss(reduction="sum")(OUTPUT, LABELS),
+        F.mse_loss(OUTPUT, TARGETS, reduction="sum"),
+        F.binary_cross_entropy_with_logits(OUTPUT, TARGETS, reduction="sum"),
+    ],
+)
+def test_a_sum_that_is_taken_for_a_mean_is_told_once(total):
+    (sentence,) = told(total)
+    assert "returns a sum (reduction='sum') by itself" in sentence
+    assert "Return anybatch.Loss(sum, weight)" in sentence
+    for right in (Loss(total, 4), (total, 4), (total, torch.tensor(4)), total / 4):
+        assert not told(right)
+    assert not told(total, num_samples=1)
+
+
+def test_a_mean_that_is_taken_for_a_sum_is_told_once():
+    mean = F.cross_entropy(OUTPUT, LABELS)
+    for wrong in (Loss(mean, 4), (mean, 4), Loss(mean, 1), Loss(mean, torch.tensor(4))):
+        (sentence,) = told(wrong)
+        assert "returns a mean (reduction='mean') as its sum" in sentence
+    for right in (mean, Loss(mean * 4, 4), mean + OUTPUT.square().sum()):
+        assert not told(right)
+
+
+@pytest.mark.parametrize("returned", [None, 1.0, (1.0,), GRAPH.detach(), Loss(GRAPH.detach(), 1)])
+def test_nothing_is_said_of_reductions_where_none_is_seen(returned):
+    assert not told(returned)
+
+
+def test_a_task_whose_loss_is_a_sum_by_itself_is_warned_of_when_it_is_planned():
+    def summed(model, batch):
+        return F.mse_loss(model(batch[0]), batch[1], reduction="sum")
+
+    data = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
+    task = ab.Task(
+        model=lambda: nn.Linear(3, 1),
+        loss=summed,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train=data,
+        global_batch=4,
+        epochs=1,
+    )
+    with pytest.warns(UserWarning, match=r"summed' returns a sum .* taken as the mean") as caught:
+        ab.plan(task)
+    place = summed.__code__
+    assert [(w.filename, w.lineno) for w in caught] == [(place.co_filename, place.co_firstlineno)]

@@ -100,6 +100,8 @@ def make_start(**changes: Any) -> RunStarted:
         "total_steps": 200,
         "plan": make_plan().model_dump(mode="json"),
         "versions": {"anybatch": "0.1.0", "torch": "2.13.0", "CUDA": "13.0", "Python": "3.11.7"},
+        "command": "anybatch train cifar10.py --memory 10GiB -s 'name=a b'",
+        "host": "node-7",
     }
     return RunStarted(**{**values, **changes})
 

@@ -144,6 +144,41 @@ def test_a_budget_far_away_is_told_in_words(tmp_path: Path):
     assert "of 600 GiB" not in page.text
 
 
+def test_how_it_was_run_is_told_in_the_end(full: Page):
+    told = full.text.partition("How it was run")[2]
+    for line in (
+        "command anybatch train cifar10.py --memory 10GiB -s 'name=a b'",
+        "host node-7",
+        "device NVIDIA H200, 139 GiB",
+        "date began 2025-10-09",
+        "anybatch 0.1.0",
+        "torch 2.13.0",
+        "Python 3.11.7",
+    ):
+        assert line in told
+
+
+def test_a_resumed_run_tells_each_command_and_each_machine_once(tmp_path: Path):
+    again = {"command": "anybatch train cifar10.py --resume", "host": "node-8"}
+    starts = [make_start(), make_start(**again), make_start(**again)]
+    told = page_of(tmp_path, starts).text.partition("How it was run")[2]
+    assert "resumed by anybatch train cifar10.py --resume host node-7, node-8 device" in told
+
+
+def test_a_log_from_before_commands_were_recorded_has_a_page(tmp_path: Path):
+    folder = write_run(tmp_path, [make_start(), make_end()])
+    log = folder / "events.jsonl"
+    start, end = (json.loads(line) for line in log.read_text(encoding="utf-8").splitlines())
+    del start["command"], start["host"]
+    log.write_text(f"{json.dumps(start)}\n{json.dumps(end)}\n", encoding="utf-8")
+    page = Page(write(folder))
+    check(page)
+    told = page.text.partition("How it was run")[2]
+    assert "device NVIDIA H200" in told
+    assert "command" not in told
+    assert "host" not in told
+
+
 def test_waiting_for_samples_has_a_curve(tmp_path: Path):
     steps = [make_step(step, seconds=1.0, data_seconds=0.75) for step in range(1, 21)]
     page = page_of(tmp_path, [make_start(), *steps])
@@ -183,7 +218,9 @@ def test_names_are_text_and_nothing_more(tmp_path: Path):
         rejected=(make_candidate(64, 1.0, 1.0).model_copy(update={"reason": evil}),),
     )
     events = [
-        make_start(task=evil, device=evil, versions={evil: evil}, notices=(evil,)),
+        make_start(
+            task=evil, device=evil, versions={evil: evil}, notices=(evil,), command=evil, host=evil
+        ),
         make_step(1, metrics={evil: 1.0}),
         make_evaluation(1, metrics={evil: 1.0, "--blue": 0.5}),
         make_end(finished=False, reason=evil),
