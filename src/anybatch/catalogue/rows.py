@@ -131,6 +131,11 @@ def _sheet(device: str) -> str:
     return f"{device} data sheet"
 
 
+# Guides of a maker of servers.
+_LENOVO_A800 = "Lenovo Press LP1813, ThinkSystem NVIDIA A800 PCIe GPU (product guide)"
+_LENOVO_H800 = "Lenovo Press LP1814, ThinkSystem NVIDIA H800 PCIe Gen5 GPU (product guide)"
+
+
 # fmt: off
 _ROWS = (
     # Desks: GiB, cores, boost clock in MHz, GB/s
@@ -208,11 +213,10 @@ _ROWS = (
     _row("a100-80gb-pcie", "A100 PCIe", 80, (19.5, 156, 312), 1935, _PCIE4, "8.0",
          _sheet("NVIDIA A100")),
     _row("a800-80gb", "A800 SXM4", 80, (19.5, 156, 312), 2039, ("NVLink 3", 200), "8.0",
-         _sheet("NVIDIA A800")),
-    _row("a800-80gb-pcie", "A800 PCIe", 80, (19.5, 156, 312), 1935, _PCIE4, "8.0",
-         _sheet("NVIDIA A800")),
+         _LENOVO_A800),
+    _row("a800-80gb-pcie", "A800 PCIe", 80, (19.5, 156, 312), 1935, _PCIE4, "8.0", _LENOVO_A800),
     _row("l4", "L4", 24, (30.3, 60, 121), 300, _PCIE4, "8.9", _sheet("NVIDIA L4"), ecc=True),
-    _card("l20", "L20", 48, 11776, 2520, 864, _PCIE4, _ADA, ecc=True),
+    _row("l20", "L20", 48, (59.8, 59.8, 119.5), 864, _PCIE4, "8.9", _sheet("NVIDIA L20"), ecc=True),
     _card("l40", "L40", 48, 18176, 2490, 864, _PCIE4, _ADA, ecc=True),
     _row("l40s", "L40S", 48, (91.6, 183, 362), 864, _PCIE4, "8.9", _sheet("NVIDIA L40S"), ecc=True),
     _row("h20-96gb", "H20", 96, (44, 74, 148), 4000, _NVLINK4, "9.0", _sheet("NVIDIA H20")),
@@ -224,8 +228,7 @@ _ROWS = (
          _sheet("NVIDIA H100")),
     _row("h800-80gb", "H800 SXM5", 80, (67, 494.7, 989.4), 3350, ("NVLink 4", 200), "9.0",
          _sheet("NVIDIA H800")),
-    _row("h800-80gb-pcie", "H800 PCIe", 80, (51, 378, 756), 2000, _PCIE5, "9.0",
-         _sheet("NVIDIA H800")),
+    _row("h800-80gb-pcie", "H800 PCIe", 80, (51, 378, 756), 2000, _PCIE5, "9.0", _LENOVO_H800),
     _row("h200", "H200", 141, (67, 494.7, 989.4), 4800, _NVLINK4, "9.0", _sheet("NVIDIA H200")),
     _row("h200-nvl", "H200 NVL", 141, (60, 417.5, 835.5), 4800, ("NVLink bridge", 450), "9.0",
          _sheet("NVIDIA H200")),
@@ -233,14 +236,16 @@ _ROWS = (
          _sheet("NVIDIA GH200")),
     _row("gh200-144gb", "GH200", 144, (67, 494.7, 989.4), 4900, _NVLINK4, "9.0",
          _sheet("NVIDIA GH200")),
-    # Sheets of whole systems, divided: earlier ones of the B200 say 80 TFLOP/s, 192 GB and 8 TB/s,
-    # and 288 GB of the B300 are 270 of those that others are sold by.
+    # The B200 and the GB200 from sheets of whole systems, divided: earlier ones of the B200 say 80
+    # TFLOP/s, 192 GB and 8 TB/s. The sheet of Blackwell Ultra has its two by the device: of the 288 GB
+    # that its stacks hold, 270 and 279 can be used.
     _row("b200", "B200", 180, (75, 1125, 2250), 7700, _NVLINK5, "10.0", _sheet("NVIDIA HGX B200")),
     _row("gb200", "GB200", 186, (80, 1250, 2500), 8000, _NVLINK5, "10.0",
          _sheet("NVIDIA GB200 NVL72")),
-    _row("b300", "B300", 270, (75, 1125, 2250), 8000, _NVLINK5, "10.3", _sheet("NVIDIA HGX B300")),
-    _row("gb300", "GB300", 278, (80, 1250, 2500), 8000, _NVLINK5, "10.3",
-         _sheet("NVIDIA GB300 NVL72")),
+    _row("b300", "B300", 270, (75, 1125, 2250), 7700, _NVLINK5, "10.3",
+         _sheet("NVIDIA Blackwell Ultra")),
+    _row("gb300", "GB300", 279, (80, 1250, 2500), 8000, _NVLINK5, "10.3",
+         _sheet("NVIDIA Blackwell Ultra")),
     # ROCm calls its devices cuda, too. An MI250X is two devices to torch; this is one of them.
     _row("mi210", "Instinct MI210", 64, (45.3, 0, 181), 1638, ("Infinity Fabric", 150), "gfx90a",
          _sheet("AMD Instinct MI210")),
