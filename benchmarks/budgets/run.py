@@ -78,7 +78,7 @@ def _refused(task: Any, precision: str, budget: int, least: int) -> dict[str, An
     done = _trained(task, precision, least)
     # What a run may take, and this one perhaps did not.
     needed = done["measured"] + CPU_CONSTANT_BYTES
-    true = told and not done["failures"] and needed > budget - reserve_of(budget)
+    true = told and not done["failures"] and needed > budget - reserve_of(budget, "cpu")
     return {**done, "budget": least, "refused": budget, "refusal_is_true": true}
 
 

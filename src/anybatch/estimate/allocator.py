@@ -18,6 +18,8 @@ from anybatch.estimate.trace import Block, Timeline
 PAGE = 4096
 _HEADER = 64 + 16  # torch's alignment, malloc's own words
 
+_SCRATCH = -1  # as no block is called
+
 CUDA_BLOCK = 512
 CUDA_SMALL = 1 << 20
 CUDA_SMALL_SEGMENT = 2 << 20
@@ -39,6 +41,7 @@ class Taken:
         moment: when that was, the first time.
         requested_bytes: in blocks at that moment, as they were asked for, and in scratch.
         curve: what was held at each moment.
+        heap_bytes: the most that the heap took (glibc).
     """
 
     peak_bytes: int
@@ -46,6 +49,7 @@ class Taken:
     moment: int
     requested_bytes: int
     curve: tuple[int, ...]
+    heap_bytes: int = 0
 
     @property
     def overhead_bytes(self) -> int:
@@ -66,9 +70,10 @@ class _Books:
         if allocated > self._most[0]:
             self._most = allocated, moment, requested
 
-    def taken(self) -> Taken:
+    def taken(self, heap_bytes: int = 0) -> Taken:
         allocated, moment, requested = self._most
-        return Taken(max(self._curve), allocated, moment, requested, tuple(self._curve))
+        curve = tuple(self._curve)
+        return Taken(max(curve), allocated, moment, requested, curve, heap_bytes)
 
 
 class Allocator(ABC):
@@ -82,9 +87,9 @@ class Allocator(ABC):
 class GlibcHeap(Allocator):
     """glibc's malloc with fixed thresholds, as torch's CPU allocator uses it under a budget.
 
-    Blocks from `mmap_threshold` on are mapped by themselves, in whole pages, and given back when
-    freed. Smaller ones live in a heap: best fit among the holes, neighbours merged, the top given back
-    beyond `trim_threshold`.
+    Blocks live in a heap: best fit among the holes, neighbours merged, the top given back beyond
+    `trim_threshold`. Those from `mmap_threshold` on for which there is no hole are mapped by
+    themselves, in whole pages, and given back when freed.
     """
 
     def __init__(self, mmap_threshold: int, trim_threshold: int) -> None:
@@ -94,25 +99,28 @@ class GlibcHeap(Allocator):
     def replay(self, timeline: Timeline) -> Taken:
         """See `Allocator`."""
         heap = _Heap(self._trim_threshold)
-        mapped = small = requested = 0
+        mapped: dict[int, int] = {}
+        mapped_bytes = small = requested = 0
         books = _Books()
         for moment, births, deaths in _moments(timeline):
             for block in births:
-                requested += block.num_bytes
-                if block.num_bytes >= self._mmap_threshold:
-                    mapped += _round_up(block.num_bytes + _HEADER, PAGE)
-                elif block.num_bytes:
-                    small += heap.take(id(block), _round_up(block.num_bytes + _HEADER, 16))
+                size = block.num_bytes
+                requested += size
+                if size >= self._mmap_threshold and not heap.has_hole(_in_heap(size)):
+                    mapped[id(block)] = _round_up(size + _HEADER, PAGE)
+                    mapped_bytes += mapped[id(block)]
+                elif size:
+                    small += heap.take(id(block), _in_heap(size))
             scratch = timeline.scratch.get(moment, 0)
-            allocated = mapped + small + scratch
-            books.note(moment, allocated, requested + scratch, mapped + heap.top + scratch)
+            allocated = mapped_bytes + small + scratch
+            books.note(moment, allocated, requested + scratch, mapped_bytes + heap.top + scratch)
             for block in deaths:
                 requested -= block.num_bytes
-                if block.num_bytes >= self._mmap_threshold:
-                    mapped -= _round_up(block.num_bytes + _HEADER, PAGE)
+                if id(block) in mapped:
+                    mapped_bytes -= mapped.pop(id(block))
                 elif block.num_bytes:
                     small -= heap.give(id(block))
-        return books.taken()
+        return books.taken(heap.longest)
 
 
 class CudaCache(Allocator):
@@ -156,9 +164,12 @@ class CudaCache(Allocator):
                 if block.num_bytes:
                     requested += block.num_bytes
                     allocated += cache.take(id(block), block.num_bytes)
+            # Kernels have their scratch from the allocator, which keeps what they give back.
             scratch = timeline.scratch.get(moment, 0)
-            held = cache.reserved_bytes + scratch
-            books.note(moment, allocated + scratch, requested + scratch, held)
+            taken = cache.take(_SCRATCH, scratch) if scratch else 0
+            books.note(moment, allocated + taken, requested + scratch, cache.reserved_bytes)
+            if scratch:
+                cache.give(_SCRATCH)
             for block in deaths:
                 if block.num_bytes:
                     requested -= block.num_bytes
@@ -309,15 +320,19 @@ class _Cache:
 
 
 class _Heap:
-    """Best fit over a line of bytes. `top` is its length now."""
+    """Best fit over a line of bytes. `top` is its length now, `longest` the most it was."""
 
     def __init__(self, trim_threshold: int) -> None:
-        self.top = 0
+        self.top = self.longest = 0
         self._trim = trim_threshold
         self._taken: dict[int, tuple[int, int]] = {}
         self._by_size: list[tuple[int, int]] = []  # (size, start) of each hole
         self._starts: dict[int, int] = {}  # start of a hole -> size
         self._ends: dict[int, int] = {}  # end of a hole -> start
+
+    def has_hole(self, size: int) -> bool:
+        """Whether a block of `size` fits between others."""
+        return bool(self._by_size) and self._by_size[-1][0] >= size
 
     def take(self, key: int, size: int) -> int:
         """Take a block; returns its size."""
@@ -334,6 +349,7 @@ class _Heap:
                 self._remove(begin, start - begin)
                 start = begin
             self.top = start + size
+            self.longest = max(self.longest, self.top)
         self._taken[key] = (start, size)
         return size
 
@@ -386,6 +402,11 @@ def _moments(timeline: Timeline) -> Iterator[tuple[int, Sequence[Block], Sequenc
             deaths.setdefault(block.died, []).append(block)
     for moment in range(timeline.num_moments + 2):
         yield moment, births.get(moment, ()), deaths.get(moment, ())
+
+
+def _in_heap(size: int) -> int:
+    """What a block of `size` bytes takes of the heap."""
+    return _round_up(size + _HEADER, 16)
 
 
 def _round_up(size: int, unit: int) -> int:

@@ -12,13 +12,13 @@ from anybatch.data import ghosts
 from anybatch.estimate.allocator import passing_bytes
 from anybatch.estimate.family import Family, Traced
 from anybatch.estimate.kinds import OVERHEAD
-from anybatch.estimate.peak import CUDA_CONTEXT_BYTES, Peak, method_on, peak_of
+from anybatch.estimate.peak import CUDA_CONTEXT_BYTES, Peak, allocator_of, method_on, peak_of
 from anybatch.estimate.pieces import cut_finer, tensors
 from anybatch.estimate.stage import num_traced, trace_evaluation, trace_step
 from anybatch.estimate.stage_setup import cut_of
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import Timeline
-from anybatch.estimate.workspaces import with_workspaces
+from anybatch.estimate.workspaces import communicator_bytes, with_workspaces
 from anybatch.machine import MMAP_THRESHOLD, Device
 from anybatch.plans import Choice
 
@@ -124,7 +124,26 @@ def _beside_evaluation(
     others = max(0, trained - 1) * one + evaluated * traced.shape_bytes.forward
     kept = training.kept_bytes + _larger_products(choice, traced)
     libraries = kept + one + round(_SCATTER * others)
-    return _beside(subject, libraries, traced.timeline, device, choice.evaluation_batch)
+    beside = _beside(subject, libraries, traced.timeline, device, choice.evaluation_batch)
+    if device.kind == "cpu":
+        beside[OVERHEAD] += _left_in_heap(subject, choice, training, device)
+    return beside
+
+
+def _left_in_heap(subject: Subject, choice: Choice, training: Traced, device: Device) -> int:
+    """Bytes of the heap that training leaves free and keeps, since something lies behind."""
+    key = "left in heap", _others(choice), choice.micro_batch, device
+    if key not in subject.left:
+        timeline = training.timeline
+        heap = allocator_of(device).replay(timeline).heap_bytes
+        stays = sum(
+            block.num_bytes
+            for block in timeline.blocks
+            if block.num_bytes < MMAP_THRESHOLD and block.died is None
+        )
+        holes = passing_bytes(tensors(timeline), MMAP_THRESHOLD)
+        subject.left[key] = max(0, heap - stays) + holes
+    return subject.left[key]
 
 
 def _larger_products(choice: Choice, evaluation: Traced) -> int:
@@ -137,7 +156,9 @@ def _beside(
 ) -> dict[str, int]:
     constant = constant_bytes(device)
     if device.kind != "cpu":
-        return {"libraries": libraries, "device context": constant}
+        several = subject.flat or subject.division is not None
+        spoken = communicator_bytes(device) if several else 0
+        return {"libraries": libraries + spoken, "device context": constant}
     # What comes and goes in the heap does not find its old places again. Objects and kernels that stay
     # have come to lie between them, and what is left is too small for another block of the same size:
     # glibc aligns a block by asking for up to 96 bytes more, which it gives back. How often is not

@@ -31,9 +31,14 @@ CUDA_CONTEXT_BYTES = 640 << 20
 """Context and kernels: 450 to 650 MiB is what drivers of 2024 and later show."""
 
 _CUDNN = (
-    "Not counted: cuDNN's workspaces for convolutions, which take what is free while it tries them."
+    "Not counted: what some of cuDNN's convolutions take beyond a copy of each tensor; where"
+    " torch.backends.cudnn.benchmark is set, it tries them in all that is free."
 )
-_NCCL = "Not counted: NCCL's buffers: 4 MiB (NCCL_BUFFSIZE) for each channel and each neighbour."
+_NCCL = (
+    "Not counted: NCCL's buffers beyond those of one group's sums, such as 12 MiB for each channel and"
+    " each other rank where compressed gradients are exchanged."
+)
+_RCCL = "Not counted: RCCL's buffers."
 
 
 @dataclass(frozen=True)
@@ -106,4 +111,6 @@ def not_counted_on(device: Device, ranks: bool) -> tuple[str, ...]:
     """What else may take memory on `device`, in sentences; `ranks`: whether it is one of several."""
     if device.kind == "cpu":
         return ()
+    if device.capability.startswith("gfx"):
+        return (_RCCL,) if ranks else ()
     return (_CUDNN, _NCCL) if ranks else (_CUDNN,)

@@ -1,10 +1,17 @@
-"""Workspaces: what cuBLAS takes of torch's CUDA allocator, by rule, since a trace does not see it.
+"""Workspaces: what libraries take on a CUDA device, by rule, since a trace does not see it.
 
-torch gives each of cuBLAS's handles a workspace when it first multiplies on a stream, and keeps it. A
-handle belongs to a thread: forward has one, and backward, which runs on autograd's, has another.
-Their sizes are torch's (`aten/src/ATen/cuda/CublasHandlePool.cpp`; its documentation, "CUDA semantics:
-cuBLAS workspaces"): 32 MiB from compute capability 9 on, 8.125 MiB before; on ROCm 128 MiB for the
-MI300 and its followers, and 32 MiB for others.
+**cuBLAS** has its own of torch's allocator. torch gives each of its handles a workspace when it first
+multiplies on a stream, and keeps it. A handle belongs to a thread: forward has one, and backward, which
+runs on autograd's, has another. Their sizes are torch's (`aten/src/ATen/cuda/CublasHandlePool.cpp`; its
+documentation, "CUDA semantics: cuBLAS workspaces"): 32 MiB from compute capability 9 on, 8.125 MiB
+before; on ROCm 128 MiB for the MI300 and its followers, and 32 MiB for others.
+
+**NCCL** has them of the driver, beside the allocator. A connection to a neighbour takes 12 MiB on each
+channel: three protocols of 4 MiB (`NCCL_BUFFSIZE`), 4.7 and 0.5 MiB, each side in units of 2 MiB
+(`src/transport/p2p.cc`; its issue 1685 lists the allocations). An all-reduce makes those of a ring and
+of a tree when it first runs, over 24 channels between devices on NVLink and over 2 on PCIe (by its
+log). A switch that adds up (NVLink SHARP, from compute capability 9 on) takes 256 MiB more on a node of
+eight. With two A100 544 MiB were measured, with more 688 (its issue 964).
 """
 
 from __future__ import annotations
@@ -23,6 +30,10 @@ WORKSPACES = "libraries' workspaces"
 
 PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
 """How the names of operations begin that cuBLAS computes."""
+
+_CONNECTION, _CONNECTIONS, _SWITCHED = 12 << 20, 2, 256 << 20
+_NVLINK, _NVLINK_CHANNELS, _PCIE_CHANNELS = 1e11, 24, 2
+"""Of NCCL; NVLink is what crosses more bytes per second than the first of these."""
 
 _LARGE, _SMALL, _ROCM_LARGE = 32 << 20, (2 * 4096 + 8 * 16) << 10, 128 << 20
 _CONFIG = "CUBLAS_WORKSPACE_CONFIG"
@@ -48,6 +59,18 @@ def workspace_bytes(device: Device) -> int:
         return _ROCM_LARGE if device.capability in ("gfx942", "gfx950") else _LARGE
     major = device.capability.partition(".")[0]
     return _SMALL if major.isdigit() and int(major) < 9 else _LARGE
+
+
+def communicator_bytes(device: Device) -> int:
+    """Bytes of NCCL's buffers on one of several devices, for the ranks' sums; none where ranks speak by
+    another library."""
+    if device.kind != "cuda" or device.capability.startswith("gfx"):
+        return 0
+    if device.rates.link_bytes < _NVLINK:
+        return _CONNECTION * _CONNECTIONS * _PCIE_CHANNELS
+    major = device.capability.partition(".")[0]
+    switched = _SWITCHED if not major.isdigit() or int(major) >= 9 else 0
+    return _CONNECTION * _CONNECTIONS * _NVLINK_CHANNELS + switched
 
 
 def _first_products(traced: Traced) -> Iterator[int]:

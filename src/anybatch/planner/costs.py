@@ -60,7 +60,8 @@ class Costs:
         self.states_on: StatesOn = states_on
         self.sizes: Sizes = Sizes.of(subject)
         budget = setting.device.budget_bytes
-        self.room: int = int((budget - reserve_of(budget)) / setting.correction.bytes)
+        free = reserve_of(budget, setting.device.kind)
+        self.room: int = int((budget - free) / setting.correction.bytes)
         self._traced: dict[Choice, Footprint] = {}
         self._read_off: dict[Choice, int] = {}  # bytes by the line, where nothing was traced
 

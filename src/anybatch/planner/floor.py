@@ -31,7 +31,7 @@ def check_floor(
         num_bytes = min(_floor(subject, layout, device, precision) for layout in layouts)
     except Exception:  # whatever the user's code raises on fake tensors
         return
-    least = budget_for(num_bytes)
+    least = budget_for(num_bytes, device.kind)
     if least > device.budget_bytes:
         raise NoPlanFits(
             f"no plan fits the budget of {format_bytes(device.budget_bytes)}: weights, gradients and"

@@ -47,7 +47,7 @@ class Layout:
             "device": device.kind if several else device.torch_name,
             "device_name": device.name,
             "budget_bytes": device.budget_bytes,
-            "reserve_bytes": reserve_of(device.budget_bytes),
+            "reserve_bytes": reserve_of(device.budget_bytes, device.kind),
         }
 
 

@@ -20,7 +20,7 @@ def nothing_fits(searched: Sequence[tuple[Costs, Sequence[Recompute]]]) -> NoPla
     ]
     costs, leanest = min(every, key=lambda each: each[0].peak(each[1]))
     peak = costs.learned_bytes(costs.peak(leanest))
-    least = budget_for(peak)
+    least = budget_for(peak, costs.setting.device.kind)
     budget = format_bytes(costs.setting.device.budget_bytes)
     ghost, long = costs.subject.identity.ghost_batch, costs.subject.long
     smaller = (

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from anybatch.compute import Replica
 from anybatch.engine import Rehearsed
 from anybatch.estimate.footprint import CPU_CONSTANT_BYTES
+from anybatch.machine import DeviceKind
 from anybatch.planner.reserve import reserve_of
 from anybatch.plans import Choice, Plan, Prediction
 
@@ -64,7 +65,8 @@ class Measuring:
         self._whole = plan.largest_share
         self._unit = min(plan.task.ghost_batch or 1, self._whole)
         budget = plan.budget_bytes
-        self._room = None if budget is None else budget - reserve_of(budget)
+        kind: DeviceKind = "cpu" if plan.device == "cpu" else "cuda"
+        self._room = None if budget is None else budget - reserve_of(budget, kind)
         self._gradients = sum(p.nbytes for p in replica.parameters if p.requires_grad)
         self._states = replica.state_bytes()
         first, _ = replica.update_bytes()

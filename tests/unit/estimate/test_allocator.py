@@ -90,6 +90,21 @@ def test_the_smallest_hole_that_fits_is_taken():
     assert heap(*lives) == on_heap(8000) + on_heap(4000) + 2 * on_heap(100)
 
 
+def test_a_large_block_takes_a_hole_if_there_is_one_and_leaves_the_heap_as_long():
+    large = MAPPED_FROM + 1000
+    lives = [(100_000, 0, 1), (100_000, 0, 1), (100, 0, None), (large, 2, 3)]
+    assert heap(*lives) == 2 * on_heap(100_000) + on_heap(100)
+    without = [(100, 0, None), (large, 2, 3)]
+    assert heap(*without) == on_heap(100) + heap((large, 0, 1))
+
+
+def test_the_longest_that_the_heap_was_is_told():
+    taken = GlibcHeap(MAPPED_FROM, MAPPED_FROM).replay(
+        timeline((MAPPED_FROM, 0, 1), (5000, 2, 3), (2000, 2, None))
+    )
+    assert taken.heap_bytes == on_heap(5000) + on_heap(2000)
+
+
 def test_neighbouring_holes_are_joined():
     lives = [(4000, 0, 1), (4000, 0, 2), (100, 0, None), (8000, 3, None)]
     assert heap(*lives) == 2 * on_heap(4000) + on_heap(100)
@@ -125,6 +140,14 @@ def test_the_peak_is_found_where_it_is_and_its_overhead_told():
 # ------------------------------------------------------------------------------------------- CUDA
 #
 # Worked out by hand from the documented rules; MiB and KiB as in torch's source.
+
+
+def test_scratch_is_taken_of_what_is_free_and_stays_reserved():
+    lives = [(15 * MIB, 0, 5), (13 * MIB, 7, 8)]
+    replayed = CudaCache().replay(timeline(*lives, scratch={3: 12 * MIB + 1}))
+    assert replayed.peak_bytes == (16 + 14) * MIB
+    assert replayed.requested_bytes == 27 * MIB + 1
+    assert CudaCache().replay(timeline(*lives, scratch={6: 12 * MIB})).peak_bytes == 16 * MIB
 
 
 def test_small_blocks_share_segments_of_two_mebibytes():

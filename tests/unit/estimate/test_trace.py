@@ -158,6 +158,26 @@ def test_evaluation_needs_less_than_training():
     assert evaluation_peak(subject, choice, CPU).num_bytes < 0.5 * training
 
 
+def test_evaluation_has_what_training_left_free_in_the_heap_beside_it():
+    task = ab.Task(
+        model=lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(10)]),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=sgd,
+        train=torch.zeros(64, 64),
+        valid=torch.zeros(64, 64),
+        collate=torch.stack,
+        global_batch=4096,
+        steps=1,
+    )
+    subject = subject_of(task)
+    after = {
+        n: evaluation_peak(subject, Choice(micro_batch=n, evaluation_batch=256), CPU).num_bytes
+        for n in (1, 256)
+    }
+    # Ten activations of 256 x 64 values lie in the heap, each below the threshold for mappings.
+    assert after[256] - after[1] > 10 * 256 * 64 * 4
+
+
 def test_a_storage_lives_until_the_last_tensor_on_it_is_gone():
     with tracing(NoKernels()) as (tracer, _):
         one = torch.empty(1000)

@@ -1,4 +1,4 @@
-"""Workspaces of cuBLAS: where they come, how large, and that they are counted once."""
+"""Workspaces of libraries on CUDA: where they come, how large, and that they are counted once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,26 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.estimate import ledger, subject_of
-from anybatch.estimate.workspaces import workspace_bytes
+from anybatch.estimate.footprint import footprint
+from anybatch.estimate.workspaces import communicator_bytes, workspace_bytes
 from anybatch.machine import Machine
+from anybatch.planner.ranks import Layout, of_one_rank
 from anybatch.plans import Choice
 
 MIB = 1 << 20
 ABSENT = Machine.describe("24GiB").device
+
+
+def _task(model: nn.Module, sample: torch.Tensor) -> ab.Task:
+    return ab.Task(
+        model=model,
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train=[sample] * 4,
+        collate=torch.stack,
+        global_batch=4,
+        steps=1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,15 +58,7 @@ def test_what_the_environment_asks_for_holds_where_the_run_will_be(monkeypatch: 
 @pytest.mark.parametrize(("model", "count"), [(nn.Linear(8, 8), 2), (nn.Conv2d(3, 8, 3), 0)])
 def test_forward_and_backward_have_one_each_if_they_multiply(model: nn.Module, count: int):
     sample = torch.zeros(8) if isinstance(model, nn.Linear) else torch.zeros(3, 8, 8)
-    task = ab.Task(
-        model=model,
-        loss=lambda model, batch: model(batch).square().mean(),
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        train=[sample] * 2,
-        collate=torch.stack,
-        global_batch=4,
-        steps=1,
-    )
+    task = _task(model, sample)
     device = replace(ABSENT, capability="8.6")
     found = ledger(subject_of(task), Choice(micro_batch=2, evaluation_batch=1), device)
     kind = "libraries' workspaces"
@@ -65,3 +71,30 @@ def test_forward_and_backward_have_one_each_if_they_multiply(model: nn.Module, c
         Machine.here("64MiB", device="cpu").device,
     )
     assert kind not in on_cpu.by_kind
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("rtx-4090", 48), ("a100-80gb", 576), ("h100-80gb", 832), ("24GiB", 48)],
+)
+def test_a_rank_has_the_buffers_of_a_communicator_over_its_links(name: str, size: int):
+    assert communicator_bytes(Machine.describe(name).device) == size * MIB
+
+
+def test_only_ranks_that_speak_by_nccl_have_them():
+    assert communicator_bytes(Machine.here("64MiB", device="cpu").device) == 0
+    assert communicator_bytes(replace(ABSENT, capability="gfx942")) == 0
+    subject = subject_of(_task(nn.Linear(8, 8), torch.zeros(8)))
+    choice = Choice(micro_batch=2, evaluation_batch=1)
+    alone = footprint(subject, choice, ABSENT).peak.by_kind.get("libraries", 0)
+    of_two = of_one_rank(subject, Layout(parallel="replicate", shares=(1.0, 1.0)))
+    together = footprint(of_two, choice, ABSENT).peak.by_kind["libraries"]
+    assert together - alone == communicator_bytes(ABSENT)
+
+
+def test_a_convolution_has_a_copy_of_each_of_its_tensors_beside_it():
+    subject = subject_of(_task(nn.Conv2d(3, 8, 3, bias=False), torch.zeros(3, 34, 34)))
+    found = ledger(subject, Choice(micro_batch=4, evaluation_batch=1), ABSENT)
+    image, weight, result = 4 * 3 * 34 * 34 * 4, 8 * 3 * 3 * 3 * 4, 4 * 8 * 32 * 32 * 4
+    taken = [moment.by_kind.get("kernels' scratch", 0) for moment in found.curve]
+    assert {size for size in taken if size} == {image + weight + result}

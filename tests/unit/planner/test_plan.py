@@ -53,7 +53,7 @@ def test_where_memory_is_plenty_nothing_is_recomputed_and_no_time_is_lost():
 def test_what_is_chosen_is_predicted_to_fit_with_the_reserve(budget: int):
     plan = planned(budget)
     assert plan.prediction is not None
-    assert plan.prediction.peak_bytes <= budget - reserve_of(budget)
+    assert plan.prediction.peak_bytes <= budget - reserve_of(budget, "cpu")
     assert plan.choice.micro_batch < 4096
     assert plan.enforced == sys.platform.startswith("linux")
 
@@ -160,7 +160,7 @@ def test_every_candidate_that_was_not_taken_has_its_reason():
     plan = planned(12 * MIB)
     assert plan.budget_bytes
     assert len(plan.rejected) >= 4
-    room = plan.budget_bytes - reserve_of(plan.budget_bytes)
+    room = plan.budget_bytes - reserve_of(plan.budget_bytes, "cpu")
     seen = {candidate.choice for candidate in plan.rejected}
     assert len(seen) == len(plan.rejected)
     for candidate in plan.rejected:

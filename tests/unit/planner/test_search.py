@@ -74,7 +74,7 @@ def test_only_as_many_blocks_are_recomputed_as_memory_asks_for():
     numbers = []
     for part in (0.75, 0.5, 0.25):
         room = every + part * (none - every)
-        plan = pinned(int(room) + reserve_of(int(room)) + MIB // 8)
+        plan = pinned(int(room) + reserve_of(int(room), "cpu") + MIB // 8)
         assert plan.prediction
         assert plan.prediction.peak_bytes <= (plan.budget_bytes or 0)
         assert plan.choice.recompute.keep == "nothing" or part > 0.5
@@ -280,7 +280,7 @@ def test_more_bytes_than_predicted_make_a_leaner_plan(monkeypatch):
     monkeypatch.setattr(setting, "correction", lambda device, task: Correction(1.0, 1.4, 3))
     taught = ab.plan(tower_task(), memory=budget).prediction
     assert taught
-    assert taught.peak_bytes <= budget - reserve_of(budget)
+    assert taught.peak_bytes <= budget - reserve_of(budget, "cpu")
     assert taught.bytes_corrected_by == 1.4
 
 

@@ -76,7 +76,7 @@ def test_what_is_planned_was_run_and_leaves_little_room(batch, ghost, per_sample
     task = task_of(batch, ghost)
     found, tried = measured(task, budget, per_sample, bend)
     unit = min(ghost or 1, batch)
-    room = budget - reserve_of(budget)
+    room = budget - reserve_of(budget, "cpu")
 
     def peak(size):
         return FIXED + per_sample * size + bend * size * size + 2 * PARAMETERS + BESIDE
@@ -99,7 +99,7 @@ def test_the_largest_that_fits_is_found_where_it_is_the_fastest():
     budget = 64 << 20
     found, tried = measured(task_of(4096, None), budget, 100 << 10, seconds=lambda size: 1 / size)
     assert found is not None
-    most = (budget - reserve_of(budget) - FIXED - 2 * PARAMETERS - BESIDE) // (100 << 10)
+    most = (budget - reserve_of(budget, "cpu") - FIXED - 2 * PARAMETERS - BESIDE) // (100 << 10)
     assert 0.85 * most <= found.choice.micro_batch <= most
     assert len(tried) <= 5
 
