@@ -18,8 +18,6 @@ from anybatch.estimate.trace import Block, Timeline
 PAGE = 4096
 _HEADER = 64 + 16  # torch's alignment, malloc's own words
 
-_SCRATCH = -1  # as no block is called
-
 CUDA_BLOCK = 512
 CUDA_SMALL = 1 << 20
 CUDA_SMALL_SEGMENT = 2 << 20
@@ -164,12 +162,9 @@ class CudaCache(Allocator):
                 if block.num_bytes:
                     requested += block.num_bytes
                     allocated += cache.take(id(block), block.num_bytes)
-            # Kernels have their scratch from the allocator, which keeps what they give back.
             scratch = timeline.scratch.get(moment, 0)
-            taken = cache.take(_SCRATCH, scratch) if scratch else 0
-            books.note(moment, allocated + taken, requested + scratch, cache.reserved_bytes)
-            if scratch:
-                cache.give(_SCRATCH)
+            held = cache.reserved_bytes + scratch
+            books.note(moment, allocated + scratch, requested + scratch, held)
             for block in deaths:
                 if block.num_bytes:
                     requested -= block.num_bytes

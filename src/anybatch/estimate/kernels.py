@@ -137,20 +137,6 @@ class NoKernels(Kernels):
         return 0
 
 
-class CudaKernels(Kernels):
-    """cuDNN. Its convolutions for tensor cores read and write layouts of their own, so each tensor has
-    a copy beside it. Which kernel runs, its heuristics decide: some take nothing, and those that
-    transform tiles more. By rule, not by measurement."""
-
-    def scratch(self, op: Any, args: tuple[Any, ...], result: Any) -> int:
-        """See `Kernels`."""
-        if op is _CONVOLUTION:
-            return _bytes(args[0]) + _bytes(args[1]) + _bytes(result)
-        if op is _CONVOLUTION_BACKWARD:  # one gradient after the other, each of as many tensors
-            return sum(_bytes(tensor) for tensor in args[:3]) if any(args[10][:2]) else 0
-        return 0
-
-
 class CpuKernels(Kernels):
     """oneDNN, MKL, and torch's own on a CPU with so many threads."""
 
@@ -313,7 +299,7 @@ class _Packed:
 
 def kernels_on(kind: str) -> Kernels:
     """The kernels of a kind of device."""
-    return CpuKernels(torch.get_num_threads()) if kind == "cpu" else CudaKernels()
+    return CpuKernels(torch.get_num_threads()) if kind == "cpu" else NoKernels()
 
 
 def _convolution(image: Tensor, weight: Tensor, result: Tensor) -> int:

@@ -31,8 +31,8 @@ CUDA_CONTEXT_BYTES = 640 << 20
 """Context and kernels: 450 to 650 MiB is what drivers of 2024 and later show."""
 
 _CUDNN = (
-    "Not counted: what some of cuDNN's convolutions take beyond a copy of each tensor; where"
-    " torch.backends.cudnn.benchmark is set, it tries them in all that is free."
+    "Not counted: cuDNN's workspaces, which by its heuristics are small for channels-last convolutions;"
+    " where it tries its algorithms (autotuning), it may take all that is free."
 )
 _NCCL = (
     "Not counted: NCCL's buffers beyond those of one group's sums, such as 12 MiB for each channel and"

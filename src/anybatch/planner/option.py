@@ -44,8 +44,11 @@ def _evaluation_batch(choice: Choice, costs: Costs) -> tuple[int, Peak]:
     if valid == 0:
         return choice.micro_batch, Peak(0, {})
     size = first_evaluation_batch(choice.micro_batch, valid)
+    trained = costs.peak(choice)
     while True:
         peak = costs.evaluation(choice.model_copy(update={"evaluation_batch": size}))
-        if size == 1 or peak.num_bytes <= costs.room:
+        # More samples at once than training has are not worth a higher peak.
+        most = trained if size > choice.micro_batch else costs.room
+        if size == 1 or peak.num_bytes <= most:
             return size, peak
         size //= 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from anybatch.machine import DeviceKind
 
-_LEAST = 512 << 10
+_LEAST = 256 << 10
 _PARTS: dict[DeviceKind, int] = {"cpu": 100, "cuda": 40}
 """So many bytes at least, and one part in so many. On a CPU predictions were held against the kernel's
 own peak, and none was below it (benchmarks/memory, benchmarks/budgets); on CUDA they were not yet."""

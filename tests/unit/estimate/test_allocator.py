@@ -142,14 +142,6 @@ def test_the_peak_is_found_where_it_is_and_its_overhead_told():
 # Worked out by hand from the documented rules; MiB and KiB as in torch's source.
 
 
-def test_scratch_is_taken_of_what_is_free_and_stays_reserved():
-    lives = [(15 * MIB, 0, 5), (13 * MIB, 7, 8)]
-    replayed = CudaCache().replay(timeline(*lives, scratch={3: 12 * MIB + 1}))
-    assert replayed.peak_bytes == (16 + 14) * MIB
-    assert replayed.requested_bytes == 27 * MIB + 1
-    assert CudaCache().replay(timeline(*lives, scratch={6: 12 * MIB})).peak_bytes == 16 * MIB
-
-
 def test_small_blocks_share_segments_of_two_mebibytes():
     assert cuda((1, 0, 1)) == 2 << 20
     assert cuda(*[(512, 0, 1)] * 4096) == 2 << 20

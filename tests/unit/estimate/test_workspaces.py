@@ -90,11 +90,3 @@ def test_only_ranks_that_speak_by_nccl_have_them():
     of_two = of_one_rank(subject, Layout(parallel="replicate", shares=(1.0, 1.0)))
     together = footprint(of_two, choice, ABSENT).peak.by_kind["libraries"]
     assert together - alone == communicator_bytes(ABSENT)
-
-
-def test_a_convolution_has_a_copy_of_each_of_its_tensors_beside_it():
-    subject = subject_of(_task(nn.Conv2d(3, 8, 3, bias=False), torch.zeros(3, 34, 34)))
-    found = ledger(subject, Choice(micro_batch=4, evaluation_batch=1), ABSENT)
-    image, weight, result = 4 * 3 * 34 * 34 * 4, 8 * 3 * 3 * 3 * 4, 4 * 8 * 32 * 32 * 4
-    taken = [moment.by_kind.get("kernels' scratch", 0) for moment in found.curve]
-    assert {size for size in taken if size} == {image + weight + result}

@@ -79,8 +79,8 @@ def seconds(plan: Plan) -> float:
 
 
 def test_the_faster_layout_is_taken_and_the_other_stays_with_its_reason():
-    plan = planned(2.9)
-    whole, divided = planned(2.9, "replicate"), planned(2.9, "shard")
+    plan = planned(3.7)
+    whole, divided = planned(3.7, "replicate"), planned(3.7, "shard")
     assert plan.parallel == "shard"
     assert plan.choice == divided.choice
     assert seconds(plan) == pytest.approx(seconds(divided))
@@ -105,8 +105,8 @@ def test_where_memory_is_plenty_each_rank_has_the_whole_model():
 
 def test_where_the_whole_model_fits_no_rank_it_is_divided():
     with pytest.raises(ab.NoPlanFits):
-        planned(1.6, "replicate")
-    plan = planned(1.6)
+        planned(2.4, "replicate")
+    plan = planned(2.4)
     assert plan.parallel == "shard"
     assert any("with its state does not fit on each rank" in notice for notice in plan.notices)
 
@@ -127,7 +127,7 @@ def test_the_least_memory_is_that_of_the_leanest_layout():
 
 
 def test_states_in_host_memory_are_not_for_a_divided_model():
-    (impossible,) = [c for c in planned(2.9).rejected if not c.possible]
+    (impossible,) = [c for c in planned(3.7).rejected if not c.possible]
     assert impossible.parallel == "shard"
     assert impossible.choice.optimizer_states == "host"
     assert "stay on the devices" in impossible.reason
@@ -143,7 +143,7 @@ def test_a_model_that_cannot_be_divided_is_not():
 
 
 def test_an_exchange_that_is_not_exact_is_between_whole_models():
-    assert planned(2.9, exchange=Exchange(compress="bf16")).parallel == "replicate"
+    assert planned(3.7, exchange=Exchange(compress="bf16")).parallel == "replicate"
 
 
 def costs_of(parallel: Any, device: str = "h100-80gb") -> Costs:

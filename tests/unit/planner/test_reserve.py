@@ -14,7 +14,7 @@ MIB, GIB = 1 << 20, 1 << 30
 @pytest.mark.parametrize(
     ("budget", "kind", "free"),
     [
-        (16 * MIB, "cpu", MIB / 2),
+        (16 * MIB, "cpu", MIB / 4),
         (100 * MIB, "cpu", MIB),
         (24 * GIB, "cpu", 0.24 * GIB),
         (24 * GIB, "cuda", 0.6 * GIB),
