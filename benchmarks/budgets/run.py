@@ -165,6 +165,10 @@ def lines_of(found: Sequence[dict[str, Any]], seconds: float) -> list[str]:
         ("runs that more memory would have made faster", len(short)),
         ("measured over budget in these", _spread(used, ".0%")),
         ("of these, 85% and more", sum(part >= 0.85 for part in used)),
+        (
+            "of these, whose next faster plan is predicted to need no more than the budget",
+            sum(one["next"] <= one["budget"] for one in short),
+        ),
     ]
     machine = (
         f"In {seconds / 60:.0f} minutes on {platform.machine()}, {os.cpu_count()} cores, Python"
