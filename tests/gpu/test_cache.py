@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from anybatch.driver import context_bytes, process_bytes_on
 from anybatch.engine.meter import CudaMeter
 from anybatch.estimate.allocator import CudaCache
 from anybatch.estimate.trace import Block, Timeline
@@ -48,3 +49,11 @@ def test_the_meter_keeps_the_most_of_every_account():
     totals = meter.totals()
     assert totals["allocated"] == totals["active"] == before + size
     assert totals["allocated"] <= totals["reserved"] <= totals["total"] == meter.peak_bytes()
+
+
+def test_the_context_is_measured_once_and_lies_beside_the_allocator():
+    measured = context_bytes(0)
+    assert 128 << 20 < measured < 2 << 30
+    assert context_bytes(0) == measured
+    beside = process_bytes_on(torch.device("cuda", 0)) - torch.cuda.memory_reserved()
+    assert abs(measured - beside) < 512 << 20

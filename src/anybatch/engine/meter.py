@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 import psutil
 import torch
 
+from anybatch.driver import process_bytes_on
 from anybatch.engine.process import free_in_heap, reset_peak, status
 
 
@@ -110,7 +110,7 @@ class CudaMeter(Meter):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         torch.empty(1, device=device)  # creates the context, which counts
-        held = _process_bytes_on(device) - torch.cuda.memory_reserved(device)
+        held = process_bytes_on(device) - torch.cuda.memory_reserved(device)
         self.beside_bytes: int = max(0, held)
         self._most = {"allocated": 0, "active": 0, "reserved": 0}
         torch.cuda.reset_peak_memory_stats(device)
@@ -149,22 +149,3 @@ class CudaMeter(Meter):
         """See `Meter`: what is reserved and not allocated."""
         held = torch.cuda.memory_reserved(self._device)
         return max(0, held - torch.cuda.memory_allocated(self._device))
-
-
-def _process_bytes_on(device: torch.device) -> int:
-    """Bytes that this process holds on a CUDA device, by the driver's books."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(
-            f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        )
-        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid == os.getpid() and process.usedGpuMemory:
-                return int(process.usedGpuMemory)
-    except pynvml.NVMLError:
-        pass
-    # In a container the driver may not know our number: then what is missing is taken as ours.
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free

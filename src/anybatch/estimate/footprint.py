@@ -12,7 +12,7 @@ from anybatch.data import ghosts
 from anybatch.estimate.allocator import passing_bytes
 from anybatch.estimate.family import Family, Traced
 from anybatch.estimate.kinds import OVERHEAD
-from anybatch.estimate.peak import CUDA_CONTEXT_BYTES, Peak, allocator_of, method_on, peak_of
+from anybatch.estimate.peak import Peak, allocator_of, context_bytes_of, method_on, peak_of
 from anybatch.estimate.pieces import cut_finer, tensors
 from anybatch.estimate.stage import num_traced, trace_evaluation, trace_step
 from anybatch.estimate.stage_setup import cut_of
@@ -198,4 +198,4 @@ def _evaluation(subject: Subject, choice: Choice, device: Device) -> Traced:
 
 def constant_bytes(device: Device) -> int:
     """What the process takes beside tensors and kernels."""
-    return CPU_CONSTANT_BYTES if device.kind == "cpu" else CUDA_CONTEXT_BYTES
+    return CPU_CONSTANT_BYTES if device.kind == "cpu" else context_bytes_of(device)

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from anybatch.driver import TYPICAL_CONTEXT_BYTES, context_bytes
 from anybatch.estimate.allocator import Allocator, CudaCache, GlibcHeap, Taken
 from anybatch.estimate.cuda import is_overlaid
 from anybatch.estimate.family import Traced
@@ -26,9 +27,6 @@ from anybatch.estimate.kinds import KINDS, OVERHEAD, Kinds
 from anybatch.estimate.sharding import Division
 from anybatch.estimate.trace import alive
 from anybatch.machine import MMAP_THRESHOLD, Device
-
-CUDA_CONTEXT_BYTES = 640 << 20
-"""Context and kernels: 450 to 650 MiB is what drivers of 2024 and later show."""
 
 _CUDNN = (
     "Not counted: cuDNN's workspaces, which by its heuristics are small for channels-last convolutions;"
@@ -88,7 +86,14 @@ def allocator_of(device: Device) -> Allocator:
     """The allocator of a device."""
     if device.kind == "cpu":
         return GlibcHeap(MMAP_THRESHOLD, MMAP_THRESHOLD)
-    return CudaCache(limit_bytes=max(0, device.budget_bytes - CUDA_CONTEXT_BYTES))
+    return CudaCache(limit_bytes=max(0, device.budget_bytes - context_bytes_of(device)))
+
+
+def context_bytes_of(device: Device) -> int:
+    """What a process takes of a CUDA device before any tensor: measured where the device is here."""
+    if not device.present:
+        return TYPICAL_CONTEXT_BYTES
+    return context_bytes(device.index)
 
 
 def method_on(device: Device) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 import anybatch as ab
 from anybatch.estimate import ledger, subject_of
 from anybatch.estimate.footprint import footprint
+from anybatch.estimate.peak import context_bytes_of
 from anybatch.estimate.workspaces import communicator_bytes, workspace_bytes
 from anybatch.machine import Machine
 from anybatch.planner.ranks import Layout, of_one_rank
@@ -90,3 +91,13 @@ def test_only_ranks_that_speak_by_nccl_have_them():
     of_two = of_one_rank(subject, Layout(parallel="replicate", shares=(1.0, 1.0)))
     together = footprint(of_two, choice, ABSENT).peak.by_kind["libraries"]
     assert together - alone == communicator_bytes(ABSENT)
+
+
+def test_the_context_is_measured_where_the_device_is(monkeypatch: Any):
+    subject = subject_of(_task(nn.Linear(8, 8), torch.zeros(8)))
+    choice = Choice(micro_batch=2, evaluation_batch=1)
+    typical = footprint(subject, choice, ABSENT).peak.by_kind["device context"]
+    assert typical == 640 * MIB
+    monkeypatch.setattr("anybatch.estimate.peak.context_bytes", lambda index: (500 + index) * MIB)
+    live = replace(ABSENT, present=True, index=3)
+    assert context_bytes_of(live) == 503 * MIB

@@ -1,0 +1,53 @@
+"""Driver: what a process holds on a CUDA device beside torch's allocator, by the driver's books."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+
+TYPICAL_CONTEXT_BYTES = 640 << 20
+"""Context and kernels: 256 to 670 MiB is what drivers of 2022 and later show (pull requests 86509 of
+PyTorch and 9413 of InvokeAI), by how many kernels are loaded, and when."""
+
+_LATER_BYTES = 128 << 20
+"""Kernels are loaded when they are first used, and few are by the time that the context is measured."""
+
+
+_MOST_BYTES = 2 << 30
+"""More is no context, but what other processes hold and the driver does not tell apart."""
+
+
+def process_bytes_on(device: torch.device) -> int:
+    """Bytes that this process holds on a CUDA device."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        )
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid == os.getpid() and process.usedGpuMemory:
+                return int(process.usedGpuMemory)
+    except pynvml.NVMLError:
+        pass
+    # In a container the driver may not know our number: then what is missing is taken as ours.
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+@cache
+def context_bytes(index: int) -> int:
+    """Bytes of this process's context on the CUDA device of that number, with what its kernels will
+    take; measured once, when a product and a convolution have loaded theirs."""
+    device = torch.device("cuda", index)
+    matrix = torch.ones(64, 64, device=device, requires_grad=True)
+    image = torch.ones(1, 8, 16, 16, device=device)
+    weight = torch.ones(8, 8, 3, 3, device=device, requires_grad=True)
+    result = torch.nn.functional.conv2d(image, weight).sum() + (matrix @ matrix).sum()
+    result.backward()
+    torch.cuda.synchronize(device)
+    held = process_bytes_on(device) - torch.cuda.memory_reserved(device)
+    return held + _LATER_BYTES if 0 < held <= _MOST_BYTES else TYPICAL_CONTEXT_BYTES
