@@ -44,12 +44,14 @@ class Course:
         evaluates_between: it evaluates before its last step, so that later ones have the kernels of
             evaluation beside them.
         order_bytes: indices of the epochs that are kept, and lengths.
+        total_steps: of the run; None: not known.
         unequal: how samples differ in length; None: they are alike.
     """
 
     smaller_steps: tuple[int, ...] = ()
     evaluates_between: bool = False
     order_bytes: int = 0
+    total_steps: int | None = None
     unequal: Unequal | None = None
 
     def num_sizes(self, micro_batch: int, whole_step: int) -> int:
@@ -58,6 +60,13 @@ class Course:
             return self.unequal.num_sizes(micro_batch)
         steps = (whole_step, *self.smaller_steps)
         return len({size for step in steps for size in _cut(step, micro_batch)})
+
+    def num_kernels_of_data(self, num_products: int, num_passes: int) -> int:
+        """Kernels that are made for products whose sizes are data, where a step has so many passes of
+        so many products: hardly any meets a size twice, and oneDNN forgets the oldest."""
+        if self.total_steps is None:
+            return _MOST_KERNELS
+        return min(num_products * num_passes * self.total_steps, _MOST_KERNELS)
 
     def num_evaluation_sizes(self, evaluation_batch: int, num_valid: int | None) -> int:
         """Different sizes of batches of an evaluation of so many samples; None: of a stream, whose last
@@ -128,6 +137,7 @@ def course_of(task: Task, ghost: int | None = None) -> Course:
         smaller_steps=tuple(sorted(size for size in sizes if 0 < size < task.global_batch)),
         evaluates_between=task.valid is not None and first < total,
         order_bytes=kept * _INDEX_BYTES * (steps.num_samples or 0),
+        total_steps=total or None,
         unequal=unequal,
     )
 

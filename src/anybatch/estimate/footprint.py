@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from anybatch.data import ghosts
 from anybatch.estimate.allocator import passing_bytes
 from anybatch.estimate.family import Family, Traced
+from anybatch.estimate.kernels import PRIMITIVE_BYTES, made_for_sizes
 from anybatch.estimate.kinds import OVERHEAD
 from anybatch.estimate.peak import Peak, allocator_of, context_bytes_of, method_on, peak_of
 from anybatch.estimate.pieces import cut_finer, tensors
@@ -18,7 +19,7 @@ from anybatch.estimate.stage import num_traced, trace_evaluation, trace_step
 from anybatch.estimate.stage_setup import cut_of
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import Timeline
-from anybatch.estimate.workspaces import communicator_bytes, with_workspaces
+from anybatch.estimate.workspaces import PRODUCTS, communicator_bytes, with_workspaces
 from anybatch.machine import MMAP_THRESHOLD, Device
 from anybatch.plans import Choice
 
@@ -106,7 +107,8 @@ def beside_training(
         others += evaluated * shapes.forward
         between = _evaluation(subject, choice, device)
         kept += _larger_products(choice, between)
-    libraries = kept + one + round(_SCATTER * others)
+    libraries = kept + max(one, _kernels_of_data(subject, choice, traced, device))
+    libraries += round(_SCATTER * others)
     beside = _beside(subject, libraries, traced.timeline, device, choice.micro_batch)
     if between is not None:
         beside[OVERHEAD] += passing_bytes(tensors(between.timeline), MMAP_THRESHOLD)
@@ -123,7 +125,8 @@ def _beside_evaluation(
     one = training.shape_bytes.forward + training.shape_bytes.backward
     others = max(0, trained - 1) * one + evaluated * traced.shape_bytes.forward
     kept = training.kept_bytes + _larger_products(choice, traced)
-    libraries = kept + one + round(_SCATTER * others)
+    libraries = kept + max(one, _kernels_of_data(subject, choice, training, device))
+    libraries += round(_SCATTER * others)
     beside = _beside(subject, libraries, traced.timeline, device, choice.evaluation_batch)
     if device.kind == "cpu":
         beside[OVERHEAD] += _left_in_heap(subject, choice, training, device)
@@ -144,6 +147,19 @@ def _left_in_heap(subject: Subject, choice: Choice, training: Traced, device: De
         holes = passing_bytes(tensors(timeline), MMAP_THRESHOLD)
         subject.left[key] = max(0, heap - stays) + holes
     return subject.left[key]
+
+
+def _kernels_of_data(subject: Subject, choice: Choice, traced: Traced, device: Device) -> int:
+    """Bytes of the kernels that training makes for products whose sizes are data, such as those of
+    experts that unequal numbers of tokens choose; 0 where there are none."""
+    is_of_data = bool(subject.assumptions) and device.kind == "cpu"
+    if not (is_of_data and made_for_sizes(choice.precision)):
+        return 0
+    products = sum(op.name.startswith(PRODUCTS) for op in traced.timeline.operations)
+    per_pass = -(-products // num_traced(subject, choice))
+    passes = -(-subject.whole // choice.micro_batch)
+    num = subject.course.num_kernels_of_data(per_pass, passes)
+    return num * PRIMITIVE_BYTES["product"]
 
 
 def _larger_products(choice: Choice, evaluation: Traced) -> int:

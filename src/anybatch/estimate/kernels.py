@@ -302,6 +302,12 @@ def kernels_on(kind: str) -> Kernels:
     return CpuKernels(torch.get_num_threads()) if kind == "cpu" else NoKernels()
 
 
+def made_for_sizes(precision: str) -> bool:
+    """Whether products of that precision are by kernels that are made for their sizes."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision.partition("-")[0])
+    return dtype is not None and bool(_SUPPORTS[dtype]())
+
+
 def _convolution(image: Tensor, weight: Tensor, result: Tensor) -> int:
     """Image and weight are copied into blocks, and the result is computed into blocks; then the copies
     are gone, and the result is copied out, whose pages nobody had touched before."""

@@ -47,6 +47,13 @@ def test_sizes_of_micro_batches_are_counted_once():
     assert Course(smaller_steps=(64,)).num_sizes(512, 512) == 2
 
 
+def test_products_of_sizes_that_are_data_have_kernels_for_each_up_to_what_onednn_keeps():
+    assert Course(total_steps=3).num_kernels_of_data(num_products=20, num_passes=2) == 120
+    assert Course(total_steps=300).num_kernels_of_data(20, 2) == 1024
+    assert Course().num_kernels_of_data(20, 2) == 1024
+    assert course_of(task(100, global_batch=32, epochs=2)).total_steps == 8
+
+
 def test_an_evaluation_meets_its_batch_and_the_rest():
     assert Course().num_evaluation_sizes(128, 360) == 2
     assert Course().num_evaluation_sizes(120, 360) == 1
