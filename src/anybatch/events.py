@@ -134,6 +134,25 @@ class Tried(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompileDecided(Event):
+    """Whether the run compiles the blocks of the model, from `step` on, where that was left to it.
+
+    `reason` says why it does as it does; empty: it is faster so. `plain_seconds` and
+    `compiled_seconds` are what the passes of a step of one rank take each way (None: not tried, or it
+    failed); `seconds` is what trying took; `plan` is the plan that is followed, as plain data.
+    """
+
+    kind: ClassVar[str] = "compile_decided"
+    step: int
+    compiled: bool
+    reason: str
+    plain_seconds: float | None
+    compiled_seconds: float | None
+    seconds: float
+    plan: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rebalanced(Event):
     """The shares of the ranks changed; `step` is the first step done under the new ones."""
 
@@ -291,6 +310,7 @@ _KINDS: dict[str, type[Event]] = {
         OutOfMemory,
         Replanned,
         Tried,
+        CompileDecided,
         Rebalanced,
         Overflowed,
         Skipped,

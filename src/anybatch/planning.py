@@ -25,12 +25,14 @@ from anybatch.parallel.told import Told
 from anybatch.planner import Wishes, default_ghost_notice, layouts_of, make_plan, unpredicted
 from anybatch.plans import (
     Balancing,
+    Compile,
     Exchange,
     Norms,
     Parallel,
     Plan,
     Recompute,
     parse_balance,
+    parse_compile,
     parse_norms,
     parse_open_precision,
 )
@@ -51,7 +53,7 @@ def plan(
     exchange: Exchange | None = None,
     norms: Norms | None = None,
     balance: Balancing | None = None,
-    compile: bool = False,
+    compile: Compile = False,
     frontier: bool = False,
     watch: Callable[[str], None] | None = None,
 ) -> Plan:
@@ -81,7 +83,8 @@ def plan(
         balance: `"measured"`: shares follow the ranks' measured speed; `"fixed"`: they stay; None:
             measured on GPUs.
         compile: compile the blocks of the model by `torch.compile`. Then a budget on a CPU is planned
-            with and not enforced.
+            with and not enforced. `"if-faster"`: the run decides, by passes before its first step; a
+            budget on a CPU that is given stays enforced, and nothing is compiled.
         frontier: look at ways that cannot win, too, so that the plan tells what memory buys in time.
         watch: told what is being looked at, in a few words, as often as that changes.
 
@@ -93,6 +96,7 @@ def plan(
     checked_ranks(ranks, parallel)
     parse_norms(norms)
     parse_balance(balance)
+    parse_compile(compile)
     together = machine is None and _are_several()
     devices = _devices(machine, memory, ranks, parallel)
 
@@ -174,21 +178,23 @@ def serves_again(
     recompute: str | Recompute | None = None,
     exchange: Exchange | None = None,
     balance: Balancing | None = None,
-    compile: bool = False,
+    compile: Compile = False,
 ) -> bool:
     """Whether `before`, a plan for `task`, is for the same ranks, devices, budget and wishes as one
     that `plan` would make of these arguments. With several ranks all of them have to ask."""
     devices = _devices(None, memory, ranks, parallel)
     leanest = min(devices, key=lambda device: device.budget_bytes)
+    kernels, on_cpu = before.kernels, before.device == "cpu"
     return (
         before.task.name == task.name
         and before.task.global_batch == task.global_batch
         and len(before.shares) == len(devices)
         and before.device_name == leanest.name
-        and before.enforced == (memory is not None and not (compile and before.device == "cpu"))
+        and before.enforced == (memory is not None and not (compile is True and on_cpu))
         and (memory is None or before.budget_bytes == leanest.budget_bytes)
         and parse_open_precision(precision) in (None, before.choice.precision)
-        and before.kernels.compile == compile
+        and (kernels.compile_if_faster == "no") == (compile != "if-faster")
+        and (compile == "if-faster" or kernels.compile == compile)
         and (parallel is None or before.parallel == parallel)
         and before.exchange == (exchange or Exchange())
         and (balance is None or before.balance == balance)

@@ -31,7 +31,7 @@ from anybatch.parallel import exchange as tell
 from anybatch.parallel import leads
 from anybatch.planning import checked_ranks, default_ranks, serves_again
 from anybatch.planning import plan as make_plan
-from anybatch.plans import Balancing, Exchange, Parallel, Plan, Recompute
+from anybatch.plans import Balancing, Compile, Exchange, Parallel, Plan, Recompute
 from anybatch.report import (
     Display,
     EventLog,
@@ -113,7 +113,7 @@ def train(
     recompute: str | Recompute | None = None,
     exchange: Exchange | None = None,
     balance: Balancing | None = None,
-    compile: bool = False,
+    compile: Compile = False,
     trial: bool | None = None,
     resume: bool = False,
     checkpoint_every: int | str | None = DEFAULT_EVERY,
@@ -217,7 +217,7 @@ class PlanOptions:
     recompute: str | Recompute | None = None
     exchange: Exchange | None = None
     balance: Balancing | None = None
-    compile: bool = False
+    compile: Compile = False
 
     def given(self) -> dict[str, Any]:
         """What is not as it is by default, by name."""
@@ -472,7 +472,8 @@ def _learn(plan: Plan, result: Result) -> None:
     plans = (plan, *(plan.taking(rival) for rival in plan.rivals))
     followed = next((one for one in plans if one.choice == result.plan.choice), None)
     # Else what was measured is of another choice, or of a compiler too.
-    if followed is not None and not plan.kernels.compile:
+    compiler = plan.kernels.compile or plan.kernels.compile_if_faster == "open"
+    if followed is not None and not compiler:
         ended = result.ended
         # How long samples are waited for is not predicted.
         seconds = None if ended.step_seconds is None else ended.step_seconds - ended.data_seconds

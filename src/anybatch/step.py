@@ -64,10 +64,12 @@ from anybatch.parallel.told import together
 from anybatch.planner import Wishes, make_plan
 from anybatch.plans import (
     Choice,
+    Compile,
     KernelChoices,
     Plan,
     Recompute,
     TaskIdentity,
+    parse_compile,
     parse_precision,
 )
 from anybatch.task import LossFunction
@@ -115,6 +117,8 @@ class Step:
         ghost_batch: samples over which BatchNorm normalises; None: 32 where the model has BatchNorm.
             Each rank cuts its own part.
         compile: compile the blocks of the model; then a budget on a CPU is not enforced.
+            `"if-faster"` is refused: whether the time to compile is worth it depends on how many calls
+            will follow, which only the script knows.
         sinks: readers of the events of recovery; those of rank 0 are called.
 
     Attributes:
@@ -135,7 +139,7 @@ class Step:
         recompute: Recompute | None = None,
         clip_norm: float | None = None,
         ghost_batch: int | None = None,
-        compile: bool = False,
+        compile: Compile = False,
         sinks: Sequence[Sink] = (),
     ) -> None:
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
@@ -144,6 +148,12 @@ class Step:
                 f" {type(optimizer).__name__}: give a torch.nn.Module and a torch.optim.Optimizer."
             )
         _check_unwrapped(model)
+        if parse_compile(compile) == "if-faster":
+            raise InputError(
+                "compile is 'if-faster', but Step does not know how many steps will follow, so not"
+                " whether the time to compile is worth it: give True or False, or train by"
+                " anybatch.train, which does."
+            )
         self.plan: Plan | None = None
         self._model = model
         self._optimizer = optimizer
@@ -160,7 +170,7 @@ class Step:
                 f"the model has parameters on {len(homes)} devices: Step takes a model on one device."
             )
         self._device = homes.pop()
-        kernel_choices.check_available(KernelChoices(compile=compile), self._device)
+        kernel_choices.check_available(KernelChoices(compile=bool(compile)), self._device)
         self._where = Machine.here(memory, str(self._device)).device
         check_available(wanted, self._where)
         self._engine: Transactions | None = None

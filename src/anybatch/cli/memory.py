@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 
 from anybatch.cli.options import (
     Compile,
+    CompileIfFaster,
     DeviceName,
     Devices,
     GlobalBatch,
@@ -22,6 +23,7 @@ from anybatch.cli.options import (
     RecomputeNames,
     Settings,
     TaskName,
+    compile_of,
     load_task,
     machine_of,
 )
@@ -53,6 +55,7 @@ def memory(
     micro_batch: MicroBatch = None,
     recompute: RecomputeNames = None,
     compile: Compile = False,
+    compile_if_faster: CompileIfFaster = False,
     parallel: ParallelName = None,
     json: Annotated[
         str | None,
@@ -102,7 +105,7 @@ def memory(
         "precision": precision,
         "recompute": recompute,
         "parallel": parse_parallel(parallel),
-        "compile": compile,
+        "compile": compile_of(compile, compile_if_faster),
     }
     subject = subject_of(loaded)
     notice = ""

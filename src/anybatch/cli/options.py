@@ -11,6 +11,7 @@ from anybatch.errors import InputError
 
 if TYPE_CHECKING:
     from anybatch.machine import Machine
+    from anybatch.plans import Compile as Compiling
     from anybatch.task import Task
 
 TaskName: TypeAlias = Annotated[
@@ -56,6 +57,13 @@ RecomputeNames: TypeAlias = Annotated[
 Compile: TypeAlias = Annotated[
     bool, typer.Option("--compile", help="Compile the blocks of the model (torch.compile).")
 ]
+CompileIfFaster: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--compile-if-faster",
+        help="Compile them if passes before the first step show that it is faster.",
+    ),
+]
 Ranks: TypeAlias = Annotated[
     int | None,
     typer.Option(
@@ -90,6 +98,16 @@ Devices: TypeAlias = Annotated[
     typer.Option("--devices", metavar="N", help="Devices, or processes on a CPU. Default: 1."),
 ]
 Why: TypeAlias = Annotated[bool, typer.Option("--why", help="Show every plan that was rejected.")]
+
+
+def compile_of(compile: bool, if_faster: bool) -> Compiling:
+    """What `--compile` and `--compile-if-faster` mean. Raises `InputError` if both are given."""
+    if compile and if_faster:
+        raise InputError(
+            "--compile and --compile-if-faster are both given, but the one compiles in any case and the"
+            " other only where it proves faster: leave one of them out."
+        )
+    return "if-faster" if if_faster else compile
 
 
 def machine_of(device: str | None, devices: int | None) -> Machine | None:

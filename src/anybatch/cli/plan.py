@@ -9,6 +9,7 @@ import typer
 
 from anybatch.cli.options import (
     Compile,
+    CompileIfFaster,
     DeviceName,
     Devices,
     GlobalBatch,
@@ -20,6 +21,7 @@ from anybatch.cli.options import (
     Settings,
     TaskName,
     Why,
+    compile_of,
     load_task,
     machine_of,
 )
@@ -36,6 +38,7 @@ def plan(
     micro_batch: MicroBatch = None,
     recompute: RecomputeNames = None,
     compile: Compile = False,
+    compile_if_faster: CompileIfFaster = False,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Save the plan, to be run.")
     ] = None,
@@ -67,7 +70,7 @@ def plan(
             precision=precision,
             micro_batch=micro_batch,
             recompute=recompute,
-            compile=compile,
+            compile=compile_of(compile, compile_if_faster),
             frontier=True,
             watch=waiting,
         )

@@ -11,6 +11,7 @@ import typer
 from anybatch.cli.early import end_with_status_75
 from anybatch.cli.options import (
     Compile,
+    CompileIfFaster,
     GlobalBatch,
     Memory,
     MicroBatch,
@@ -21,6 +22,7 @@ from anybatch.cli.options import (
     Settings,
     TaskName,
     Why,
+    compile_of,
     load_task,
 )
 
@@ -37,6 +39,7 @@ def train(
     micro_batch: MicroBatch = None,
     recompute: RecomputeNames = None,
     compile: Compile = False,
+    compile_if_faster: CompileIfFaster = False,
     ranks: Ranks = None,
     parallel: ParallelName = None,
     balance: Annotated[
@@ -160,7 +163,7 @@ def train(
         recompute=recompute,
         exchange=parse_exchange(compress, local_steps, stale),
         balance=parse_balance(balance),
-        compile=compile,
+        compile=compile_of(compile, compile_if_faster),
     )
     machines = parse_nodes(nodes)
     if plan_file is not None:
@@ -229,6 +232,8 @@ def _as_given(name: str, value: object) -> str:
 
     if isinstance(value, Exchange):  # made of several options
         return f"an exchange ({value.describe()})"
+    if name == "compile" and value == "if-faster":
+        return "--compile-if-faster"
     flag = f"--{name.replace('_', '-')}"
     return flag if value is True else f"{flag} {value}"
 

@@ -15,7 +15,8 @@ kernel to the layout of its input by itself.
 so neither has to be understood by the compiler, blocks that are alike share what is compiled, and
 names stay plain. Random numbers are drawn by torch's own kernels, so dropout has the masks that it has
 without the compiler. The first size of a micro-batch is compiled for just this size; a second one
-makes torch compile the block once more, for any size.
+makes torch compile the block once more, for any size. What has been compiled stays in the process: a
+model whose blocks are taken out of the compiler and put back into it goes on with that.
 """
 
 from __future__ import annotations
@@ -57,13 +58,18 @@ def install(model: nn.Module, kernels: KernelChoices) -> Callable[[], None]:
         return undo.pop_all().close
 
 
-def compile_blocks(model: nn.Module, recompute: Recompute) -> Callable[[], None]:
+def compile_blocks(
+    model: nn.Module, recompute: Recompute, or_else_plainly: bool = False
+) -> Callable[[], None]:
     """Compile the blocks of `model`, when each runs for the first time; the function returned undoes
-    it. To be called before recompute is installed."""
+    it. To be called before recompute is installed. With `or_else_plainly`, what the compiler fails on
+    runs uncompiled, and torch warns of it; else that is an error."""
     units = units_of(model, recompute)
     with ExitStack() as undo:
         # Unlike blocks of one class share torch's count of variants, beyond which it compiles no more.
         undo.callback(_RECOMPILE_LIMIT.hold(lambda before: max(before, _VARIANTS * len(units))))
+        if or_else_plainly:
+            undo.callback(_SUPPRESS_ERRORS.hold(lambda _: True))
         for unit in units.values():
             undo.callback(replace_forward(unit, _Compiled(unit.forward)))
         return undo.pop_all().close
@@ -94,19 +100,20 @@ def units_of(model: nn.Module, recompute: Recompute) -> dict[str, nn.Module]:
 
 def check_available(kernels: KernelChoices, device: torch.device) -> None:
     """Raises `InputError` if `kernels` cannot be had on `device`, saying what is missing."""
-    if not kernels.compile:
-        return
+    if kernels.compile and (told := missing(device)):
+        raise InputError(f"the plan compiles the model, and {told}, or plan without --compile.")
+
+
+def missing(device: torch.device) -> str:
+    """What compiling for `device` needs and is not there, and what helps; empty if nothing is
+    missing."""
     compiler = os.environ.get("CXX")
     if not any(shutil.which(name) for name in ((compiler,) if compiler else _COMPILERS)):
-        raise InputError(
-            "the plan compiles the model, and there is no C++ compiler"
-            f" ({compiler or ', '.join(_COMPILERS)}): install g++, or plan without --compile."
-        )
+        names = compiler or ", ".join(_COMPILERS)
+        return f"there is no C++ compiler ({names}): install g++"
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise InputError(
-            "the plan compiles the model for CUDA, which needs triton: pip install triton, or plan"
-            " without --compile."
-        )
+        return "there is no triton, which compiling for CUDA needs: pip install triton"
+    return ""
 
 
 def _inside(name: str, outer: str) -> bool:
@@ -164,3 +171,4 @@ class _Setting:
 
 _AUTOTUNING = _Setting("torch.backends.cudnn", "benchmark")
 _RECOMPILE_LIMIT = _Setting("torch._dynamo.config", "recompile_limit")
+_SUPPRESS_ERRORS = _Setting("torch._dynamo.config", "suppress_errors")

@@ -141,18 +141,29 @@ class Replica:
         self._loss = replacement(before)
         self._undo.callback(lambda: setattr(self, "_loss", before))
 
-    def switch(self, choice: Recompute) -> None:
-        """Recompute other blocks from now on."""
-        if choice != self._recompute:
+    @property
+    def kernels(self) -> KernelChoices:
+        """Which kernels compute the model now."""
+        return self._kernels
+
+    def switch(self, choice: Recompute, kernels: KernelChoices | None = None) -> None:
+        """Recompute other blocks from now on, and compile them or not, as `kernels` say; of these
+        everything else stays as it was. None: they stay as they are."""
+        compiling = ("compile", "compile_if_faster")
+        changes = {} if kernels is None else {name: getattr(kernels, name) for name in compiling}
+        wanted = self._kernels.model_copy(update=changes)
+        if choice != self._recompute or wanted != self._kernels:
             self._undo_recompute()
+            self._kernels, self._recompute = wanted, choice
             self._undo_recompute = self._install(choice)
-            self._recompute = choice
 
     def _install(self, choice: Recompute) -> Callable[[], None]:
         """Recompute by `choice`, around blocks that are compiled where the plan says so."""
         with ExitStack() as undo:
             if self._kernels.compile:
-                undo.callback(kernel_choices.compile_blocks(self.model, choice))
+                # What a run has decided for itself must not end it.
+                forgiving = self._kernels.compile_if_faster == "decided"
+                undo.callback(kernel_choices.compile_blocks(self.model, choice, forgiving))
             undo.callback(recompute.install(self.model, choice))
             return undo.pop_all().close
 

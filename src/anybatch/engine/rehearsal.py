@@ -19,7 +19,7 @@ from anybatch.engine.source import Source
 from anybatch.engine.watch import Watch
 from anybatch.oom import MemoryFailure, as_memory_failure
 from anybatch.parallel import Group
-from anybatch.plans import Choice, Recompute
+from anybatch.plans import Choice, KernelChoices, Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +63,27 @@ class Rehearsal:
         self._watch = watch
 
     def run(
-        self, step: int, source: Source, choice: Choice, after: Recompute, most: int
+        self,
+        step: int,
+        source: Source,
+        choice: Choice,
+        after: Recompute,
+        most: int,
+        kernels: KernelChoices | None = None,
     ) -> Rehearsed | None:
         """Run the first passes of `step` under `choice`, at most so many, and leave the model as it
-        recomputes `after`. None: memory ran out, or there are no samples.
+        recomputes `after`. With `kernels`, its blocks are compiled in these passes as they say, and
+        after them as before. None: memory ran out, or there are no samples.
 
         Raises what the data, the model or the loss raises.
         """
         self._randomness.begin(step)
-        self._replica.switch(choice.recompute)
+        before = self._replica.kernels
+        self._replica.switch(choice.recompute, kernels)
         try:
             found = self._bench.run(lambda: self._passes(source, choice, most))
         finally:
-            self._replica.switch(after)
+            self._replica.switch(after, before)
         if isinstance(found, MemoryFailure):
             self._bench.recover(found, self._limit)
             return None

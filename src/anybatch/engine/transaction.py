@@ -173,6 +173,7 @@ class Transactions:
         """From `step` on, follow `plan`. Told, if its choice is another."""
         if plan.choice == self.plan.choice:
             self.plan = plan
+            self._replica.switch(plan.choice.recompute, plan.kernels)
         else:
             self._change(plan, step, reason)
 
@@ -406,7 +407,7 @@ class Transactions:
 
     def _change(self, plan: Plan, step: int, reason: str) -> None:
         before, self.plan = self.plan, plan
-        self._replica.switch(plan.choice.recompute)
+        self._replica.switch(plan.choice.recompute, plan.kernels)
         self._replica.updater.keep_states(plan.choice.optimizer_states)
         self._sink(
             Replanned(

@@ -31,7 +31,7 @@ ROUNDS = 4
 """In which each choice is tried, after the warm-up. Where a run is too short for that, the plan alone
 is tried in fewer."""
 
-_PASSES = 2
+PASSES = 2
 """Run at each try of the largest choice, where a step has as many. Others run as many samples: a few
 small passes alone would be judged by memory and caches that are not warm yet."""
 
@@ -41,10 +41,10 @@ MOST_OF_THE_RUN = 0.02
 MOST_SECONDS = 20.0
 """And no longer than this where the length of the run is not known."""
 
-_OUT = 1.3
+OUT = 1.3
 """Slower by this factor than the fastest so far: tried no further."""
 
-_PAYS = 0.96
+PAYS = 0.96
 """Another choice has to take less than this part of the plan's time, and less than that in every round:
 what differs by less, or in some rounds only, is the machine's doing."""
 
@@ -85,8 +85,7 @@ class Trial:
         self._engine = engine
         self._group = group
         self._sink = sink
-        apart = not (group.lockstep or group.diverges or group.in_one_process)
-        found = affordable(plan, num_steps) if apart else None
+        found = affordable(plan, num_steps) if runs_apart(group) else None
         self.pays: bool = found is not None
         self._rivals, self._rounds = found or ((), 0)
         self._choices = [plan.choice, *(rival.choice for rival in self._rivals)]
@@ -108,7 +107,7 @@ class Trial:
                 self._pass(one, step, source, counts=number > 0)
             fastest = min(one.typical for one in tried)
             for one in tried:
-                one.failed |= number > 0 and one.typical > _OUT * fastest
+                one.failed |= number > 0 and one.typical > OUT * fastest
         return self._decided(step, tried, time.perf_counter() - begun)
 
     def _pass(self, one: _Tried, step: int, source: Source, counts: bool) -> None:
@@ -126,21 +125,21 @@ class Trial:
             one.seconds.append(found.seconds)
 
     def _passes(self, choice: Choice) -> int:
-        return -(-_samples(self._plan, self._choices) // choice.micro_batch)
+        return -(-num_samples(self._plan, self._choices) // choice.micro_batch)
 
     def _decided(self, step: int, tried: Sequence[_Tried], seconds: float) -> Plan:
         with self._engine.crossing.open():
             everyone = self._group.exchange([() if t.failed else tuple(t.seconds) for t in tried])
         # Ranks wait for the slowest of them.
-        rounds = [_of_the_slowest(ranks) for ranks in zip(*everyone, strict=True)]
+        rounds = [of_the_slowest(ranks) for ranks in zip(*everyone, strict=True)]
         slowest = [typical(each) for each in rounds]
-        better = [number for number in range(1, len(rounds)) if _is_faster(rounds, number)]
+        better = [number for number in range(1, len(rounds)) if is_faster(rounds, number)]
         best = min(better, key=lambda number: slowest[number], default=0)
         plan = self._plan if best == 0 else self._plan.taking(self._rivals[best - 1])
         share = self._plan.largest_share
         told = self._with_kernels(plan.prediction, best)
         if told is not None and slowest[best] < math.inf:
-            told = _as_measured(told, slowest[best] * share)
+            told = as_measured(told, slowest[best] * share)
         plan = plan.model_copy(update={"prediction": told})
         self._sink(
             Tried(
@@ -172,26 +171,31 @@ class Trial:
         )
 
 
+def runs_apart(group: Group) -> bool:
+    """Whether its ranks can run passes by themselves, so that they can be timed."""
+    return not (group.lockstep or group.diverges or group.in_one_process)
+
+
 def typical(seconds: Sequence[float]) -> float:
     """The median; infinite without any."""
     return statistics.median(seconds) if seconds else math.inf
 
 
-def _of_the_slowest(ranks: Sequence[Sequence[float]]) -> Sequence[float]:
+def of_the_slowest(ranks: Sequence[Sequence[float]]) -> Sequence[float]:
     """Seconds by round, of the rank that was slowest in each; none if it failed on any."""
     return [max(times) for times in zip(*ranks, strict=False)]
 
 
-def _is_faster(rounds: Sequence[Sequence[float]], number: int) -> bool:
+def is_faster(rounds: Sequence[Sequence[float]], number: int) -> bool:
     """Whether choice `number` is surely faster than the first."""
     plan, other = rounds[0], rounds[number]
     if not plan or not other:
         return bool(other)
     always = all(a < b for a, b in zip(other, plan, strict=False))
-    return always and typical(other) < _PAYS * typical(plan)
+    return always and typical(other) < PAYS * typical(plan)
 
 
-def _as_measured(told: Prediction, pass_seconds: float) -> Prediction:
+def as_measured(told: Prediction, pass_seconds: float) -> Prediction:
     """`told`, if the passes of a step take so long."""
     parts = dict(told.step_parts)
     passes = [name for name in ("forward", "backward", "recompute") if name in parts]
@@ -216,7 +220,7 @@ def affordable(plan: Plan, num_steps: int | None) -> tuple[tuple[Rival, ...], in
     def cost(rounds: int, taken: Sequence[Rival]) -> float:
         choices = [plan.choice, *(rival.choice for rival in taken)]
         times = [own.step_seconds, *(rival.prediction.step_seconds for rival in taken)]
-        return (1 + rounds) * _samples(plan, choices) / plan.largest_share * sum(times)
+        return (1 + rounds) * num_samples(plan, choices) / plan.largest_share * sum(times)
 
     allowed = MOST_SECONDS if num_steps is None else MOST_OF_THE_RUN * num_steps * own.step_seconds
     rounds = next((n for n in range(ROUNDS, 0, -1) if cost(n, ()) <= allowed), None)
@@ -229,6 +233,6 @@ def affordable(plan: Plan, num_steps: int | None) -> tuple[tuple[Rival, ...], in
     return tuple(taken), rounds
 
 
-def _samples(plan: Plan, choices: Sequence[Choice]) -> int:
+def num_samples(plan: Plan, choices: Sequence[Choice]) -> int:
     """Samples of a rank that are run at each try of each of `choices`."""
-    return min(plan.largest_share, _PASSES * max(choice.micro_batch for choice in choices))
+    return min(plan.largest_share, PASSES * max(choice.micro_batch for choice in choices))

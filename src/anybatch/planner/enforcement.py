@@ -14,7 +14,7 @@ def is_enforced(device: Device, layout: Layout, wishes: Wishes, limited: bool) -
     if not (limited and device.present and can_enforce(device.kind)):
         return False
     # On a CPU ranks of one process, or a compiler, would take from the same budget.
-    beside = layout.parallel == "in-process" or wishes.compile
+    beside = layout.parallel == "in-process" or wishes.compile is True
     return not (device.kind == "cpu" and beside)
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from anybatch.compute import kernel_choices
 from anybatch.compute.kernel_choices import CONVOLUTIONS
 from anybatch.estimate import Subject
-from anybatch.plans import KernelChoices, Plan
+from anybatch.plans import Compile, KernelChoices, Plan
 
 
 class Convolutions(NamedTuple):
@@ -33,19 +33,16 @@ class Convolutions(NamedTuple):
     refused: str
 
 
-def with_kernels(plan: Plan, subject: Subject, compiled: bool, shapes_vary: bool) -> Plan:
+def with_kernels(plan: Plan, subject: Subject, compiled: Compile, shapes_vary: bool) -> Plan:
     """`plan` with the kernels that suit it, and with sentences on them.
 
     Args:
         plan: all but these.
         subject: what it is for.
-        compiled: whether blocks are to be compiled.
+        compiled: whether blocks are to be compiled; `"if-faster"`: the run decides, where it can.
         shapes_vary: whether samples may differ in shape.
     """
-    kernels = KernelChoices(compile=compiled)
-    notices: list[str] = [_COMPILED] if compiled else []
-    if compiled and plan.device == "cpu":
-        notices.append(_COMPILED_ON_CPU)
+    kernels, notices = _compiling(plan, compiled)
     if plan.device != "cpu" and (found := convolutions_of(subject)).number:
         varying = next(_variation(plan, shapes_vary), "")
         kernels = kernels.model_copy(
@@ -53,6 +50,18 @@ def with_kernels(plan: Plan, subject: Subject, compiled: bool, shapes_vary: bool
         )
         notices += [_told_layout(found), _told_tuning(varying)]
     return plan.model_copy(update={"kernels": kernels, "notices": (*plan.notices, *notices)})
+
+
+def _compiling(plan: Plan, compiled: Compile) -> tuple[KernelChoices, list[str]]:
+    on_cpu = plan.device == "cpu"
+    if compiled is True:
+        return KernelChoices(compile=True), [_COMPILED, *([_COMPILED_ON_CPU] if on_cpu else [])]
+    if not compiled:
+        return KernelChoices(), []
+    if on_cpu and plan.enforced:
+        return KernelChoices(compile_if_faster="decided"), [_NOT_COMPILED_ON_CPU]
+    open_yet = KernelChoices(compile_if_faster="open")
+    return open_yet, [_COMPILED_IF_FASTER, *([_COMPILER_ON_CPU] if on_cpu else [])]
 
 
 def convolutions_of(subject: Subject) -> Convolutions:
@@ -119,6 +128,19 @@ def _told_tuning(varying: str) -> str:
 _COMPILED = (
     "The blocks of the model are compiled, as asked for: the first pass of each size takes longer."
     " Bytes and seconds are predicted of the model as it is, uncompiled."
+)
+_COMPILED_IF_FASTER = (
+    "The blocks of the model are compiled if passes that are tried before the first step show that it"
+    " is faster, where the run is long enough to try; a run that is resumed keeps what was decided."
+    " Compiled kernels round otherwise. Bytes and seconds are predicted of the uncompiled model."
+)
+_COMPILER_ON_CPU = (
+    "The compiler works in this process and takes about 100 MiB of its own, so the measured peak has"
+    " the compiler in it."
+)
+_NOT_COMPILED_ON_CPU = (
+    "The blocks of the model are not compiled, whether or not that is faster: on a CPU the compiler"
+    " would take from the budget, which is enforced. Without --memory it is tried."
 )
 _COMPILED_ON_CPU = (
     "The compiler works in this process and takes about 100 MiB of its own, so a budget is only planned"

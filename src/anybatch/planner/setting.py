@@ -11,7 +11,7 @@ from anybatch.estimate.calibration_store import speeds_of
 from anybatch.estimate.seconds import Pace
 from anybatch.machine import Device
 from anybatch.planner.ranks import Layout
-from anybatch.plans import Precision, Recompute
+from anybatch.plans import Compile, Precision, Recompute
 
 Watch = Callable[[str], None]
 
@@ -29,7 +29,7 @@ class Wishes:
     micro_batch: int | None = None
     recompute: Recompute | None = None
     frontier: bool = False
-    compile: bool = False
+    compile: Compile = False
     shapes_vary: bool = False
     watch: Watch | None = None
 

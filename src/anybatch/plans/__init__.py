@@ -7,12 +7,14 @@ memory runs out after all is part of it too (`ladder`), so recovery needs no pla
 
 from anybatch.plans.choice import PRECISION_ALIASES as PRECISION_ALIASES
 from anybatch.plans.choice import Choice as Choice
+from anybatch.plans.choice import Compile as Compile
 from anybatch.plans.choice import KernelChoices as KernelChoices
 from anybatch.plans.choice import Precision as Precision
 from anybatch.plans.choice import Recompute as Recompute
 from anybatch.plans.choice import StatesOn as StatesOn
 from anybatch.plans.choice import Update as Update
 from anybatch.plans.names import parse_balance as parse_balance
+from anybatch.plans.names import parse_compile as parse_compile
 from anybatch.plans.names import parse_exchange as parse_exchange
 from anybatch.plans.names import parse_norms as parse_norms
 from anybatch.plans.names import parse_open_precision as parse_open_precision

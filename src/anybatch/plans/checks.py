@@ -118,6 +118,11 @@ def _check_kernels(plan: Plan) -> None:
             "kernels.autotune is true, but device is 'cpu', and what is tuned is cuDNN, of CUDA"
             " devices: make it false"
         )
+    if kernels.compile and kernels.compile_if_faster == "open":
+        raise ValueError(
+            "kernels.compile is true and kernels.compile_if_faster is 'open', which leaves it to the"
+            " run whether blocks are compiled: make compile false, or compile_if_faster 'no'"
+        )
     if kernels.compile and plan.enforced and is_cpu:
         raise ValueError(
             "kernels.compile is true and enforced too, but on a CPU the compiler works in the"

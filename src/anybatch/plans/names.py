@@ -7,7 +7,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from anybatch.errors import InputError
-from anybatch.plans.choice import PRECISION_ALIASES, Precision
+from anybatch.plans.choice import PRECISION_ALIASES, Compile, Precision
 from anybatch.plans.frozen import faults
 from anybatch.plans.ranks import Balancing, Exchange, Norms, Parallel
 
@@ -42,6 +42,15 @@ def parse_norms(text: str | None) -> Norms | None:
 def parse_balance(text: str | None) -> Balancing | None:
     """The balance named `text`. Raises `InputError` for another name."""
     return _named("balance", text, Balancing.__args__)
+
+
+def parse_compile(value: object) -> Compile:
+    """Whether blocks are to be compiled. Raises `InputError` for what is no answer to that."""
+    if isinstance(value, bool):
+        return value
+    if value == "if-faster":
+        return "if-faster"
+    raise InputError(f"compile is {value!r}: give True, False or 'if-faster'.")
 
 
 def parse_exchange(compress: str | None, every: int, stale: bool) -> Exchange | None:

@@ -27,6 +27,7 @@ from anybatch.data import (
     open_training,
 )
 from anybatch.engine import (
+    CompileTrial,
     Evaluation,
     Keyed,
     LearningRate,
@@ -58,7 +59,13 @@ from anybatch.plans import Plan
 from anybatch.rank.archive import Archive
 from anybatch.rank.batches import Batches
 from anybatch.rank.building import build
-from anybatch.rank.checks import check_alike, check_can_skip, single_sample, versions
+from anybatch.rank.checks import (
+    check_alike,
+    check_can_skip,
+    compilable,
+    single_sample,
+    versions,
+)
 from anybatch.rank.measuring import Measuring
 from anybatch.rank.pace import Pace
 from anybatch.rank.passes import Cutting, GlobalStep
@@ -126,7 +133,6 @@ class Rank:
     ) -> None:
         self.pulse: Pulse = pulse or Pulse(group.rank)
         self._task = task
-        self._given = plan
         self._tries = trial
         self._group = group
         self._device = device
@@ -136,8 +142,9 @@ class Rank:
         check_can_skip(task, plan)
         here = Machine.here(device=str(device)).device
         together(group, lambda: check_available(plan.choice.precision, here))
-        together(group, lambda: kernel_choices.check_available(plan.kernels, device))
         check_alike(task, plan, group)
+        self._given = plan = compilable(plan, group, device)
+        together(group, lambda: kernel_choices.check_available(plan.kernels, device))
         # From here on memory counts, so that what speaks to the other ranks was made before.
         self._limit = make_limit(plan, device, counted=(task.model,))
         self._meter: Meter = self._limit.enter()
@@ -506,16 +513,38 @@ class Rank:
 
     def _tried(self, step: int, source: GlobalStep) -> bool:
         """Before the first step, follow the fastest of the plan and its rivals from now on, if a trial
-        pays. Whether there was one."""
+        pays; then decide whether to compile, where the plan leaves that open. Whether anything was
+        run for it."""
         due, self._tries = self._tries, False
-        if not due:
+        is_open = self._given.kernels.compile_if_faster == "open"
+        if not due and not is_open:
             return False
         total = self._steps.total_steps
         left = None if total is None else total - self._position.step
-        trial = Trial(self._given, self._engine, self._group, left, self._sink)
-        if trial.pays:
+        tried = False
+        if due:
+            trial = Trial(self._given, self._engine, self._group, left, self._sink)
+            if trial.pays:
+                self._given, tried = trial.run(step, source), True
+        if is_open:
+            tried |= self._decide_on_compiling(step, source, left)
+        return tried
+
+    def _decide_on_compiling(self, step: int, source: GlobalStep, left: int | None) -> bool:
+        """With `left` steps to go. Whether anything was run for it."""
+        replica = self._replica
+        on_device = self._engine.plan.choice.optimizer_states == "device"
+        states = 0 if replica.optimizer.state or not on_device else replica.state_bytes()
+        trial = CompileTrial(self._engine, self._group, self._device, left, states, self._sink)
+        before = self._archive.plan_before if self._archive else {}
+        kernels = before.get("kernels", {})
+        # On another device it is another question.
+        same = before.get("device_name") == self._given.device_name
+        if same and kernels.get("compile_if_faster") == "decided":
+            self._given = trial.keep(step, bool(kernels.get("compile")))
+        else:
             self._given = trial.run(step, source)
-        return trial.pays
+        return trial.was_made
 
     def _pass_over(self, data: StepData, num_kept: int, reason: str) -> None:
         """The step is left out whole: its samples are taken, the schedule goes on, that is all."""

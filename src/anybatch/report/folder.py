@@ -19,7 +19,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from anybatch.errors import InputError
-from anybatch.events import Event, Replanned, RunEnded, RunStarted, Said, StepDone, Tried
+from anybatch.events import (
+    CompileDecided,
+    Event,
+    Replanned,
+    RunEnded,
+    RunStarted,
+    Said,
+    StepDone,
+    Tried,
+)
 from anybatch.plans import Plan
 from anybatch.report.log import EventLog, iterate
 
@@ -80,7 +89,7 @@ def last_plan(folder: Path) -> Plan | None:
     plan: Mapping[str, Any] | None = None
     with contextlib.suppress(InputError):
         for event in iterate(folder / EVENTS_FILE):
-            if isinstance(event, RunStarted | Replanned):
+            if isinstance(event, RunStarted | Replanned | CompileDecided):
                 plan = event.plan
             elif isinstance(event, Tried) and plan is not None:
                 plan = {**plan, "rivals": ()}  # it has been found out

@@ -18,6 +18,7 @@ import numpy as np
 from anybatch.events import (
     CheckpointFailed,
     CheckpointSaved,
+    CompileDecided,
     Evaluated,
     Event,
     OutOfMemory,
@@ -58,6 +59,7 @@ _LABELS: dict[type[Event], tuple[str, str]] = {
     OutOfMemory: ("out of memory", "bad"),
     Replanned: ("new plan", "warn"),
     Tried: ("trial", "plain"),
+    CompileDecided: ("compiling", "plain"),
     Overflowed: ("overflow", "warn"),
     Resumed: ("resumed", "plain"),
     CheckpointSaved: ("saved", "plain"),

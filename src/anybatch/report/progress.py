@@ -16,6 +16,7 @@ from rich.text import Text
 
 from anybatch.events import (
     CheckpointFailed,
+    CompileDecided,
     Evaluated,
     Event,
     OutOfMemory,
@@ -50,6 +51,7 @@ _STYLES: dict[type[Event], str] = {
     OutOfMemory: "bold red",
     Replanned: "yellow",
     Tried: "",
+    CompileDecided: "",
     Overflowed: "yellow",
     Skipped: "yellow",
     Straggler: "yellow",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from anybatch.events import (
     CheckpointFailed,
     CheckpointSaved,
+    CompileDecided,
     Evaluated,
     Event,
     OutOfMemory,
@@ -52,6 +53,8 @@ def describe(event: Event) -> str:
             )
         case Tried():
             return _tried(event)
+        case CompileDecided():
+            return _compile_decided(event)
         case Overflowed():
             return (
                 f"Gradients overflowed in step {format_count(event.step)}: it is redone with loss"
@@ -124,6 +127,21 @@ def _tried(event: Tried) -> str:
     return (
         f"A trial of {counted(len(event.choices), 'plan')} took {format_seconds(event.seconds)}; passes"
         f" of a step: {'; '.join(told)}{more}. Taken: {event.taken}."
+    )
+
+
+def _compile_decided(event: CompileDecided) -> str:
+    """Both times where both ways were tried, and what came of it."""
+    reason = event.reason.rstrip(".")
+    if event.plain_seconds is None or event.compiled_seconds is None:
+        how = "are compiled" if event.compiled else "are not compiled"
+        return f"The blocks {how}{': ' if reason else ''}{reason}."
+    taken = "taken" if event.compiled else "not taken"
+    why = f", since {reason}" if reason else ""
+    return (
+        f"Compiled blocks: {format_seconds(event.compiled_seconds)} instead of"
+        f" {format_seconds(event.plain_seconds)} for the passes of a step, {taken}{why}. Trying took"
+        f" {format_seconds(event.seconds)}."
     )
 
 

@@ -18,8 +18,8 @@ from tests.bad_input.conftest import Outcome
 import anybatch
 from anybatch.cli import run
 from anybatch.events import RunEnded, RunStarted, StepDone
-from anybatch.plans import Plan
-from anybatch.report import read
+from anybatch.plans import KernelChoices, Plan
+from anybatch.report import last_plan, read
 
 FILES = {"plan.json", "events.jsonl", "checkpoints", "model.safetensors", "report.html"}
 
@@ -385,6 +385,50 @@ def test_memory_as_json_prints_that_and_nothing_else(
     assert {type(size) for size in sizes} == {int}
 
 
+def test_whether_compiling_pays_is_left_to_the_run(
+    folder: Path, write_task: Callable[..., Path], command: Callable[..., Outcome]
+):
+    write_task()
+    for other, expected in (("plan", "open"), ("memory", "decided")):  # which has a budget
+        outcome = command(other, "task.py", "--compile-if-faster", "--json")
+        assert outcome.status == 0, outcome.err
+        found = json.loads(outcome.out)
+        kernels = found.get("plan", found)["kernels"]
+        assert (kernels["compile"], kernels["compile_if_faster"]) == (False, expected)
+    outcome = command("train", "task.py", "--compile-if-faster")
+    assert outcome.status == 0, outcome.err
+    words = " ".join(outcome.out.split())
+    assert "blocks compiled if it proves faster" in words
+    assert "The blocks are not compiled: what is left of the run takes about" in words
+    page = (folder / "runs" / "task-1" / "report.html").read_text()
+    assert "The blocks are not compiled: what is left of the run" in page
+    kept = last_plan(folder / "runs" / "task-1")
+    assert kept is not None
+    assert kept.kernels == KernelChoices(compile_if_faster="decided")
+
+
+@pytest.mark.parametrize("name", ["train", "plan", "memory"])
+def test_compiling_in_any_case_and_only_if_faster_exclude_each_other(
+    write_task: Callable[..., Path], command: Callable[..., Outcome], name: str
+):
+    write_task()
+    outcome = command(name, "task.py", "--compile", "--compile-if-faster")
+    assert outcome.status == 2
+    told = " ".join(outcome.err.split())
+    assert "--compile and --compile-if-faster are both given" in told
+    assert "leave one of them out" in told
+
+
+def test_a_plan_says_already_whether_compiling_is_left_to_the_run(
+    write_task: Callable[..., Path], command: Callable[..., Outcome]
+):
+    write_task()
+    assert command("plan", "task.py", "--out", "p.json").status == 0
+    outcome = command("train", "task.py", "--plan", "p.json", "--compile-if-faster")
+    assert outcome.status == 2
+    assert "--plan and --compile-if-faster are both given" in " ".join(outcome.err.split())
+
+
 def bytes_in(data: Any) -> Iterator[Any]:
     """Every number in `data` that is one of bytes."""
     if isinstance(data, list):
@@ -404,9 +448,9 @@ def test_memory_as_json_where_nothing_fits_tells_so_beside_it(
     write_task: Callable[..., Path], command: Callable[..., Outcome]
 ):
     write_task()
-    outcome = command("memory", "task.py", "--memory", "1100KiB", "--json")
+    outcome = command("memory", "task.py", "--memory", "800KiB", "--json")
     assert outcome.status == 0
-    assert json.loads(outcome.out)["plan"]["budget_bytes"] == 1100 << 10
+    assert json.loads(outcome.out)["plan"]["budget_bytes"] == 800 << 10
     assert "No plan fits the budget" in outcome.err
 
 
@@ -420,8 +464,8 @@ def test_memory_is_told_all_the_more_where_nothing_fits(
     write_task: Callable[..., Path], command: Callable[..., Outcome]
 ):
     write_task()
-    assert command("plan", "task.py", "--memory", "1100KiB").status == 3
-    outcome = command("memory", "task.py", "--memory", "1100KiB")
+    assert command("plan", "task.py", "--memory", "800KiB").status == 3
+    outcome = command("memory", "task.py", "--memory", "800KiB")
     assert outcome.status == 0
     assert "By layer" in outcome.out
     assert "No plan fits the budget" in outcome.out

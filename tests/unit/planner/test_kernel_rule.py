@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
+from anybatch.planning import serves_again
 from anybatch.plans import KernelChoices, Plan
 
 GPU = ab.Machine.describe("24GiB")
@@ -91,3 +92,29 @@ def test_compiling_is_done_on_request_and_told():
     assert cuda.kernels.compile
     assert cuda.kernels.channels_last
     assert "only planned with" not in told(cuda)
+
+
+def test_compiling_is_left_to_the_run_on_request_and_told():
+    plan = ab.plan(task_of(), compile="if-faster")
+    assert plan.kernels == KernelChoices(compile_if_faster="open")
+    assert "passes that are tried before the first step" in told(plan)
+    assert "the measured peak has the compiler in it" in told(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+    for compiled in (False, True):  # a resumed run goes on under what was decided
+        kernels = KernelChoices(compile=compiled, compile_if_faster="decided")
+        served = {
+            wish: serves_again(plan.running(kernels), task_of(), compile=wish)
+            for wish in ("if-faster", True, False)
+        }
+        assert served == {"if-faster": True, True: False, False: False}
+    assert not serves_again(ab.plan(task_of()), task_of(), compile="if-faster")
+    cuda = ab.plan(task_of(), GPU, compile="if-faster")
+    assert cuda.kernels == KernelChoices(
+        channels_last=True, autotune=True, compile_if_faster="open"
+    )
+    held = ab.plan(task_of(), memory="1GiB", compile="if-faster")
+    assert held.enforced
+    assert held.kernels == KernelChoices(compile_if_faster="decided")
+    assert "Without --memory it is tried" in told(held)
+    with pytest.raises(ab.InputError, match="compile is 'always': give True, False or"):
+        ab.plan(task_of(), compile="always")  # pyright: ignore[reportArgumentType]
