@@ -17,6 +17,7 @@ import os
 import platform
 import random
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,13 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.models import tasks
 
 import anybatch as ab
 from anybatch.estimate import subject_of
 from anybatch.events import OutOfMemory, StepDone
 from anybatch.plans import Choice, Plan, Recompute
 from anybatch.recipes import resolve
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.models import tasks
 
 RESULTS = Path(__file__).parents[1] / "results"
 PAIRS = (
