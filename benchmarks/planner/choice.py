@@ -107,19 +107,21 @@ def run(task: ab.Task, plan: Plan) -> Steps:
 
 def measure(task: ab.Task, chosen: Plan, rounds: int) -> tuple[list[Tried], float]:
     """What each candidate takes, and how long it took to find out which ones fit."""
+
+    def taking(choice: Choice) -> Plan:
+        # What is predicted is of the choice that the planner made, and no run is to be judged by it.
+        return chosen.model_copy(update={"choice": choice, "ladder": (), "prediction": None})
+
     tried = [Tried(choice, []) for choice in candidates(task, chosen)]
     begun = time.perf_counter()
     for one in tried:
-        one.fits = not run(
-            task, chosen.model_copy(update={"choice": one.choice, "ladder": ()})
-        ).ran_out
+        one.fits = not run(task, taking(one.choice)).ran_out
     seconds = time.perf_counter() - begun
     order = random.Random(0)
     fitting = [one for one in tried if one.fits]
     for _ in range(rounds):
         for one in order.sample(fitting, len(fitting)):
-            plan = chosen.model_copy(update={"choice": one.choice, "ladder": ()})
-            one.seconds += run(task, plan).seconds[1:]
+            one.seconds += run(task, taking(one.choice)).seconds[1:]
     return tried, seconds
 
 

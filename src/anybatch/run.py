@@ -473,7 +473,7 @@ def _learn(plan: Plan, result: Result) -> None:
     followed = next((one for one in plans if one.choice == result.plan.choice), None)
     # Else what was measured is of another choice, or of a compiler too.
     compiler = plan.kernels.compile or plan.kernels.compile_if_faster == "open"
-    if followed is not None and not compiler:
+    if followed is not None and followed.is_predicted and not compiler:
         ended = result.ended
         # How long samples are waited for is not predicted.
         seconds = None if ended.step_seconds is None else ended.step_seconds - ended.data_seconds

@@ -286,6 +286,25 @@ def test_parameters_of_another_dtype_are_told(dtypes, precision, told):
     assert lines["precision"] == told
 
 
+def test_the_prediction_of_a_plan_whose_choice_was_edited_is_left_out_and_that_is_told(tmp_path):
+    plan = Plan.from_json(example())
+    prediction = Prediction(
+        peak_bytes=3 << 20, evaluation_peak_bytes=0, step_seconds=0.25, choice=plan.choice
+    )
+    plan = plan.model_copy(update={"prediction": prediction})
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == plan
+    path.write_text(plan.to_json().replace('"micro_batch": 16', '"micro_batch": 8', 1))
+    edited = Plan.load(path)
+    assert edited.choice.micro_batch == 8
+    assert edited.prediction is None
+    assert edited.notices[-1] == (
+        "The choice was changed after it was predicted (micro-batch 16, fp32, recompute none), so"
+        " nothing is predicted of it."
+    )
+
+
 def test_files(tmp_path):
     plan = Plan.from_json(example())
     path = tmp_path / "plan.json"

@@ -36,6 +36,7 @@ def prediction_of(option: Option, setting: Setting, meeting_seconds: float = 0.0
             name: max(size, evaluation.totals.get(name, 0))
             for name, size in training.totals.items()
         },
+        choice=option.choice,
         method=option.footprint.method,
         step_parts={part: time * learned.seconds for part, time in seconds.items() if time},
         seconds_method=_told_of_time(setting),

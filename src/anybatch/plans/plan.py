@@ -101,6 +101,12 @@ class Plan(Frozen):
         return len(self.shares)
 
     @property
+    def is_predicted(self) -> bool:
+        """Whether there is a prediction, and not one of another choice."""
+        told = self.prediction
+        return told is not None and told.choice in (None, self.choice)
+
+    @property
     def largest_share(self) -> int:
         """Samples of a full global batch that the rank with the largest share takes, at most; whole
         ghost batches."""
@@ -210,5 +216,14 @@ class Plan(Frozen):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """The plan in the file `path`. Raises `InputError` if there is none, or it has faults."""
-        return cls.from_json(files.read(path), source=f"the plan {path}")
+        """The plan in the file `path`; without its prediction, and with a notice, if the choice was
+        edited. Raises `InputError` if there is none, or it has faults."""
+        plan = cls.from_json(files.read(path), source=f"the plan {path}")
+        if plan.is_predicted or plan.prediction is None or plan.prediction.choice is None:
+            return plan
+        notice = (
+            "The choice was changed after it was predicted"
+            f" ({plan.prediction.choice.describe()}), so nothing is predicted of it."
+        )
+        changes = {"prediction": None, "notices": (*plan.notices, notice)}
+        return plan.model_copy(update=changes)

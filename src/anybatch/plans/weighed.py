@@ -23,6 +23,7 @@ class Prediction(Frozen):
         totals: the most bytes at any time by each account of the device's memory: `allocated` (in
             tensors), `active` (CUDA), `reserved` (by the allocator) and `total`. What earlier runs
             taught is not in them.
+        choice: that it is for; None: not told.
         method: how it was found, in words.
         step_parts: seconds of the step by part (forward, backward, ...); they add up to
             `step_seconds`.
@@ -43,6 +44,7 @@ class Prediction(Frozen):
     seconds_method: str = ""
     bytes_corrected_by: float = Field(default=1.0, ge=1)
     seconds_corrected_by: float = Field(default=1.0, gt=0)
+    choice: Choice | None = None
     corrected_runs: int = Field(default=0, ge=0)
 
     def __repr__(self) -> str:

@@ -150,7 +150,9 @@ class Measuring:
         }
         rest = max(0, best.peak_bytes - sum(known.values()))
         seconds = best.seconds * self._whole
+        choice = self._choice(best.micro_batch)
         told = Prediction(
+            choice=choice,
             peak_bytes=best.peak_bytes,
             evaluation_peak_bytes=best.peak_bytes,
             commit_bytes=self._commit,
@@ -160,6 +162,4 @@ class Measuring:
             step_parts={"forward and backward": seconds},
             seconds_method="measured in passes over real samples; without the update",
         )
-        return self._plan.model_copy(
-            update={"choice": self._choice(best.micro_batch), "prediction": told}
-        )
+        return self._plan.model_copy(update={"choice": choice, "prediction": told})

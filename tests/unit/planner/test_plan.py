@@ -53,6 +53,7 @@ def test_where_memory_is_plenty_nothing_is_recomputed_and_no_time_is_lost():
 def test_what_is_chosen_is_predicted_to_fit_with_the_reserve(budget: int):
     plan = planned(budget)
     assert plan.prediction is not None
+    assert plan.is_predicted
     assert plan.prediction.peak_bytes <= budget - reserve_of(budget, "cpu")
     assert plan.choice.micro_batch < 4096
     assert plan.enforced == sys.platform.startswith("linux")
