@@ -1,45 +1,43 @@
 """Everything that needs a GPU, in one command: `make gpu-check`.
 
-Runs the tests marked `gpu`, then predicts and measures a few tasks under several choices, and the loss
+Runs the tests marked `gpu`, then predicts and measures the cells of `benchmarks/memory`, and the loss
 over a large vocabulary with its logits and without, and writes what it found to
 benchmarks/results/gpu.json and gpu.md. Ends within ten minutes on one GPU.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.models import tasks
+from benchmarks.memory.models import KINDS
+from benchmarks.memory.run import VARIANTS, measure, others
 
 import anybatch as ab
 from anybatch.compute.lm_loss import Backend
 
 RESULTS = Path(__file__).parent / "results"
-CELLS = (("fp32", None), ("bf16", None), ("fp16", None), ("bf16", "all"))
 
 
-def measure(task: ab.Task, precision: str, recompute: str | None) -> dict[str, Any]:
-    """Predicted and measured bytes and seconds of one task under one choice."""
-    plan = ab.plan(task, precision=precision, recompute=recompute)
-    result = ab.train(task, plan=plan, progress=False)
-    ended = result.ended
-    return {
-        "task": task.name,
-        "choice": result.plan.choice.describe(),
-        "predicted_peak_bytes": ended.predicted_peak_bytes,
-        "measured_peak_bytes": ended.measured_peak_bytes,
-        "predicted_totals": dict(ended.predicted_totals),
-        "measured_totals": dict(ended.measured_totals),
-        "predicted_step_seconds": ended.predicted_step_seconds,
-        "measured_step_seconds": ended.step_seconds,
-    }
+def measured(names: Iterable[str] = KINDS, device: str = "cuda") -> list[dict[str, Any]]:
+    """The cells of `benchmarks/memory` on this device, with what others tell of them beside."""
+    found: list[dict[str, Any]] = []
+    for name, variant in product(names, VARIANTS):
+        gc.collect()
+        cell = measure(name, variant)
+        if variant != "recomputed":
+            cell |= others(name, variant, device)
+        found.append(cell)
+    return found
 
 
 def vocabulary(rounds: int = 5) -> list[dict[str, Any]]:
@@ -78,35 +76,31 @@ def table(
     device: str, cells: list[dict[str, Any]], losses: list[dict[str, Any]], tests: str
 ) -> str:
     """The results as Markdown."""
+    accounts = list(dict.fromkeys(name for cell in cells for name in cell["measured_totals"]))
     lines = [
         f"# {device}",
         "",
         f"torch {torch.__version__}; tests marked `gpu`: {tests}",
         "",
-        "| task | choice | predicted MiB | measured MiB | predicted ms | measured ms |",
-        "|---|---|---|---|---|---|",
-    ]
-    for cell in cells:
-        figures = [
-            (cell["predicted_peak_bytes"] or 0) / 2**20,
-            cell["measured_peak_bytes"] / 2**20,
-            (cell["predicted_step_seconds"] or 0) * 1e3,
-            (cell["measured_step_seconds"] or 0) * 1e3,
-        ]
-        row = " | ".join(f"{figure:.1f}" for figure in figures)
-        lines.append(f"| {cell['task']} | {cell['choice']} | {row} |")
-    names = list(dict.fromkeys(name for cell in cells for name in cell["measured_totals"]))
-    lines += [
+        "Most MiB by each account, predicted / measured. Errors of torch's MemTracker and of",
+        "Accelerate's estimator are against what was measured in tensors.",
         "",
-        "Most MiB by each account, predicted / measured:",
-        "",
-        f"| task | choice | {' | '.join(names)} |",
-        f"|---|---|{'---|' * len(names)}",
+        f"| model | variant | {' | '.join(accounts)} | MemTracker | Accelerate | step ms |",
+        f"|---|---|{'---:|' * (len(accounts) + 3)}",
     ]
     for cell in cells:
         told, found = cell["predicted_totals"], cell["measured_totals"]
-        pairs = [f"{told.get(n, 0) / 2**20:.1f} / {found.get(n, 0) / 2**20:.1f}" for n in names]
-        lines.append(f"| {cell['task']} | {cell['choice']} | {' | '.join(pairs)} |")
+        figures = [
+            f"{told.get(name, 0) / 2**20:.1f} / {found.get(name, 0) / 2**20:.1f}"
+            for name in accounts
+        ]
+        for key in ("mem_tracker_bytes", "accelerate_bytes"):
+            other = cell.get(key)
+            figures.append("-" if other is None else f"{other / found[accounts[0]] - 1:+.0%}")
+        seconds = [(cell[f"{kind}_seconds"] or 0) * 1e3 for kind in ("predicted", "measured")]
+        figures.append(f"{seconds[0]:.1f} / {seconds[1]:.1f}")
+        lines.append(f"| {cell['model']} | {cell['variant']} | {' | '.join(figures)} |")
+    lines += ["", *summary(cells, accounts)]
     lines += [
         "",
         "Loss of 8,192 tokens over 256,000 words, width 2,304, bfloat16:",
@@ -118,6 +112,20 @@ def table(
         gigabytes, milliseconds = cell["extra_bytes"] / 1e9, cell["seconds"] * 1e3
         lines.append(f"| {cell['backend']} | {gigabytes:.2f} | {milliseconds:.1f} |")
     return "\n".join(lines) + "\n"
+
+
+def summary(cells: list[dict[str, Any]], accounts: list[str]) -> list[str]:
+    """How near each account is, and whether the total is enough."""
+    sentences: list[str] = []
+    for name in accounts:
+        pairs = [(c["predicted_totals"].get(name, 0), c["measured_totals"][name]) for c in cells]
+        errors = [told / found - 1 for told, found in pairs]
+        below = sum(error < 0 for error in errors)
+        sentences.append(
+            f"- {name}: median error {statistics.median(map(abs, errors)):.2%}, largest"
+            f" {max(errors, key=abs):+.2%}; below the measured one in {below} of {len(cells)} cells."
+        )
+    return sentences
 
 
 def main() -> int:
@@ -134,12 +142,7 @@ def main() -> int:
     )
     print(tests.stdout)
     closing = tests.stdout.strip().splitlines()[-1] if tests.stdout.strip() else "no output"
-    cells = [
-        measure(task, precision, recompute)
-        for task in tasks(scale=8).values()
-        for precision, recompute in CELLS
-        if recompute is None or task.name == "decoder"
-    ]
+    cells = measured()
     device = torch.cuda.get_device_name(0)
     # The plain loss needs some 30 GB.
     roomy = torch.cuda.get_device_properties(0).total_memory > 40e9

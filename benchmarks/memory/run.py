@@ -21,6 +21,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.memory.models import KINDS
+
 RESULTS = Path(__file__).parents[1] / "results"
 VARIANTS = ("plain", "accumulated", "recomputed", "bf16")
 BUDGET = "6GiB"
@@ -29,9 +33,7 @@ BLOCKS = {"u-net": "down.*,join.*"}
 
 
 def measure(name: str, variant: str) -> dict[str, Any]:
-    """One cell; called in a process of its own."""
-    from models import KINDS
-
+    """One cell; called in a process of its own where the process is what is measured."""
     import anybatch as ab
 
     kind = KINDS[name]
@@ -49,25 +51,28 @@ def measure(name: str, variant: str) -> dict[str, Any]:
         "variant": variant,
         "predicted_bytes": ended.predicted_peak_bytes,
         "measured_bytes": ended.measured_peak_bytes,
+        "predicted_totals": dict(ended.predicted_totals),
+        "measured_totals": dict(ended.measured_totals),
+        "predicted_seconds": ended.predicted_step_seconds,
+        "measured_seconds": ended.step_seconds,
     }
 
 
-def others(name: str, variant: str) -> dict[str, Any]:
-    """What the other two say of a cell; None where they fail or have no such variant."""
+def others(name: str, variant: str, device: str = "cpu") -> dict[str, Any]:
+    """What the other two say of a cell on `device`; None where they fail or have no such variant."""
     found: dict[str, Any] = {}
     for other, ask in (("mem_tracker_bytes", _mem_tracker), ("accelerate_bytes", _accelerate)):
         try:
-            found[other] = ask(name, variant)
+            found[other] = ask(name, variant, device)
         except Exception as error:
             found[other] = None
             print(f"{name}, {variant}: {other}: {type(error).__name__}: {error}", file=sys.stderr)
     return found
 
 
-def _mem_tracker(name: str, variant: str) -> int | None:
+def _mem_tracker(name: str, variant: str, device: str) -> int | None:
     """MemTracker around the same step as a plain loop, on fake tensors; not asked of recompute."""
     import torch
-    from models import KINDS
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -76,7 +81,7 @@ def _mem_tracker(name: str, variant: str) -> int | None:
     kind = KINDS[name]
     size = kind.batch // 4 if variant == "accumulated" else kind.batch
     shapes = [(tuple(t.shape[1:]), t.dtype) for t in kind.samples(2)]
-    with FakeTensorMode():
+    with FakeTensorMode(), torch.device(device):
         model = kind.model()
         optimizer = kind.optimizer(model.parameters())
         tracker = MemTracker()
@@ -85,7 +90,7 @@ def _mem_tracker(name: str, variant: str) -> int | None:
             for _ in range(2):
                 for _ in range(kind.batch // size):
                     batch = [torch.zeros((size, *shape), dtype=dtype) for shape, dtype in shapes]
-                    with torch.autocast("cpu", torch.bfloat16, enabled=variant == "bf16"):
+                    with torch.autocast(device, torch.bfloat16, enabled=variant == "bf16"):
                         total = kind.loss(model, batch).sum
                     total.backward()
                     del batch, total
@@ -96,12 +101,11 @@ def _mem_tracker(name: str, variant: str) -> int | None:
     return int(max(sizes["Total"] for sizes in snapshot.values()))
 
 
-def _accelerate(name: str, variant: str) -> int:
+def _accelerate(name: str, variant: str, _device: str) -> int:
     """What `accelerate estimate-memory` prints for training with Adam, whatever batch and optimizer."""
     import torch
     from accelerate.commands.estimate import estimate_training_usage
     from accelerate.utils import calculate_maximum_sizes
-    from models import KINDS
 
     with torch.device("meta"):
         total, _ = calculate_maximum_sizes(KINDS[name].model())
@@ -144,11 +148,13 @@ def table(cells: list[dict[str, Any]], threads: int) -> str:
     large = [c for c in cells if c["measured_bytes"] >= TINY_BYTES]
     errors = [e for c in large if (e := _error(c)) is not None]
     below = sum((_error(c) or 0) < 0 for c in cells)
-    summary = (
-        f"{len(large)} cells of 16 MiB and more: median error"
-        f" {statistics.median(map(abs, errors)):.2%}, largest {max(errors, key=abs):+.2%}."
-        f" Below the measured one: {below} of all {len(cells)} cells."
-    )
+    summary = f"Below the measured one: {below} of all {len(cells)} cells."
+    if errors:
+        summary = (
+            f"{len(large)} cells of 16 MiB and more: median error"
+            f" {statistics.median(map(abs, errors)):.2%}, largest {max(errors, key=abs):+.2%}."
+            f" {summary}"
+        )
     lines += [
         "",
         summary,
@@ -170,7 +176,6 @@ def main() -> None:
         name, variant, what = given.cell
         print(json.dumps(measure(name, variant) if what == "own" else others(name, variant)))
         return
-    from models import KINDS
 
     def cell_of(named: tuple[str, str]) -> dict[str, Any]:
         cell = _in_process(*named, "own", given.threads)
