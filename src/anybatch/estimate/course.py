@@ -8,6 +8,7 @@ samples differ in length, the first steps show which sizes there are.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,8 +59,7 @@ class Course:
         """Different sizes of micro-batches, where a whole step is one of `whole_step` samples."""
         if self.unequal is not None:
             return self.unequal.num_sizes(micro_batch)
-        steps = (whole_step, *self.smaller_steps)
-        return len({size for step in steps for size in _cut(step, micro_batch)})
+        return len(self.sizes(micro_batch, whole_step))
 
     def num_kernels_of_data(self, num_products: int, num_passes: int) -> int:
         """Kernels that are made for products whose sizes are data, where a step has so many passes of
@@ -68,12 +68,21 @@ class Course:
             return _MOST_KERNELS
         return min(num_products * num_passes * self.total_steps, _MOST_KERNELS)
 
-    def num_evaluation_sizes(self, evaluation_batch: int, num_valid: int | None) -> int:
-        """Different sizes of batches of an evaluation of so many samples; None: of a stream, whose last
-        one is smaller."""
+    def num_evaluation_sizes(
+        self, evaluation_batch: int, num_valid: int | None, seen: Collection[int] = ()
+    ) -> int:
+        """Different sizes of batches of an evaluation of so many samples, beside those `seen` before;
+        None: of a stream, whose last batch is smaller."""
         if self.unequal is not None and num_valid:
             return min(num_valid, self.unequal.num_sizes(evaluation_batch))
-        return 2 if num_valid is None else len(_cut(num_valid, evaluation_batch))
+        if num_valid is None:
+            return 1 + (evaluation_batch not in seen)
+        return len(_cut(num_valid, evaluation_batch).difference(seen))
+
+    def sizes(self, micro_batch: int, whole_step: int) -> set[int]:
+        """The sizes of micro-batches, as `num_sizes`, where all samples are alike."""
+        steps = (whole_step, *self.smaller_steps)
+        return {size for step in steps for size in _cut(step, micro_batch)}
 
 
 @dataclass(frozen=True, eq=False)

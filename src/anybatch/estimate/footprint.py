@@ -103,7 +103,7 @@ def beside_training(
     kept, between = traced.kept_bytes, None
     if subject.course.evaluates_between and device.kind == "cpu":
         # Forward again, on batches of other sizes, and what comes and goes in it.
-        evaluated = subject.course.num_evaluation_sizes(choice.evaluation_batch, subject.num_valid)
+        evaluated = _num_evaluation_sizes(subject, choice, traced)
         others += evaluated * shapes.forward
         between = _evaluation(subject, choice, device)
         kept += _larger_products(choice, between)
@@ -121,7 +121,7 @@ def _beside_evaluation(
     """The same while it evaluates, once it has trained."""
     training = traced_step(subject, choice, device)
     trained = subject.course.num_sizes(choice.micro_batch, subject.whole)
-    evaluated = subject.course.num_evaluation_sizes(choice.evaluation_batch, subject.num_valid)
+    evaluated = _num_evaluation_sizes(subject, choice, training)
     one = training.shape_bytes.forward + training.shape_bytes.backward
     others = max(0, trained - 1) * one + evaluated * traced.shape_bytes.forward
     kept = training.kept_bytes + _larger_products(choice, traced)
@@ -147,6 +147,15 @@ def _left_in_heap(subject: Subject, choice: Choice, training: Traced, device: De
         holes = passing_bytes(tensors(timeline), MMAP_THRESHOLD)
         subject.left[key] = max(0, heap - stays) + holes
     return subject.left[key]
+
+
+def _num_evaluation_sizes(subject: Subject, choice: Choice, training: Traced) -> int:
+    """Sizes of batches for which evaluation has kernels made. Forward's are the same as in training,
+    but for those of oneDNN's LSTM, which keep something for backward there."""
+    seen: set[int] = set()
+    if not any("mkldnn_rnn_layer" in op.name for op in training.timeline.operations):
+        seen = subject.course.sizes(choice.micro_batch, subject.whole)
+    return subject.course.num_evaluation_sizes(choice.evaluation_batch, subject.num_valid, seen)
 
 
 def _kernels_of_data(subject: Subject, choice: Choice, traced: Traced, device: Device) -> int:

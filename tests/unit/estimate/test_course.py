@@ -60,6 +60,10 @@ def test_an_evaluation_meets_its_batch_and_the_rest():
     assert Course().num_evaluation_sizes(500, 360) == 1
     assert Course().num_evaluation_sizes(500, 0) == 0
     assert Course().num_evaluation_sizes(500, None) == 2
+    seen = Course(smaller_steps=(413,)).sizes(96, 512)
+    assert seen == {96, 32, 29}
+    assert Course().num_evaluation_sizes(96, 360, seen) == 1
+    assert Course().num_evaluation_sizes(96, None, seen) == 1
 
 
 def test_evaluation_counts_for_later_steps_only():
