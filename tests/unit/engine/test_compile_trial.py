@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.equivalence.reference import plan_for
+from tests.unit.engine.noisy import Noisy, loss, noisy_task, told
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -18,56 +19,11 @@ from anybatch.compute import kernel_choices
 from anybatch.engine import compile_trial
 from anybatch.engine.compile_trial import COMPILE_SECONDS, too_short
 from anybatch.events import CompileDecided, OutOfMemory, Replanned, Tried
-from anybatch.plans import KernelChoices, Plan, Prediction, Recompute
+from anybatch.plans import KernelChoices, Plan, Recompute
 from anybatch.report.sentences import describe
 
-SAMPLES, BATCH, STEPS = 24, 12, 1200
 OPEN = KernelChoices(compile_if_faster="open")
 torch_compile = torch.compile
-
-
-class Noisy(nn.Module):
-    """Whatever a pass changes or draws: BatchNorm, dropout, a counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
-        self.drop, self.second = nn.Dropout(0.5), nn.Linear(8, 3)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x):
-        self.seen += len(x)
-        return self.second(self.drop(self.norm(self.first(x))))
-
-
-def loss(model, batch):
-    return ab.Loss((model(batch[0]) - batch[1]).square().sum(), len(batch[0]))
-
-
-def task_of(**changes):
-    draw = torch.Generator().manual_seed(0)
-    data = TensorDataset(
-        torch.randn(SAMPLES, 4, generator=draw), torch.randn(SAMPLES, 3, generator=draw)
-    )
-    fields = {
-        "model": Noisy,
-        "loss": loss,
-        "optimizer": lambda params: torch.optim.AdamW(params, lr=0.01),
-        "train": data,
-        "global_batch": BATCH,
-        "ghost_batch": 2,
-        "steps": STEPS,
-    }
-    return ab.Task(**{**fields, **changes})
-
-
-def told(seconds: float = 1.0) -> Prediction:
-    return Prediction(
-        peak_bytes=1000,
-        evaluation_peak_bytes=500,
-        step_seconds=seconds,
-        step_parts={"forward": 0.3 * seconds, "backward": 0.6 * seconds, "update": 0.1 * seconds},
-    )
 
 
 def open_plan(task, micro_batch=6, **changes):
@@ -136,7 +92,7 @@ def same(state, other):
 
 
 def test_compiled_blocks_are_taken_where_they_are_faster_and_nothing_of_the_trial_remains(compiler):
-    task, compiler.seconds = task_of(), 0.75
+    task, compiler.seconds = noisy_task(), 0.75
     state, events, followed = run(task, open_plan(task), compiler)
     assert followed.kernels == KernelChoices(compile=True, compile_if_faster="decided")
     event = decided(events)
@@ -157,7 +113,7 @@ def test_compiled_blocks_are_taken_where_they_are_faster_and_nothing_of_the_tria
     ("seconds", "told"), [(1.2, "no faster"), (0.97, "less than 4% faster"), (5.0, "no faster")]
 )
 def test_they_are_not_where_they_are_slower_or_hardly_faster(compiler, seconds, told):
-    task, compiler.seconds = task_of(), seconds
+    task, compiler.seconds = noisy_task(), seconds
     state, events, followed = run(task, open_plan(task), compiler)
     assert followed.kernels == KernelChoices(compile_if_faster="decided")
     event = decided(events)
@@ -175,7 +131,7 @@ def test_nor_where_they_are_faster_in_some_rounds_only(monkeypatch):
             self.seconds = 1.5 if 6 <= self.num_passes < 8 else 0.5
             return super().loss(model, batch)
 
-    task = task_of()
+    task = noisy_task()
     _, events, followed = run(task, open_plan(task), Unsteady().installed(monkeypatch))
     assert not followed.kernels.compile
     assert decided(events).compiled_seconds == pytest.approx(6.0)
@@ -183,7 +139,7 @@ def test_nor_where_they_are_faster_in_some_rounds_only(monkeypatch):
 
 
 def test_without_being_asked_to_a_run_tries_no_compiler(compiler):
-    task, compiler.seconds = task_of(), 0.1
+    task, compiler.seconds = noisy_task(), 0.1
     _, events, followed = run(task, open_plan(task, kernels=KernelChoices()), compiler, trial=True)
     assert not followed.kernels.compile
     assert compiler.num_compiled == 0
@@ -191,7 +147,7 @@ def test_without_being_asked_to_a_run_tries_no_compiler(compiler):
 
 
 def test_it_comes_after_the_trial_of_choices(compiler):
-    task, compiler.seconds = task_of(), 0.5
+    task, compiler.seconds = noisy_task(), 0.5
     _, events, followed = run(task, open_plan(task), compiler, trial=True)
     kinds = [type(event) for event in events if isinstance(event, Tried | CompileDecided)]
     assert kinds == [Tried, CompileDecided]
@@ -199,7 +155,7 @@ def test_it_comes_after_the_trial_of_choices(compiler):
 
 
 def test_a_run_that_is_too_short_for_it_stays_uncompiled_and_says_so(monkeypatch):
-    task, compiler = task_of(), Compiler(0.1).installed(monkeypatch, COMPILE_SECONDS)
+    task, compiler = noisy_task(), Compiler(0.1).installed(monkeypatch, COMPILE_SECONDS)
     _, events, followed = run(task, open_plan(task), compiler)
     assert followed.kernels == KernelChoices(compile_if_faster="decided")
     assert compiler.num_compiled == 0
@@ -221,14 +177,14 @@ def test_a_run_that_is_too_short_for_it_stays_uncompiled_and_says_so(monkeypatch
     ],
 )
 def test_how_long_a_run_has_to_be(prediction, num_steps, expected):
-    found = too_short(open_plan(task_of(), prediction=prediction), num_steps)
+    found = too_short(open_plan(noisy_task(), prediction=prediction), num_steps)
     assert expected in found
     assert bool(found) == bool(expected)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("of theirs\nand more"), MemoryError()])
 def test_a_compiler_that_fails_ends_no_run(compiler, error):
-    task, compiler.failing = task_of(), error
+    task, compiler.failing = noisy_task(), error
     state, events, followed = run(task, open_plan(task), compiler)
     assert followed.kernels == KernelChoices(compile_if_faster="decided")
     reason = (
@@ -246,7 +202,7 @@ def test_the_cause_that_torchs_compiler_wraps_is_named(monkeypatch):
     def broken(*_):
         raise RuntimeError("no such kernel\nat all")
 
-    task, compiler = task_of(), Compiler().installed(monkeypatch)
+    task, compiler = noisy_task(), Compiler().installed(monkeypatch)
     compile = functools.partial(torch_compile, backend=broken)
     monkeypatch.setattr(kernel_choices.torch, "compile", lambda run, **_: compile(run))
     _, events, followed = run(task, open_plan(task), compiler)
@@ -264,7 +220,7 @@ def test_what_cannot_be_compiled_later_runs_uncompiled(monkeypatch):
             raise RuntimeError("no second one")
         return graph.forward
 
-    task, compiler = task_of(model=functools.partial(nn.Linear, 4, 3)), Compiler()
+    task, compiler = noisy_task(model=functools.partial(nn.Linear, 4, 3)), Compiler()
     compiler.installed(monkeypatch)
     compile = functools.partial(torch_compile, backend=once)
     monkeypatch.setattr(kernel_choices.torch, "compile", lambda run, **_: compile(run))
@@ -279,7 +235,7 @@ def test_what_cannot_be_compiled_later_runs_uncompiled(monkeypatch):
 
 
 def test_without_a_compiler_the_remedy_is_told(compiler, monkeypatch):
-    task = task_of()
+    task = noisy_task()
     monkeypatch.setattr(kernel_choices.shutil, "which", lambda name: None)
     _, events, followed = run(task, open_plan(task), compiler)
     assert not followed.kernels.compile
@@ -294,14 +250,14 @@ def test_without_a_compiler_the_remedy_is_told(compiler, monkeypatch):
 
 
 def test_what_compiled_passes_reach_has_to_fit_the_budget(compiler):
-    task, compiler.seconds = task_of(), 0.1
+    task, compiler.seconds = noisy_task(), 0.1
     _, events, followed = run(task, open_plan(task, budget_bytes=1), compiler)
     assert not followed.kernels.compile
     assert decided(events).reason.endswith("of a budget of 1 B")
 
 
 def test_on_a_cpu_with_a_budget_that_is_enforced_nothing_is_compiled(compiler):
-    task = task_of()
+    task = noisy_task()
     _, events, followed = run(task, open_plan(task, budget_bytes=1 << 32, enforced=True), compiler)
     assert not followed.kernels.compile
     assert compiler.num_compiled == 0
@@ -309,7 +265,7 @@ def test_on_a_cpu_with_a_budget_that_is_enforced_nothing_is_compiled(compiler):
 
 
 def test_ranks_that_meet_inside_passes_compile_nothing(compiler):
-    task = task_of()
+    task = noisy_task()
     devices = {"parallel": "in-process", "shares": (1.0, 1.0), "devices": ("cpu", "cpu")}
     _, events, followed = run(task, open_plan(task, **devices), compiler)
     assert followed.kernels == KernelChoices(compile_if_faster="decided")
@@ -326,7 +282,7 @@ def test_the_decision_outlives_a_leaner_plan_and_another_recompute(compiler):
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return super().forward(x)
 
-    task, compiler.seconds = task_of(model=Failing), 0.5
+    task, compiler.seconds = noisy_task(model=Failing), 0.5
     plan = open_plan(task)
     leaner = plan.choice.model_copy(
         update={"micro_batch": 4, "recompute": Recompute(blocks=("first",))}
@@ -342,7 +298,7 @@ def test_the_decision_outlives_a_leaner_plan_and_another_recompute(compiler):
 
 @pytest.mark.parametrize("seconds", [0.5, 2.0])
 def test_a_resumed_run_keeps_what_was_decided(compiler, tmp_path, seconds):
-    task, compiler.seconds = task_of(), seconds
+    task, compiler.seconds = noisy_task(), seconds
     plan = open_plan(task, device_name="here")
     with ab.Session(
         dataclasses.replace(task, loss=compiler.loss), plan, checkpoints=tmp_path
@@ -367,7 +323,7 @@ def test_a_resumed_run_keeps_what_was_decided(compiler, tmp_path, seconds):
 
 
 def test_a_plan_tells_what_was_decided_and_is_read_back():
-    plan = open_plan(task_of())
+    plan = open_plan(noisy_task())
     assert ("kernels", "blocks compiled if it proves faster") in plan.explain()
     assert Plan.from_json(plan.to_json()) == plan
     for compiled, words in ((True, "compiled blocks, proved faster"), (False, "left uncompiled")):
@@ -406,7 +362,7 @@ def on_a_rank(parallel, seconds, failing, rank, size):
     """Whether blocks are compiled, a weight, and the reasons that were told."""
     draw = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(48, 4, generator=draw), torch.randn(48, 3, generator=draw))
-    task = task_of(
+    task = noisy_task(
         model=functools.partial(nn.Linear, 4, 3),
         train=data,
         global_batch=24,

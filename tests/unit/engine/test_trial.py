@@ -9,59 +9,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.equivalence.reference import plan_for
+from tests.unit.engine.noisy import BATCH, loss, noisy_task, told
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.engine.trial import affordable
 from anybatch.events import OutOfMemory, Replanned, Tried
-from anybatch.plans import Prediction, Rival
-
-SAMPLES, BATCH = 24, 12
-
-
-class Noisy(nn.Module):
-    """Whatever a pass changes or draws: BatchNorm, dropout, a counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
-        self.drop, self.second = nn.Dropout(0.5), nn.Linear(8, 3)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x):
-        self.seen += len(x)
-        return self.second(self.drop(self.norm(self.first(x))))
-
-
-def loss(model, batch):
-    return ab.Loss((model(batch[0]) - batch[1]).square().sum(), len(batch[0]))
+from anybatch.plans import Rival
 
 
 @pytest.fixture
 def task():
-    draw = torch.Generator().manual_seed(0)
-    data = TensorDataset(
-        torch.randn(SAMPLES, 4, generator=draw), torch.randn(SAMPLES, 3, generator=draw)
-    )
-    return ab.Task(
-        model=Noisy,
-        loss=loss,
-        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
-        train=data,
-        global_batch=BATCH,
-        ghost_batch=2,
-        steps=1200,
-    )
-
-
-def told(seconds: float = 1.0) -> Prediction:
-    return Prediction(
-        peak_bytes=1000,
-        evaluation_peak_bytes=500,
-        step_seconds=seconds,
-        step_parts={"forward": 0.3 * seconds, "backward": 0.6 * seconds, "update": 0.1 * seconds},
-    )
+    return noisy_task()
 
 
 def with_rivals(task, micro_batch, others, **changes):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.estimate import footprint, subject_of
+from anybatch.estimate import Subject, footprint, subject_of
 from anybatch.estimate.footprint import evaluation_peak
 from anybatch.estimate.kernels import NoKernels
 from anybatch.estimate.trace import alive, tracing
@@ -141,7 +141,8 @@ def test_bytes_grow_in_a_straight_line_with_the_micro_batch():
     assert abs((peaks[2] - peaks[1]) - 2 * (peaks[1] - peaks[0])) < 0.02 * peaks[2]
 
 
-def test_evaluation_needs_less_than_training():
+def evaluated_subject() -> Subject:
+    """Ten layers of width 64, with held-out data."""
     task = ab.Task(
         model=lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(10)]),
         loss=lambda model, batch: model(batch).square().mean(),
@@ -152,24 +153,18 @@ def test_evaluation_needs_less_than_training():
         global_batch=4096,
         steps=1,
     )
-    subject = subject_of(task)
+    return subject_of(task)
+
+
+def test_evaluation_needs_less_than_training():
+    subject = evaluated_subject()
     choice = Choice(micro_batch=4096, evaluation_batch=4096)
     training = footprint(subject, choice, CPU).peak.num_bytes
     assert evaluation_peak(subject, choice, CPU).num_bytes < 0.5 * training
 
 
 def test_evaluation_has_what_training_left_free_in_the_heap_beside_it():
-    task = ab.Task(
-        model=lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(10)]),
-        loss=lambda model, batch: model(batch).square().mean(),
-        optimizer=sgd,
-        train=torch.zeros(64, 64),
-        valid=torch.zeros(64, 64),
-        collate=torch.stack,
-        global_batch=4096,
-        steps=1,
-    )
-    subject = subject_of(task)
+    subject = evaluated_subject()
     after = {
         n: evaluation_peak(subject, Choice(micro_batch=n, evaluation_batch=256), CPU).num_bytes
         for n in (1, 256)
