@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -26,12 +27,20 @@ import anybatch as ab
 from anybatch.compute.lm_loss import Backend
 
 RESULTS = Path(__file__).parent / "results"
+NUM_CELLS = len(KINDS) * len(VARIANTS)
+_SECONDS = 510.0
+"""After which no further cell is begun, so that all ends within ten minutes."""
 
 
-def measured(names: Iterable[str] = KINDS, device: str = "cuda") -> list[dict[str, Any]]:
-    """The cells of `benchmarks/memory` on this device, with what others tell of them beside."""
+def measured(
+    names: Iterable[str] = KINDS, device: str = "cuda", until: float = math.inf
+) -> list[dict[str, Any]]:
+    """The cells of `benchmarks/memory` on this device, with what others tell of them beside; those that
+    are begun `until` this time of the monotonic clock."""
     found: list[dict[str, Any]] = []
     for name, variant in product(names, VARIANTS):
+        if time.monotonic() > until:
+            break
         gc.collect()
         cell = measure(name, variant)
         if variant != "recomputed":
@@ -101,6 +110,11 @@ def table(
         figures.append(f"{seconds[0]:.1f} / {seconds[1]:.1f}")
         lines.append(f"| {cell['model']} | {cell['variant']} | {' | '.join(figures)} |")
     lines += ["", *summary(cells, accounts)]
+    if len(cells) < NUM_CELLS:
+        lines += [
+            "",
+            f"{NUM_CELLS - len(cells)} of {NUM_CELLS} cells were left out for want of time.",
+        ]
     lines += [
         "",
         "Loss of 8,192 tokens over 256,000 words, width 2,304, bfloat16:",
@@ -133,6 +147,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("gpu-check needs a CUDA device, and torch sees none here.", file=sys.stderr)
         return 2
+    begun = time.monotonic()
     tests = subprocess.run(
         [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"],
         capture_output=True,
@@ -142,7 +157,7 @@ def main() -> int:
     )
     print(tests.stdout)
     closing = tests.stdout.strip().splitlines()[-1] if tests.stdout.strip() else "no output"
-    cells = measured()
+    cells = measured(until=begun + _SECONDS)
     device = torch.cuda.get_device_name(0)
     # The plain loss needs some 30 GB.
     roomy = torch.cuda.get_device_properties(0).total_memory > 40e9
