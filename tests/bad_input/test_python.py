@@ -97,9 +97,9 @@ ROWS: list[tuple[str, Callable[[], object], type[Exception], tuple[str, ...]]] =
     ),
     (
         "nothing-fits",
-        lambda: ab.plan(task(), memory="1MiB"),
+        lambda: ab.plan(task(), memory="512KiB"),
         ab.NoPlanFits,
-        ("1.00 MiB", "--memory"),
+        ("512 KiB", "--memory"),
     ),
     ("described", lambda: ab.Machine.describe("big"), ab.InputError, ("'big'", "'24GiB'")),
     ("described-empty", lambda: ab.Machine.describe(""), ab.InputError, ("''", "8 x h100-80gb")),
