@@ -23,7 +23,7 @@ from anybatch.estimate.workspaces import PRODUCTS, communicator_bytes, with_work
 from anybatch.machine import MMAP_THRESHOLD, Device
 from anybatch.plans import Choice
 
-CPU_CONSTANT_BYTES = 600 << 10
+CPU_CONSTANT_BYTES = 500 << 10
 """C++ objects of a step and of its graph, and the kernel's count of pages, which is late by up to 32 of
 them per core. Python's own are taken before the baseline."""
 
