@@ -448,9 +448,9 @@ def test_memory_as_json_where_nothing_fits_tells_so_beside_it(
     write_task: Callable[..., Path], command: Callable[..., Outcome]
 ):
     write_task()
-    outcome = command("memory", "task.py", "--memory", "800KiB", "--json")
+    outcome = command("memory", "task.py", "--memory", "512KiB", "--json")
     assert outcome.status == 0
-    assert json.loads(outcome.out)["plan"]["budget_bytes"] == 800 << 10
+    assert json.loads(outcome.out)["plan"]["budget_bytes"] == 512 << 10
     assert "No plan fits the budget" in outcome.err
 
 
@@ -464,8 +464,8 @@ def test_memory_is_told_all_the_more_where_nothing_fits(
     write_task: Callable[..., Path], command: Callable[..., Outcome]
 ):
     write_task()
-    assert command("plan", "task.py", "--memory", "800KiB").status == 3
-    outcome = command("memory", "task.py", "--memory", "800KiB")
+    assert command("plan", "task.py", "--memory", "512KiB").status == 3
+    outcome = command("memory", "task.py", "--memory", "512KiB")
     assert outcome.status == 0
     assert "By layer" in outcome.out
     assert "No plan fits the budget" in outcome.out
