@@ -14,7 +14,6 @@ PyTorch and 9413 of InvokeAI), by how many kernels are loaded, and when."""
 _LATER_BYTES = 128 << 20
 """Kernels are loaded when they are first used, and few are by the time that the context is measured."""
 
-
 _MOST_BYTES = 2 << 30
 """More is no context, but what other processes hold and the driver does not tell apart."""
 

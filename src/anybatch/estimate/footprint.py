@@ -135,7 +135,7 @@ def _beside_evaluation(
 
 def _left_in_heap(subject: Subject, choice: Choice, training: Traced, device: Device) -> int:
     """Bytes of the heap that training leaves free and keeps, since something lies behind."""
-    key = "left in heap", _others(choice), choice.micro_batch, device
+    key = _others(choice), choice.micro_batch, device
     if key not in subject.left:
         timeline = training.timeline
         heap = allocator_of(device).replay(timeline).heap_bytes

@@ -29,8 +29,8 @@ from anybatch.estimate.trace import alive
 from anybatch.machine import MMAP_THRESHOLD, Device
 
 _CUDNN = (
-    "Not counted: cuDNN's workspaces, which by its heuristics are small for channels-last convolutions;"
-    " where it tries its algorithms (autotuning), it may take all that is free."
+    "Not counted: cuDNN's workspaces; where it tries its algorithms (autotuning), it may take all that"
+    " is free while it does."
 )
 _NCCL = (
     "Not counted: NCCL's buffers beyond those of one group's sums, such as 12 MiB for each channel and"

@@ -219,11 +219,12 @@ class Plan(Frozen):
         """The plan in the file `path`; without its prediction, and with a notice, if the choice was
         edited. Raises `InputError` if there is none, or it has faults."""
         plan = cls.from_json(files.read(path), source=f"the plan {path}")
-        if plan.is_predicted or plan.prediction is None or plan.prediction.choice is None:
+        told = plan.prediction
+        if told is None or told.choice in (None, plan.choice):
             return plan
         notice = (
             "The choice was changed after it was predicted"
-            f" ({plan.prediction.choice.describe()}), so nothing is predicted of it."
+            f" ({told.choice.describe()}), so nothing is predicted of it."
         )
         changes = {"prediction": None, "notices": (*plan.notices, notice)}
         return plan.model_copy(update=changes)
