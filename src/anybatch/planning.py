@@ -32,6 +32,7 @@ from anybatch.plans import (
     Plan,
     Recompute,
     parse_balance,
+    parse_chunked_loss,
     parse_compile,
     parse_norms,
     parse_open_precision,
@@ -50,6 +51,7 @@ def plan(
     precision: str = "fp32",
     micro_batch: int | None = None,
     recompute: str | Recompute | None = None,
+    chunked_loss: bool | None = None,
     exchange: Exchange | None = None,
     norms: Norms | None = None,
     balance: Balancing | None = None,
@@ -76,6 +78,8 @@ def plan(
         micro_batch: samples per forward pass; None lets the planner choose.
         recompute: `"none"`, `"all"`, `"nested"`, names of modules separated by commas, or a
             `Recompute`; None lets the planner choose.
+        chunked_loss: whether cross-entropy over the outputs of an `nn.Linear` is computed in chunks, so
+            that the logits are never all there; None lets the planner choose.
         exchange: what ranks tell each other, where it is not to be exact; see `plans.Exchange`.
         norms: `"ghosts"`: each ghost batch of BatchNorm is computed by one rank; `"synchronised"`: each
             is divided over the ranks; None: the first, unless ranks would be idle so and the second is
@@ -112,6 +116,7 @@ def plan(
             precision=wanted,
             micro_batch=micro_batch,
             recompute=_recompute(recompute, subject),
+            chunked_loss=parse_chunked_loss(chunked_loss),
             frontier=frontier,
             watch=watch,
             compile=compile,
@@ -176,6 +181,7 @@ def serves_again(
     precision: str = "fp32",
     micro_batch: int | None = None,
     recompute: str | Recompute | None = None,
+    chunked_loss: bool | None = None,
     exchange: Exchange | None = None,
     balance: Balancing | None = None,
     compile: Compile = False,
@@ -200,6 +206,7 @@ def serves_again(
         and (balance is None or before.balance == balance)
         and micro_batch is None
         and recompute is None
+        and chunked_loss in (None, bool(before.choice.chunked_head))
     )
 
 

@@ -111,6 +111,7 @@ def train(
     precision: str = "fp32",
     micro_batch: int | None = None,
     recompute: str | Recompute | None = None,
+    chunked_loss: bool | None = None,
     exchange: Exchange | None = None,
     balance: Balancing | None = None,
     compile: Compile = False,
@@ -141,7 +142,7 @@ def train(
         nodes, rendezvous: on several machines, how many, or the least and the most that there may be,
             and the address `HOST:PORT` of one of them where they meet; each makes the same call.
         parallel: how the ranks share a step, see `plans.Parallel`; None: chosen.
-        precision, micro_batch, recompute, exchange, balance, compile: see `plan`.
+        precision, micro_batch, recompute, chunked_loss, exchange, balance, compile: see `plan`.
         trial: whether the plan, and choices that are predicted to be nearly as fast, are tried before
             the first step, see `Session`. None: unless `plan` is given.
         resume: go on with the run in `out`, from its newest intact checkpoint; at the beginning where
@@ -176,6 +177,7 @@ def train(
         precision=precision,
         micro_batch=micro_batch,
         recompute=recompute,
+        chunked_loss=chunked_loss,
         exchange=exchange,
         balance=balance,
         compile=compile,
@@ -215,6 +217,7 @@ class PlanOptions:
     precision: str = "fp32"
     micro_batch: int | None = None
     recompute: str | Recompute | None = None
+    chunked_loss: bool | None = None
     exchange: Exchange | None = None
     balance: Balancing | None = None
     compile: Compile = False

@@ -69,6 +69,7 @@ from anybatch.plans import (
     Plan,
     Recompute,
     TaskIdentity,
+    parse_chunked_loss,
     parse_compile,
     parse_precision,
 )
@@ -113,6 +114,7 @@ class Step:
         precision: see `plans.Precision`.
         micro_batch: largest number of samples per forward pass; None: found from the first batch.
         recompute: what to recompute; None: found from the first batch.
+        chunked_loss: see `plan`; None: found from the first batch.
         clip_norm: largest 2-norm of the mean gradient.
         ghost_batch: samples over which BatchNorm normalises; None: 32 where the model has BatchNorm.
             Each rank cuts its own part.
@@ -137,6 +139,7 @@ class Step:
         precision: str = "fp32",
         micro_batch: int | None = None,
         recompute: Recompute | None = None,
+        chunked_loss: bool | None = None,
         clip_norm: float | None = None,
         ghost_batch: int | None = None,
         compile: Compile = False,
@@ -160,7 +163,14 @@ class Step:
         self._loss = loss
         self._limited = memory is not None
         wanted = parse_precision(precision)
-        self._wishes = Wishes(wanted, micro_batch, recompute, compile=compile, shapes_vary=True)
+        self._wishes = Wishes(
+            wanted,
+            micro_batch,
+            recompute,
+            parse_chunked_loss(chunked_loss),
+            compile=compile,
+            shapes_vary=True,
+        )
         self._clip_norm = clip_norm
         self._ghost = (ghost_batch or DEFAULT_GHOST_BATCH) if batch_norms(model) else None
         self._sinks = tuple(sinks)

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from anybatch.cli.options import (
+    ChunkedLoss,
     Compile,
     CompileIfFaster,
     DeviceName,
@@ -54,6 +55,7 @@ def memory(
     precision: PrecisionName = "fp32",
     micro_batch: MicroBatch = None,
     recompute: RecomputeNames = None,
+    chunked_loss: ChunkedLoss = None,
     compile: Compile = False,
     compile_if_faster: CompileIfFaster = False,
     parallel: ParallelName = None,
@@ -104,6 +106,7 @@ def memory(
     wishes = {
         "precision": precision,
         "recompute": recompute,
+        "chunked_loss": chunked_loss,
         "parallel": parse_parallel(parallel),
         "compile": compile_of(compile, compile_if_faster),
     }

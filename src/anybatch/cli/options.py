@@ -54,6 +54,13 @@ RecomputeNames: TypeAlias = Annotated[
         help="none, all, nested, or names of modules separated by commas. Default: chosen.",
     ),
 ]
+ChunkedLoss: TypeAlias = Annotated[
+    bool | None,
+    typer.Option(
+        "--chunked-loss/--whole-loss",
+        help="Cross-entropy in chunks, the logits never all there; or as written. Default: chosen.",
+    ),
+]
 Compile: TypeAlias = Annotated[
     bool, typer.Option("--compile", help="Compile the blocks of the model (torch.compile).")
 ]

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from anybatch.cli.options import (
+    ChunkedLoss,
     Compile,
     CompileIfFaster,
     DeviceName,
@@ -37,6 +38,7 @@ def plan(
     precision: PrecisionName = "fp32",
     micro_batch: MicroBatch = None,
     recompute: RecomputeNames = None,
+    chunked_loss: ChunkedLoss = None,
     compile: Compile = False,
     compile_if_faster: CompileIfFaster = False,
     out: Annotated[
@@ -70,6 +72,7 @@ def plan(
             precision=precision,
             micro_batch=micro_batch,
             recompute=recompute,
+            chunked_loss=chunked_loss,
             compile=compile_of(compile, compile_if_faster),
             frontier=True,
             watch=waiting,

@@ -10,6 +10,7 @@ import typer
 
 from anybatch.cli.early import end_with_status_75
 from anybatch.cli.options import (
+    ChunkedLoss,
     Compile,
     CompileIfFaster,
     GlobalBatch,
@@ -38,6 +39,7 @@ def train(
     precision: PrecisionName = "fp32",
     micro_batch: MicroBatch = None,
     recompute: RecomputeNames = None,
+    chunked_loss: ChunkedLoss = None,
     compile: Compile = False,
     compile_if_faster: CompileIfFaster = False,
     ranks: Ranks = None,
@@ -161,6 +163,7 @@ def train(
         precision=precision,
         micro_batch=micro_batch,
         recompute=recompute,
+        chunked_loss=chunked_loss,
         exchange=parse_exchange(compress, local_steps, stale),
         balance=parse_balance(balance),
         compile=compile_of(compile, compile_if_faster),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anybatch.cli.options import (
+    ChunkedLoss,
     GlobalBatch,
     Memory,
     MicroBatch,
@@ -28,6 +29,7 @@ def verify(
     memory: Memory = None,
     micro_batch: MicroBatch = None,
     recompute: RecomputeNames = None,
+    chunked_loss: ChunkedLoss = None,
     samples: Annotated[
         int | None,
         typer.Option("--samples", metavar="N", help="Samples to run both ways. Default: 96."),
@@ -41,7 +43,13 @@ def verify(
     from anybatch.proof import verify as prove
 
     loaded = load_task(task, settings, global_batch)
-    chosen = plan(loaded, memory=memory, micro_batch=micro_batch, recompute=recompute)
+    chosen = plan(
+        loaded,
+        memory=memory,
+        micro_batch=micro_batch,
+        recompute=recompute,
+        chunked_loss=chunked_loss,
+    )
     verdict = prove(loaded, chosen, samples=samples)
     _show(Console(highlight=False), verdict)
     if not verdict.exact:

@@ -23,7 +23,7 @@ fake tensors cannot look into. It can be asked for, and in a trace ours stands f
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -50,6 +50,8 @@ _LEAST_TOKENS = {"cpu": 256, "cuda": 1024}
 """Every chunk of tokens reads the weight and adds to its gradient, so it should not be thin."""
 _LEAST_WORDS = 128
 _STANDS_FOR: ContextVar[str | None] = ContextVar("stands_for", default=None)
+
+_FEW: ContextVar[bool] = ContextVar("few", default=False)
 
 _HALF = (torch.bfloat16, torch.float16)
 _autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
@@ -130,6 +132,32 @@ def loss_of_logits(
         return aims.loss(_of_logits(logits.flatten(0, -2), aims, options))
 
 
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: Literal["sum", "mean", "none"],
+) -> Tensor:
+    """`functional.cross_entropy(linear(hidden, weight, bias), targets)` in chunks, in the dtype of the
+    sums. All are in the dtype of the product, `hidden` `[N, H]` and `targets` `[N]`.
+
+    Raises `DataError` and `InputError` as `lm_loss` does.
+    """
+    options = _Options(label_smoothing, 0.0, None)
+    aims = _aims(targets, weight.size(0), ignore_index, None, weight.dtype)
+    job = _Job(hidden, weight, bias, aims, options)
+    if reduction != "none":
+        loss = aims.loss(_sum_of(job, job.in_chunks, None))
+        return loss.sum if reduction == "sum" else loss.sum / loss.weight
+    with torch.autocast(hidden.device.type, enabled=False):
+        losses = _each_by_vocabulary(job, words_per_chunk(len(hidden)))
+    return losses if aims.poison is None else losses * aims.poison
+
+
 def wrong_target() -> str | None:
     """The first target that was no word of its vocabulary and could not be told at once, since it is on
     an accelerator: a sentence, or None. Waits for the device, and forgets."""
@@ -155,6 +183,16 @@ def standing_for(device: str) -> Iterator[None]:
         yield
     finally:
         _STANDS_FOR.reset(token)
+
+
+@contextmanager
+def few_chunks() -> Iterator[None]:
+    """Inside, the first chunks and the last one stand for all, in a trace of memory: they are alike."""
+    token = _FEW.set(True)
+    try:
+        yield
+    finally:
+        _FEW.reset(token)
 
 
 def words_per_chunk(tokens: int) -> int:
@@ -235,6 +273,11 @@ class _Job:
         return self.weight.dtype in _HALF
 
     @property
+    def in_chunks(self) -> Backend:
+        """The backend that suits its dtype."""
+        return "vocabulary" if self.is_half else "tokens"
+
+    @property
     def targets(self) -> Tensor:
         """As cross-entropy functions take them."""
         return self.aims.words.where(self.aims.counted, -100)
@@ -255,14 +298,13 @@ def _chosen(backend: Backend, job: _Job) -> Backend:
     """The backend to run, which can do what is asked for."""
     if backend not in _BACKENDS and backend != "auto":
         raise InputError(f"backend is {backend!r}: choose 'auto', {listed(_BACKENDS)}.")
-    chunked: Backend = "vocabulary" if job.is_half else "tokens"
     if backend == "auto":
         small = job.hidden.size(0) * job.weight.size(0) <= PLAIN_LOGITS
-        return "plain" if small else chunked
+        return "plain" if small else job.in_chunks
     if backend in ("torch", "liger", "cce"):
         _check_kernel(backend, job)
         if isinstance(job.hidden, FakeTensor):
-            return "tokens" if backend == "torch" else chunked
+            return "tokens" if backend == "torch" else job.in_chunks
     return backend
 
 
@@ -343,6 +385,11 @@ def _by_tokens(job: _Job, chunk: int | None) -> Tensor:
 def _by_vocabulary(job: _Job, chunk: int | None) -> Tensor:
     if chunk is None:
         chunk = words_per_chunk(job.hidden.size(0))
+    return _each_by_vocabulary(job, chunk).sum()
+
+
+def _each_by_vocabulary(job: _Job, chunk: int) -> Tensor:
+    """The losses of the tokens `[N]`."""
     apply: Callable[..., Tensor] = _ByVocabulary.apply
     size = min(chunk, job.weight.size(0))
     return apply(job.hidden, job.weight, job.bias, job.aims, job.options, size)
@@ -430,7 +477,7 @@ class _ByTokens(torch.autograd.Function):
         targets, scale = aims.words, aims.scale
         losses = torch.empty_like(scale)
         buffer = hidden.new_empty(chunk, weight.size(0))
-        for start in range(0, hidden.size(0), chunk):
+        for start in _starts(hidden.size(0), chunk):
             part = slice(start, start + chunk)
             vectors = hidden[part]
             logits = buffer[: vectors.size(0)]
@@ -486,7 +533,8 @@ def _to_gradient(
 
 
 class _ByVocabulary(torch.autograd.Function):
-    """See the module. Between forward and backward only softmax's denominators are kept."""
+    """See the module. The losses of the tokens `[N]`; between forward and backward only softmax's
+    denominators are kept."""
 
     @staticmethod
     def forward(
@@ -504,7 +552,7 @@ class _ByVocabulary(torch.autograd.Function):
         total = hidden.new_zeros(column, dtype=precise)
         at_target = hidden.new_zeros(column, dtype=precise)
         mean = hidden.new_zeros(column, dtype=precise) if options.smoothing else None
-        for start in range(0, words, chunk):
+        for start in _starts(words, chunk):
             logits = _logits(hidden, weight, bias, slice(start, start + chunk), precise)
             _cap(logits, options.softcap, wanted=False)
             within, place = _within(targets[:, None], start, logits.size(1))
@@ -519,7 +567,7 @@ class _ByVocabulary(torch.autograd.Function):
         normaliser = total.log().add_(highest)
         ctx.save_for_backward(hidden, weight, bias, targets, scale, normaliser)
         ctx.options, ctx.chunk = options, chunk
-        return _losses(normaliser, at_target, mean, scale[:, None], options).sum()
+        return _losses(normaliser, at_target, mean, scale[:, None], options)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -530,9 +578,9 @@ class _ByVocabulary(torch.autograd.Function):
         to_hidden = torch.zeros_like(hidden, dtype=precise) if wanted[0] else None
         to_weight = torch.empty_like(weight) if wanted[1] else None
         to_bias = torch.empty_like(bias) if wanted[2] else None
-        scale = scale[:, None] * gradients[0]
+        scale = (scale * gradients[0])[:, None]
         rise = _rise(normaliser, scale, options)
-        for start in range(0, words, ctx.chunk):
+        for start in _starts(words, ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = _logits(hidden, weight, bias, part, precise)
             slope = _cap(logits, options.softcap, wanted=True)
@@ -553,6 +601,12 @@ class _ByVocabulary(torch.autograd.Function):
         if to_hidden is not None:
             to_hidden = to_hidden.to(hidden.dtype)
         return to_hidden, to_weight, to_bias, None, None, None
+
+
+def _starts(size: int, chunk: int) -> Sequence[int]:
+    """Where the chunks of `size` begin."""
+    starts = range(0, size, chunk)
+    return [*starts[:2], starts[-1]] if _FEW.get() and len(starts) > 3 else starts
 
 
 def _logits(

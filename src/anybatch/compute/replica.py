@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from anybatch.compute import kernel_choices, no_cache, recompute
+from anybatch.compute import chunked_loss, kernel_choices, no_cache, recompute
 from anybatch.compute.buckets import Buckets, check_dense
 from anybatch.compute.ghost import GhostBatches
 from anybatch.compute.indices import naming_ids
@@ -33,7 +33,7 @@ from anybatch.compute.optimizers import check_whole, rehearse
 from anybatch.compute.optimizers_update import Updater
 from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised import Exchange
-from anybatch.plans import Choice, KernelChoices, Recompute
+from anybatch.plans import Choice, KernelChoices
 from anybatch.task import Loss, LossFunction, parameters_in
 
 
@@ -73,9 +73,8 @@ class Replica:
             undo.callback(no_cache.install(model))
             self._kernels = kernels or KernelChoices()
             undo.callback(kernel_choices.install(model, self._kernels))
-            self._recompute = choice.recompute
-            self._undo_recompute = self._install(choice.recompute)
-            undo.callback(lambda: self._undo_recompute())
+            self._install(choice)
+            undo.callback(lambda: self._uninstall())
             self.optimizer: Optimizer = make_optimizer()
             if any(isinstance(param, DTensor) for param in model.parameters()):
                 check_whole(self.optimizer)
@@ -146,26 +145,35 @@ class Replica:
         """Which kernels compute the model now."""
         return self._kernels
 
-    def switch(self, choice: Recompute, kernels: KernelChoices | None = None) -> None:
-        """Recompute other blocks from now on, and compile them or not, as `kernels` say; of these
-        everything else stays as it was. None: they stay as they are."""
+    def switch(self, choice: Choice, kernels: KernelChoices | None = None) -> None:
+        """Recompute what `choice` does from now on, take the loss in chunks where it does, and compile
+        blocks or not, as `kernels` say; of both everything else stays as it was. None: kernels stay as
+        they are."""
         compiling = ("compile", "compile_if_faster")
         changes = {} if kernels is None else {name: getattr(kernels, name) for name in compiling}
         wanted = self._kernels.model_copy(update=changes)
-        if choice != self._recompute or wanted != self._kernels:
-            self._undo_recompute()
-            self._kernels, self._recompute = wanted, choice
-            self._undo_recompute = self._install(choice)
+        if (choice.recompute, choice.chunked_head, wanted) != self._installed:
+            self._uninstall()
+            self._kernels = wanted
+            self._install(choice)
 
-    def _install(self, choice: Recompute) -> Callable[[], None]:
-        """Recompute by `choice`, around blocks that are compiled where the plan says so."""
+    def _install(self, choice: Choice) -> None:
+        """Recompute by `choice`, around blocks that are compiled where the plan says so, and leave out
+        the logits of a head whose loss is to be taken in chunks."""
+        self._recompute, self._chunked = choice.recompute, None
+        self._installed = choice.recompute, choice.chunked_head, self._kernels
         with ExitStack() as undo:
+            if choice.chunked_head:
+                self._chunked, put_back = chunked_loss.install(self.model, choice.chunked_head)
+                undo.callback(put_back)
             if self._kernels.compile:
                 # What a run has decided for itself must not end it.
                 forgiving = self._kernels.compile_if_faster == "decided"
-                undo.callback(kernel_choices.compile_blocks(self.model, choice, forgiving))
-            undo.callback(recompute.install(self.model, choice))
-            return undo.pop_all().close
+                undo.callback(
+                    kernel_choices.compile_blocks(self.model, choice.recompute, forgiving)
+                )
+            undo.callback(recompute.install(self.model, choice.recompute))
+            self._uninstall = undo.pop_all().close
 
     def accumulate(self, batch: Any, num_samples: int, ghosts: Sequence[int] = ()) -> Loss:
         """Add the gradient of one micro-batch to the sums, and return its loss, detached.
@@ -183,7 +191,8 @@ class Replica:
             with self._ghosts.cut(()):
                 return Loss(torch.zeros(()), 0)
         self.phase = "forward"
-        with self._ghosts.cut(ghosts):
+        # What is recomputed in backward has to find the head as forward found it.
+        with self._ghosts.cut(ghosts), chunked_loss.active(self._chunked):
             with (
                 naming_ids(self.model),
                 self._numerics.region(),
@@ -212,7 +221,11 @@ class Replica:
     def evaluate(self, loss: LossFunction, batch: Any, num_samples: int) -> Loss:
         """The loss of one batch without gradient. The model is in evaluation mode already."""
         self.phase = "evaluation"
-        with naming_ids(self.model), self._numerics.region():
+        with (
+            naming_ids(self.model),
+            self._numerics.region(),
+            chunked_loss.active(self._chunked),
+        ):
             return read_loss(loss(self.model, batch), lambda: num_samples, training=False)
 
     def gradient_is_finite(self, loss: LossFunction, batch: Any) -> bool:
@@ -220,7 +233,8 @@ class Replica:
         gradients are not touched, nor does any rank hear of it."""
         self.phase = "evaluation"
         parameters = [param for param in self.model.parameters() if param.requires_grad]
-        with torch.enable_grad(), self._numerics.region():
+        region = self._numerics.region()
+        with torch.enable_grad(), region, chunked_loss.active(self._chunked):
             total = read_loss(loss(self.model, batch), lambda: 1).sum
         found = torch.autograd.grad(total, parameters, allow_unused=True)
         values = [g.coalesce()._values() if g.is_sparse else g for g in found if g is not None]

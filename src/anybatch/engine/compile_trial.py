@@ -160,9 +160,7 @@ class CompileTrial:
         most = -(-num_samples(self._plan, [choice]) // choice.micro_batch)
         how = "compiled" if compiled else "uncompiled"
         try:
-            found = self._engine.rehearsal.run(
-                step, source, choice, choice.recompute, most, kernels
-            )
+            found = self._engine.rehearsal.run(step, source, choice, choice, most, kernels)
         except (
             Exception
         ) as error:  # what is not of the compiler the step itself will meet, and tell

@@ -19,7 +19,7 @@ from anybatch.engine.source import Source
 from anybatch.engine.watch import Watch
 from anybatch.oom import MemoryFailure, as_memory_failure
 from anybatch.parallel import Group
-from anybatch.plans import Choice, KernelChoices, Recompute
+from anybatch.plans import Choice, KernelChoices
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +67,19 @@ class Rehearsal:
         step: int,
         source: Source,
         choice: Choice,
-        after: Recompute,
+        after: Choice,
         most: int,
         kernels: KernelChoices | None = None,
     ) -> Rehearsed | None:
-        """Run the first passes of `step` under `choice`, at most so many, and leave the model as it
-        recomputes `after`. With `kernels`, its blocks are compiled in these passes as they say, and
+        """Run the first passes of `step` under `choice`, at most so many, and leave the model as
+        `after` has it. With `kernels`, its blocks are compiled in these passes as they say, and
         after them as before. None: memory ran out, or there are no samples.
 
         Raises what the data, the model or the loss raises.
         """
         self._randomness.begin(step)
         before = self._replica.kernels
-        self._replica.switch(choice.recompute, kernels)
+        self._replica.switch(choice, kernels)
         try:
             found = self._bench.run(lambda: self._passes(source, choice, most))
         finally:
@@ -106,7 +106,7 @@ class Rehearsal:
                     micro = next(passes, None)
                     if micro is None or not micro.num_samples:
                         break
-                    with self._limit.first_pass(choice.recompute, micro.batch):
+                    with self._limit.first_pass(choice.kind, micro.batch):
                         self._replica.accumulate(micro.batch, micro.num_samples, micro.ghosts)
                 each.append((self._watch.wait(), micro.num_samples))
                 del micro

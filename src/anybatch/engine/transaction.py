@@ -173,7 +173,7 @@ class Transactions:
         """From `step` on, follow `plan`. Told, if its choice is another."""
         if plan.choice == self.plan.choice:
             self.plan = plan
-            self._replica.switch(plan.choice.recompute, plan.kernels)
+            self._replica.switch(plan.choice, plan.kernels)
         else:
             self._change(plan, step, reason)
 
@@ -295,7 +295,7 @@ class Transactions:
             for number, micro in enumerate(source.micro_batches(choice)):
                 with (
                     self._naming(staged, number),
-                    self._limit.first_pass(choice.recompute, micro.batch),
+                    self._limit.first_pass(choice.kind, micro.batch),
                     group.last_pass() if micro.last else nullcontext(),
                 ):
                     loss = replica.accumulate(micro.batch, micro.num_samples, micro.ghosts)
@@ -407,7 +407,7 @@ class Transactions:
 
     def _change(self, plan: Plan, step: int, reason: str) -> None:
         before, self.plan = self.plan, plan
-        self._replica.switch(plan.choice.recompute, plan.kernels)
+        self._replica.switch(plan.choice, plan.kernels)
         self._replica.updater.keep_states(plan.choice.optimizer_states)
         self._sink(
             Replanned(

@@ -115,7 +115,7 @@ class Trial:
             return
         try:
             found = self._engine.rehearsal.run(
-                step, source, one.choice, self._plan.choice.recompute, self._passes(one.choice)
+                step, source, one.choice, self._plan.choice, self._passes(one.choice)
             )
         except Exception:  # the step itself will meet it, and tell
             found = None

@@ -5,12 +5,13 @@ from anybatch.estimate.footprint import Footprint as Footprint
 from anybatch.estimate.footprint import evaluation_peak as evaluation_peak
 from anybatch.estimate.footprint import footprint as footprint
 from anybatch.estimate.garbage import few_collections as few_collections
+from anybatch.estimate.head import Head as Head
+from anybatch.estimate.head import head_of as head_of
 from anybatch.estimate.ledger import Holding as Holding
 from anybatch.estimate.ledger import LayerBytes as LayerBytes
 from anybatch.estimate.ledger import Ledger as Ledger
 from anybatch.estimate.ledger import Moment as Moment
 from anybatch.estimate.ledger import ledger as ledger
-from anybatch.estimate.loss_pieces import loss_in_pieces as loss_in_pieces
 from anybatch.estimate.peak import Peak as Peak
 from anybatch.estimate.subject import Subject as Subject
 from anybatch.estimate.subject import dtypes_of as dtypes_of

@@ -41,10 +41,9 @@ _NORMS = {  # operation -> which of its arguments it reads as contiguous
 }
 _MEANS = (_aten.mean.dim, _aten.mean.default)
 _PRODUCTS = {  # operation -> where its two matrices are among its arguments
-    _aten.mm.default: 0,
-    _aten.bmm.default: 0,
-    _aten.addmm.default: 1,
-    _aten.baddbmm.default: 1,
+    **dict.fromkeys((_aten.mm.default, _aten.mm.out, _aten.bmm.default, _aten.bmm.out), 0),
+    **dict.fromkeys((_aten.addmm.default, _aten.addmm.out, _aten.addmm_.default), 1),
+    **dict.fromkeys((_aten.baddbmm.default, _aten.baddbmm.out, _aten.baddbmm_.default), 1),
 }
 _PROMOTING = {
     packet.Tensor for packet in (_aten.add, _aten.sub, _aten.mul, _aten.div, _aten.add_, _aten.mul_)

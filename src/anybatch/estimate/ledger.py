@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
 from anybatch.estimate.allocator import Taken
 from anybatch.estimate.family import Traced
-from anybatch.estimate.footprint import as_run, beside_training, trace_step
+from anybatch.estimate.footprint import as_run, beside_training, footprint, trace_step
+from anybatch.estimate.head import head_of
 from anybatch.estimate.kinds import KINDS, LOSS, OVERHEAD, Kinds
-from anybatch.estimate.loss_pieces import pieces_peak
 from anybatch.estimate.peak import allocator_of, method_on, not_counted_on, peak_at
 from anybatch.estimate.sharding import GATHERED, STATE, Division
 from anybatch.estimate.subject import Subject
@@ -137,7 +138,7 @@ class Ledger:
         held: the largest holdings then, largest first: at most 400.
         curve: the moments of one step, in order. Where a step has more than 2000 operations, each
             stretch of it is shown by those with the most and the fewest bytes in use.
-        in_pieces: the peak with the loss in pieces (`lm_loss`); None where that would not help.
+        loss_in_chunks: the peak with the loss in chunks; None where it is so, or would not help.
         method: how it was found, in words.
         not_counted: what is on the device beside it, in sentences.
     """
@@ -150,7 +151,7 @@ class Ledger:
     by_kind: dict[str, int]
     held: tuple[Holding, ...]
     curve: tuple[Moment, ...]
-    in_pieces: int | None
+    loss_in_chunks: int | None
     method: str
     not_counted: tuple[str, ...] = ()
 
@@ -190,10 +191,9 @@ def ledger(subject: Subject, choice: Choice, device: Device) -> Ledger:
     beside = beside_training(subject, choice, traced, device)
     account = _Account(traced, taken, beside, subject.division)
     peak = peak_at(traced, taken, beside, device)
-    cut = pieces_peak(subject, choice, device, traced, peak)
+    in_chunks = _in_chunks(subject, choice, device)
     if subject.division is not None:
         peak = peak.divided(subject.division)
-        cut = cut and cut.divided(subject.division)
     return Ledger(
         micro_batch=choice.micro_batch,
         layers=account.layers(),
@@ -203,10 +203,23 @@ def ledger(subject: Subject, choice: Choice, device: Device) -> Ledger:
         by_kind=peak.by_kind,
         held=account.held(taken.moment),
         curve=account.curve(),
-        in_pieces=cut and cut.num_bytes,
+        loss_in_chunks=in_chunks if in_chunks and in_chunks < peak.num_bytes else None,
         method=method_on(device),
         not_counted=not_counted_on(device, subject.flat or subject.division is not None),
     )
+
+
+def _in_chunks(subject: Subject, choice: Choice, device: Device) -> int | None:
+    """The peak with the loss in chunks; None where it cannot be taken so."""
+    if choice.chunked_head or subject.division is not None:
+        return None
+    head = head_of(subject, choice, device)
+    if head is None:
+        return None
+    with suppress(Exception):  # of a loss that cannot: it is differentiated twice, say
+        chunked = choice.model_copy(update={"chunked_head": head.name})
+        return footprint(subject, chunked, device).peak.num_bytes
+    return None
 
 
 class _Account:

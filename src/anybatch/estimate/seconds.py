@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from anybatch.estimate.calibration import Speeds, product_rate, rate_at
+from anybatch.estimate.head import Head, LossWork, in_chunks, whole_loss
 from anybatch.estimate.seconds_operations import Operation
 from anybatch.estimate.seconds_work import Counting, Work, work_of
 from anybatch.estimate.subject import Subject
@@ -136,6 +137,10 @@ class Pace:
         if not _are_alike(self._first, self._second):
             self._first = self._second  # the operations depend on the batch: proportional, then
         self._device = device
+        self._subject = subject
+        usable = device.kind == "cuda" and device.present and torch.cuda.is_available()
+        self._target = torch.device(device.torch_name if usable else "cpu")
+        self._losses: dict[tuple[Head, int], tuple[float, float]] = {}
         self._ghost = subject.identity.ghost_batch
         self._blocks = subject.blocks
         self._lines = _lines(self._first, self._second)
@@ -155,15 +160,30 @@ class Pace:
         """Of what is trained."""
         return self._first.parameter_bytes
 
+    def has_logits(self, num_samples: int, least: int) -> bool:
+        """Whether a pass over so many samples takes the softmax of more than `least` numbers at once,
+        as a cross-entropy does."""
+        return any(
+            one.name == "_log_softmax" and sum(o.num_bytes for o in between) > 8 * least
+            for one, other in self._lines
+            for between in [self._between(one, other, num_samples)]
+        )
+
     def in_half(self) -> Pace:
         """About the pace under autocast to bfloat16, of operations in float32, without tracing them in
         it: products are computed in half precision, everything else as it is."""
         other = copy.copy(self)
-        other._halved, other._tables, other._memo = True, {}, {}
+        other._halved, other._tables, other._memo, other._losses = True, {}, {}, {}
         return other
 
-    def micro(self, micro_batch: int, recompute: Recompute) -> tuple[float, float, float]:
+    def micro(
+        self, micro_batch: int, recompute: Recompute, head: Head | None = None
+    ) -> tuple[float, float, float]:
         """Seconds of forward, backward and recompute of one micro-batch."""
+        if head is not None:
+            forward, backward, again = self.micro(micro_batch, recompute)
+            more = self._by_chunks(head, micro_batch)
+            return max(0.0, forward + more[0]), max(0.0, backward + more[1]), again
         found = self._memo.get((micro_batch, recompute))
         if found is None:
             table = self._table(micro_batch)
@@ -176,6 +196,32 @@ class Pace:
                 self._again(forward, recompute),
             )
         return found
+
+    def _by_chunks(self, head: Head, micro_batch: int) -> tuple[float, float]:
+        """Seconds that chunks take more in forward and in backward than the loss as it is written. Less
+        than none where they spare more than they cost: a chunk stays in the caches of a CPU."""
+        key = head, micro_batch
+        if key not in self._losses:
+            whole = whole_loss(head, micro_batch, self._target, self._subject)
+            kind = self._device.kind
+            cut = in_chunks(head, micro_batch, self._target, kind, self._subject)
+            before, after = self._loss_seconds(whole), self._loss_seconds(cut)
+            products = (o for o in whole.once if o.phase == "forward" and _is_product(o))
+            again = head.num_computed * self._in_a_row(self._spent(products))
+            self._losses[key] = after[0] + again - before[0], after[1] - before[1]
+        return self._losses[key]
+
+    def _loss_seconds(self, work: LossWork) -> tuple[float, float]:
+        """Seconds of forward and backward."""
+
+        def seconds(operations: Iterable[Operation], phase: str) -> float:
+            return self._in_a_row(self._spent(o for o in operations if o.phase == phase))
+
+        forward, backward = (
+            seconds(work.once, phase) + work.others * seconds(work.each, phase)
+            for phase in ("forward", "backward")
+        )
+        return forward, backward
 
     def _crossing(self, micro_batch: int) -> float:
         """Seconds in which what forward saves goes to host memory, or comes back: queued between the
@@ -206,12 +252,14 @@ class Pace:
         num_samples: int,
         exchange: float = 0.0,
         states_on: StatesOn = "device",
+        head: Head | None = None,
     ) -> StepSeconds:
-        """Seconds of a step of `num_samples` in micro-batches of at most `micro_batch`."""
+        """Seconds of a step of `num_samples` in micro-batches of at most `micro_batch`; the loss in
+        chunks of the logits of `head`, or as it is written."""
         offloaded = states_on == "host" and self.has_host
         whole, rest = divmod(num_samples, micro_batch)
-        forward, backward, again = self.micro(micro_batch, recompute)
-        last = self.micro(rest, recompute) if rest else (0.0, 0.0, 0.0)
+        forward, backward, again = self.micro(micro_batch, recompute, head)
+        last = self.micro(rest, recompute, head) if rest else (0.0, 0.0, 0.0)
         return StepSeconds(
             forward=whole * forward + last[0],
             backward=whole * backward + last[1],

@@ -19,6 +19,7 @@ others by memory, each at its own rate."""
 
 _FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot"), "matmul"),
+    **dict.fromkeys(("addmm_", "baddbmm_", "addmv_"), "matmul"),
     "_grouped_mm": "matmul",
     **dict.fromkeys(("convolution", "convolution_backward"), "convolution"),
     **dict.fromkeys(("bernoulli", "bernoulli_", "native_dropout", "rand_like"), "random"),
@@ -138,7 +139,8 @@ def _narrow(name: str, inputs: Sequence[Tensor]) -> float:
 
 
 def _flops(packet: Any, name: str, args: tuple[Any, ...], kwargs: Any, result: Any) -> float:
-    counter = flop_registry.get(packet)
+    in_place = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    counter = flop_registry.get(packet) or flop_registry.get(in_place)
     if counter is not None:
         return float(counter(*args, **kwargs, out_val=result))
     if name.startswith("_scaled_dot_product"):  # those of the CPU are not in torch's table

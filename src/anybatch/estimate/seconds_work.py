@@ -100,9 +100,9 @@ class Counting:
         self._target = torch.device(device.torch_name if usable else "cpu")
         self._subject = subject
         self._fake = fake_mode()
-        self._watch = _Watch(self._fake, subject.recall)
+        self._watch = Watch(self._fake, subject.recall)
         self._update: list[Operation] = []
-        plain = choice.model_copy(update={"recompute": Recompute()})
+        plain = choice.model_copy(update={"recompute": Recompute(), "chunked_head": ""})
         with self._fake, self._watch:
             with self._target:
                 self._model = model = subject.build_model()
@@ -196,7 +196,7 @@ def _one_ghost(subject: Subject, num_samples: int) -> list[int]:
     return [num_samples] if subject.identity.ghost_batch else []
 
 
-class _Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):
     """Records operations on fake tensors."""
 
     def __init__(self, fake: FakeTensorMode, recall: Recall) -> None:
@@ -249,7 +249,7 @@ class _Watch(TorchDispatchMode):
 class _Blocks:
     """Sees in which block forward is, when backward begins, and what is saved for it."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str], watch: _Watch) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str], watch: Watch) -> None:
         self._watch = watch
         self._blocks = [model.get_submodule(_path(name)) for name in names]
         self._made: dict[int, int] = {}  # storage -> the block that made it

@@ -22,7 +22,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from anybatch.compute.lm_loss import few_chunks
 from anybatch.compute.optimizers import is_compiled, parts_of, uncompiled
 from anybatch.estimate.cuda import laid_over
 from anybatch.estimate.family import Traced
@@ -106,7 +108,8 @@ class Stage:
         self._kernels = kernels_on(device.kind)
         self._fake = fake_mode()
         self._tracer = tracer = Tracer(self._kernels, self._fake, subject.recall)
-        plain = choice.model_copy(update={"recompute": Recompute()})
+        plain = choice.model_copy(update={"recompute": Recompute(), "chunked_head": ""})
+        self._plain = plain
         with self._open():
             self._replica, self._owners, self._copies = set_up(subject, plain, device, tracer)
             self._replica.model.train()
@@ -134,15 +137,20 @@ class Stage:
         self._tail: Tail | None = None
         self._is_fresh = True
 
+    @property
+    def model(self) -> nn.Module:
+        """On fake tensors, in the precision of the plan."""
+        return self._replica.model
+
     def step(self, choice: Choice) -> Traced | None:
         """A step of at most two micro-batches and its update; None if what was traced before says
         nothing of it."""
         count = num_traced(self._subject, choice)
         passes = self._begin()
         with self._open():
-            self._replica.switch(choice.recompute)
+            self._replica.switch(choice)
             self._run(choice, count)
-            self._replica.switch(Recompute())
+            self._replica.switch(self._plain)
             left = self._left_by(passes)
             if self._tail is None:
                 return self._with_update(passes, left, count)
@@ -162,6 +170,7 @@ class Stage:
         is_fresh = self._is_fresh
         passes = self._begin()
         with self._open():
+            self._replica.switch(choice.model_copy(update={"recompute": Recompute()}))
             model.eval()
             for _ in range(2):
                 self._tracer.phase = "input"
@@ -170,6 +179,7 @@ class Stage:
                 self._replica.evaluate(self._subject.loss, batch, size)
                 del batch
             model.train()
+            self._replica.switch(self._plain)
         left = self._left_by(passes)
         self.reusable = left is not None and not any(left.signature)
         if not self.reusable and not is_fresh:
@@ -181,7 +191,7 @@ class Stage:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        with recording(self._tracer, self._fake), laid_over(self._device):
+        with recording(self._tracer, self._fake), laid_over(self._device), few_chunks():
             yield
 
     def _begin(self) -> Timeline:

@@ -70,6 +70,7 @@ class Subject:
         long: the longest sample, and how lengths are spread, in words; empty: they are alike.
         families: traces made so far, so that none is made twice.
         stages: what they were made on; see `stage`.
+        heads: layers that make the logits, by precision and device; see `head`.
         left: bytes that training leaves free in the heap, of each way it was made.
         recall: results of operations, for all of them.
     """
@@ -92,6 +93,7 @@ class Subject:
     families: dict[Hashable, Family] = field(default_factory=dict, compare=False, repr=False)
     stages: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
     left: dict[Hashable, int] = field(default_factory=dict, compare=False, repr=False)
+    heads: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
     recall: Recall = field(default_factory=Recall, compare=False, repr=False)
 
     @property

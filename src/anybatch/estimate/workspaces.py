@@ -28,7 +28,7 @@ from anybatch.machine import Device
 WORKSPACES = "libraries' workspaces"
 """Their kind."""
 
-PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
+PRODUCTS = ("aten.mm.", "aten.addmm", "aten.bmm.", "aten.baddbmm")
 """How the names of operations begin that cuBLAS computes."""
 
 _CONNECTION, _CONNECTIONS, _SWITCHED = 12 << 20, 2, 256 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anybatch.estimate import Subject
+from anybatch.estimate import Subject, head_of
 from anybatch.estimate.ledger import Ledger, ledger
 from anybatch.machine import Machine
 from anybatch.planner.costs import Costs, Untraceable
@@ -34,7 +34,9 @@ def account(subject: Subject, machine: Machine, plan: Plan) -> Account:
     layout = Layout(plan.parallel, plan.shares, plan.balance, plan.devices, plan.norms)
     subject = rank_of(subject, layout, device)
     setting = setting_of(subject, device, choice.precision, layout, plan.enforced)
-    costs = Costs(subject, setting, choice.optimizer_states)
+    whole = choice.model_copy(update={"chunked_head": ""})
+    head = head_of(subject, whole, device) if choice.chunked_head else None
+    costs = Costs(subject, setting, choice.optimizer_states, head)
     try:
         return Account(ledger(subject, choice, device), knobs(costs, choice), in_use(costs, choice))
     except Untraceable as error:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from anybatch.errors import AnybatchError
 from anybatch.estimate import Footprint, Peak, Subject, evaluation_peak, footprint
+from anybatch.estimate.head import Head
 from anybatch.estimate.seconds import StepSeconds
 from anybatch.planner.exchange import seconds_of_exchange
 from anybatch.planner.reserve import reserve_of
@@ -42,9 +43,10 @@ class Costs:
         subject: what a rank computes.
         setting: where, and among which ranks.
         states_on: where all of them have the optimizer's states.
+        head: whose logits the loss takes in chunks; None: the loss is as it is written.
 
     Attributes:
-        subject, setting, states_on: as given.
+        subject, setting, states_on, head: as given.
         sizes: micro-batches that there are.
         room: bytes that the budget leaves.
     """
@@ -54,8 +56,10 @@ class Costs:
         subject: Subject,
         setting: Setting,
         states_on: StatesOn = "device",
+        head: Head | None = None,
     ) -> None:
         self.subject = subject
+        self.head = head
         self.setting = setting
         self.states_on: StatesOn = states_on
         self.sizes: Sizes = Sizes.of(subject)
@@ -79,6 +83,7 @@ class Costs:
             recompute=way,
             update=self.setting.pace.update,
             optimizer_states=self.states_on,
+            chunked_head=self.head.name if self.head else "",
         )
 
     # -------------------------------------------------------------------------------------- bytes
@@ -91,9 +96,9 @@ class Costs:
                 self.setting.watch(f"candidate {len(self._traced) + 1}: {choice.describe()}")
             try:
                 found = self._divided(footprint(self.subject, choice, self.setting.device))
-            except AnybatchError:
-                raise
             except Exception as error:  # whatever the user's code raises
+                if isinstance(error, AnybatchError) and self.head is None:
+                    raise
                 raise Untraceable(choice, error) from error
             self._traced[choice] = found
         return found
@@ -177,6 +182,7 @@ class Costs:
             self.sizes.whole,
             seconds_of_exchange(self.subject, self.setting, choice, passes),
             choice.optimizer_states,
+            self.head,
         )
 
     def seconds(self, choice: Choice) -> float:

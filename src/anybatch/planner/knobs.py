@@ -14,7 +14,7 @@ from functools import cached_property
 from importlib.util import find_spec
 
 from anybatch.errors import AnybatchError, InputError
-from anybatch.estimate import Peak, loss_in_pieces
+from anybatch.estimate import Head, Peak, head_of
 from anybatch.estimate.sharding import Division
 from anybatch.planner.costs import Costs, Untraceable
 from anybatch.planner.ranks import Layout, division_of, half_of
@@ -98,7 +98,8 @@ class _Here:
 
     def to_turn_back(self) -> Iterator[Knob]:
         """Every knob that is turned."""
-        for turned in (self._larger, self._kept, self._on_device, self._whole):
+        turns = (self._larger, self._kept, self._loss_whole, self._on_device, self._whole)
+        for turned in turns:
             with suppress(Untraceable):
                 yield from turned()
 
@@ -129,16 +130,17 @@ class _Here:
                 yield self._turned(what, {"recompute": way})
 
     def _loss(self) -> Iterator[Knob]:
-        found = loss_in_pieces(self._subject, self._choice, self._setting.device)
-        if found is not None:
-            division = self._subject.division
-            peak = found if division is None else found.divided(division)
-            yield self._knob(
-                "loss in pieces (lm_loss, causal_lm_loss)",
-                peak.num_bytes,
-                self._costs.seconds(self._choice),
-                "put it in the task: the logits are computed twice, which takes a little longer",
-            )
+        costs = self._costs
+        if costs.head is None and self._subject.division is None:
+            head = head_of(self._subject, self._choice, self._setting.device)
+            if head is not None:
+                yield self._with_head("loss in chunks", head)
+
+    def _with_head(self, what: str, head: Head | None) -> Knob:
+        costs = self._costs
+        other = Costs(costs.subject, costs.setting, costs.states_on, head)
+        choice = self._choice.model_copy(update={"chunked_head": head.name if head else ""})
+        return self._knob(what, other.peak(choice), other.seconds(choice))
 
     def _precisions(self) -> Iterator[Knob]:
         remarks = {
@@ -154,7 +156,7 @@ class _Here:
         now = self._setting
         setting = setting_of(self._subject, now.device, precision, now.layout)
         setting = replace(setting, mapped=now.mapped, correction=now.correction)
-        other = Costs(self._subject, setting, self._costs.states_on)
+        other = Costs(self._subject, setting, self._costs.states_on, self._costs.head)
         choice = self._choice.model_copy(update={"precision": precision})
         return self._knob(
             f"precision {precision}", other.peak(choice), other.seconds(choice), remark
@@ -262,6 +264,10 @@ class _Here:
         if now.to_host:
             kept = now.model_copy(update={"to_host": False})
             yield self._turned("activations in host memory", {"recompute": kept})
+
+    def _loss_whole(self) -> Iterator[Knob]:
+        if self._costs.head is not None:
+            yield self._with_head("loss in chunks", None)
 
     def _on_device(self) -> Iterator[Knob]:
         if self._choice.optimizer_states == "host":

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from anybatch.compute import DEFAULT_GHOST_BATCH
+from anybatch.compute.lm_loss import PLAIN_LOGITS
 from anybatch.errors import AnybatchError, InputError, NoPlanFits
-from anybatch.estimate import Subject, why_untraced
+from anybatch.estimate import Head, Subject, head_of, why_untraced
 from anybatch.estimate.seconds import meeting_seconds
 from anybatch.machine import Device
 from anybatch.planner.costs import Costs, Untraceable
@@ -237,8 +238,42 @@ def _costs(
                 for costs in here
                 if costs.subject.division is None
             ]
-        every += here
+        every += _in_chunks(here, wishes)
     return every
+
+
+def _in_chunks(here: Sequence[Costs], wishes: Wishes) -> Iterator[Costs]:
+    """`here`, and the same with the loss in chunks; what the wishes leave of both. Raises `InputError`
+    if chunks were asked for and cannot be had, and `Untraceable`."""
+    if wishes.chunked_loss is not True:
+        yield from here
+    if wishes.chunked_loss is False:
+        return
+    whole = [costs for costs in here if costs.subject.division is None]
+    head = _head_of(whole[0], wishes) if whole else None
+    if head is not None:
+        for costs in whole:
+            yield Costs(costs.subject, costs.setting, costs.states_on, head)
+    elif wishes.chunked_loss:
+        raise InputError(
+            "chunked_loss is True, but no nn.Linear makes the logits of a large cross-entropy here"
+            " (one of more than a million of them in a global batch, outside of what is compiled, of a"
+            " model that each rank has whole): leave it out, or write the loss with anybatch.lm_loss."
+        )
+
+
+def _head_of(costs: Costs, wishes: Wishes) -> Head | None:
+    """The head whose logits can be left out. Raises `Untraceable`."""
+    if not costs.setting.pace.has_logits(costs.sizes.whole, PLAIN_LOGITS):
+        return None
+    choice = costs.choice(Recompute(), wishes.micro_batch or costs.sizes.smallest)
+    costs.footprint(choice)
+    head = head_of(costs.subject, choice, costs.setting.device)
+    if head is None or not wishes.compile:
+        return head
+    compiled = [f"{block}." for block in costs.subject.blocks]
+    is_apart = compiled and not any(f"{head.name}.".startswith(block) for block in compiled)
+    return head if is_apart else None
 
 
 def _ranks(

@@ -25,16 +25,18 @@ class Option:
 
 
 def option_of(
-    choice: Choice, ways: Sequence[Recompute], costs: Costs, can_offload: bool = False
+    choice: Choice, ways: Sequence[Recompute], costs: Costs, leaner_costs: Sequence[Costs] = ()
 ) -> Option:
-    """`choice`, made ready; its ladder may lead to `ways`, and at its end to states in host memory if
-    they `can_offload`."""
+    """`choice`, made ready; its ladder may lead to `ways`, and at its end to what choices of the
+    `leaner_costs` have in common."""
     size, evaluation = _evaluation_batch(choice, costs)
     chosen = choice.model_copy(update={"evaluation_batch": size})
     ladder = tuple(leaner(chosen, ways, costs))
-    if can_offload:
-        last = (chosen, *ladder)[-1]
-        ladder += (last.model_copy(update={"optimizer_states": "host"}),)
+    last = (chosen, *ladder)[-1]
+    for other in leaner_costs:
+        head = other.head.name if other.head else ""
+        common = {"optimizer_states": other.states_on, "chunked_head": head}
+        ladder += (last.model_copy(update=common),)
     return Option(chosen, costs.footprint(chosen), evaluation, costs.step(choice), ladder)
 
 

@@ -110,6 +110,8 @@ def of_one_rank(subject: Subject, layout: Layout) -> Subject:
         flat=layout.parallel in ("replicate", "shard"),
         families={},  # traces of the whole say nothing of a part
         stages={},
+        heads={},
+        left={},
     )
 
 

@@ -86,11 +86,16 @@ def search(every: Sequence[Costs], wishes: Wishes) -> Found:
     for one in searches:
         if best is not None and best.fits and best.seconds <= PAYS * one.least_seconds():
             continue  # even with all the memory it can use
-        one.run()
+        try:
+            one.run()
+        except Untraceable:
+            if one.costs.head is None:
+                raise
+            continue  # a loss that cannot be taken in chunks can be taken as it is written
         if one.taken is not None and (best is None or one.beats(best)):
             best = one
     if best is None:
-        raise nothing_fits([(one.costs, one.ways) for one in searches])
+        raise nothing_fits([(one.costs, one.ways) for one in searches if one.ways])
     assert best.taken is not None
     for one in searches:
         one.look_at(best.taken)
@@ -101,7 +106,7 @@ def search(every: Sequence[Costs], wishes: Wishes) -> Found:
     layout = best.costs.setting.layout
     others = [one for one in searches if one.fits and one.costs.setting.layout != layout]
     return Found(
-        option=option_of(best.taken, best.ways, best.costs, _can_offload(best.costs, every)),
+        option=option_of(best.taken, best.ways, best.costs, _leaner_costs(best.costs, every)),
         setting=best.costs.setting,
         sizes=best.costs.sizes,
         rivals=tuple(option_of(rival, best.ways, best.costs) for rival in rivals),
@@ -113,12 +118,21 @@ def search(every: Sequence[Costs], wishes: Wishes) -> Found:
     )
 
 
-def _can_offload(taken: Costs, every: Sequence[Costs]) -> bool:
-    """Whether the states of what was taken could go to host memory, if memory ran out."""
-    return any(
-        other.states_on == "host" and other.setting is taken.setting and other is not taken
-        for other in every
-    )
+def _leaner_costs(taken: Costs, every: Sequence[Costs]) -> list[Costs]:
+    """What else all choices could have in common if memory ran out, each with all of the one before
+    it: the loss in chunks, then the states in host memory too."""
+    found: list[Costs] = []
+    last = _turned(taken)
+    for other in sorted(every, key=lambda costs: (costs.states_on == "host", bool(costs.head))):
+        if other.setting is taken.setting and last < _turned(other):
+            found.append(other)
+            last = _turned(other)
+    return found
+
+
+def _turned(costs: Costs) -> frozenset[str]:
+    """What all choices have in common to need less memory."""
+    return frozenset(["head"] * bool(costs.head) + ["states"] * (costs.states_on == "host"))
 
 
 class _Search:
@@ -272,7 +286,9 @@ class _Search:
         except Untraceable as error:
             way = error.choice.recompute
             if way == (self._wishes.recompute or Recompute()):
-                raise
+                if self.costs.head is None:
+                    raise
+                self.ways.clear()
             self._untraceable.append(error)
             if way in self.ways:
                 self.ways.remove(way)

@@ -28,6 +28,7 @@ class Wishes:
     precision: Precision | None = "fp32"
     micro_batch: int | None = None
     recompute: Recompute | None = None
+    chunked_loss: bool | None = None
     frontier: bool = False
     compile: Compile = False
     shapes_vary: bool = False

@@ -39,7 +39,7 @@ def leaner(chosen: Choice, ways: Sequence[Recompute], costs: Costs) -> Iterator[
         )
 
 
-def order(choice: Choice) -> tuple[int, bool, str, int]:
+def order(choice: Choice) -> tuple[int, bool, str, str, int]:
     """Choices in the order in which a table shows them."""
     way = choice.recompute
-    return len(way.blocks), way.nested, way.keep, -choice.micro_batch
+    return len(way.blocks), way.nested, way.keep, choice.chunked_head, -choice.micro_batch

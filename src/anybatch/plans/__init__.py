@@ -14,6 +14,7 @@ from anybatch.plans.choice import Recompute as Recompute
 from anybatch.plans.choice import StatesOn as StatesOn
 from anybatch.plans.choice import Update as Update
 from anybatch.plans.names import parse_balance as parse_balance
+from anybatch.plans.names import parse_chunked_loss as parse_chunked_loss
 from anybatch.plans.names import parse_compile as parse_compile
 from anybatch.plans.names import parse_exchange as parse_exchange
 from anybatch.plans.names import parse_norms as parse_norms

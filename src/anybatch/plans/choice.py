@@ -104,14 +104,25 @@ class Choice(Frozen):
     recompute: Recompute = Recompute()
     update: Update = "as given"
     optimizer_states: StatesOn = "device"
+    chunked_head: str = Field(
+        default="",
+        description="name of the nn.Linear whose outputs, the logits, are never all there: the loss"
+        " takes them in chunks; empty: the loss is computed as it is written",
+    )
 
     def describe(self) -> str:
         """One line for a table or an event."""
+        chunks = ", loss in chunks" if self.chunked_head else ""
         states = ", optimizer states in host memory" if self.optimizer_states == "host" else ""
         return (
             f"micro-batch {self.micro_batch}, {self.precision},"
-            f" recompute {self.recompute.describe()}{states}"
+            f" recompute {self.recompute.describe()}{chunks}{states}"
         )
+
+    @property
+    def kind(self) -> tuple[Recompute, str]:
+        """What passes of one kind have in common, whatever their size."""
+        return self.recompute, self.chunked_head
 
     def describe_update(self) -> str:
         """How the update is run, and why, in a line; empty: as torch does by itself."""

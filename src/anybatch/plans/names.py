@@ -53,6 +53,13 @@ def parse_compile(value: object) -> Compile:
     raise InputError(f"compile is {value!r}: give True, False or 'if-faster'.")
 
 
+def parse_chunked_loss(value: object) -> bool | None:
+    """Whether the loss is to be in chunks; None: open. Raises `InputError` for anything else."""
+    if value is None or isinstance(value, bool):
+        return value
+    raise InputError(f"chunked_loss is {value!r}: give True, False or None.")
+
+
 def parse_exchange(compress: str | None, every: int, stale: bool) -> Exchange | None:
     """The exchange that options ask for; None: the exact one. Raises `InputError` for what there is
     not."""

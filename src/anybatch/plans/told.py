@@ -41,6 +41,8 @@ def explained(plan: Plan) -> list[tuple[str, str]]:
         ("precision", _precision(plan)),
         ("recompute", choice.recompute.describe(named=True)),
     ]
+    if choice.chunked_head:
+        lines.append(("loss", f"in chunks of the logits that {choice.chunked_head} makes"))
     if update := choice.describe_update():
         lines.append(("update", update))
     if kernels := plan.kernels.describe():

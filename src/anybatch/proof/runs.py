@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.compute import Replica
+from anybatch.compute import Replica, chunked_loss
 from anybatch.compute.calm import calm
 from anybatch.data import ghosts
 from anybatch.plans import Choice, Recompute
@@ -47,7 +47,7 @@ class Runs:
     def gradient(
         self,
         sizes: Sequence[int],
-        recompute: Recompute | None = None,
+        choice: Choice | None = None,
         *,
         calmed: Sequence[str] = (),
         still: bool = False,
@@ -55,18 +55,24 @@ class Runs:
         ghosts_kept: bool = True,
         seed: int = 0,
     ) -> list[Tensor]:
-        """The gradient of the mean loss over the sample, cut into `sizes`; see `calm` for `calmed` and
-        `still`."""
+        """The gradient of the mean loss over the sample, cut into `sizes`, with what `choice` does to
+        the model; see `calm` for `calmed` and `still`."""
         task, model = self.task, copy.deepcopy(self.model).to(self.dtype)
         replica = Replica(
             model,
             lambda: task.optimizer(task.parameters_of(model)),
             loss or task.loss,
-            Choice(micro_batch=1, evaluation_batch=1, recompute=recompute or Recompute()),
+            Choice(
+                micro_batch=1,
+                evaluation_batch=1,
+                recompute=choice.recompute if choice else Recompute(),
+                chunked_head=choice.chunked_head if choice else "",
+            ),
             torch.device("cpu"),
             self.sample.size,
         )
-        with self._pieces(sizes, seed) as pieces, calm(model, calmed, still):
+        few = chunked_loss.however_few()
+        with self._pieces(sizes, seed) as pieces, calm(model, calmed, still), few:
             weight = 0.0
             for size, piece in zip(sizes, pieces, strict=True):
                 cut = ghosts(size, self.ghost) if self.ghost and ghosts_kept else ()

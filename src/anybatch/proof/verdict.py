@@ -70,15 +70,15 @@ def verify(task: Task, plan: Plan, *, samples: int | None = None) -> Verdict:
     """
     check_task(task)
     runs = _runs_of(task, plan, DEFAULT_SAMPLES if samples is None else samples)
-    tolerance, recompute = TOLERANCES[runs.dtype], plan.choice.recompute
+    tolerance, choice = TOLERANCES[runs.dtype], plan.choice
     whole = runs.gradient(runs.whole)
     # Another seed: with the same one, a single dropout layer might draw what it drew for the whole.
-    parts = runs.gradient(runs.pieces, recompute, seed=1)
+    parts = runs.gradient(runs.pieces, choice, seed=1)
     found = deviation(parts, whole)
     drawn = not found <= tolerance and draws(runs)
     if drawn:
         whole = runs.gradient(runs.whole, still=True)
-        parts = runs.gradient(runs.pieces, recompute, still=True)
+        parts = runs.gradient(runs.pieces, choice, still=True)
         found = deviation(parts, whole)
     exact = found <= tolerance
     return Verdict(

@@ -243,11 +243,10 @@ class Rank:
             return None
         source = self._source(data)
         plan, run = self._engine.plan, self._engine.rehearsal.run
-        recompute = plan.choice.recompute
         return Measuring(
             plan,
             self._replica,
-            lambda choice: run(data.step, source, choice, recompute, most=2),
+            lambda choice: run(data.step, source, choice, plan.choice, most=2),
             self._meter.used_bytes(),
         ).plan()
 
@@ -432,7 +431,7 @@ class Rank:
                 return
             source, run = self._source(data), self._engine.rehearsal.run
             try:
-                run(step, source, choice, choice.recompute, most=1)
+                run(step, source, choice, choice, most=1)
             except SingleValue as error:
                 raise InputError(single_sample(self._steps, step, error.norm)) from None
 

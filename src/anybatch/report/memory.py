@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 MAX_HELD = 12
 _NARROW, _WIDE = 76, 112
+_LEAST_FREED = 0.05
+"""Of the peak; less is not worth a word."""
 
 _TOLD_ANEW = ("predicted peak", "predicted step", "times are")
 
@@ -176,15 +178,16 @@ def assumptions(plan: Plan, ledger: Ledger) -> list[tuple[str, str]]:
 
 
 def loss_advice(ledger: Ledger) -> str:
-    """What the loss in pieces would free; empty where that is not worth a word."""
-    if ledger.in_pieces is None or ledger.in_pieces >= ledger.num_bytes:
+    """What the loss in chunks would free; empty where that is not worth a word."""
+    if ledger.loss_in_chunks is None:
+        return ""
+    freed = ledger.num_bytes - ledger.loss_in_chunks
+    if freed < _LEAST_FREED * ledger.num_bytes:
         return ""
     part = ledger.by_kind.get("loss and logits", 0) / max(1, ledger.num_bytes)
-    freed = ledger.num_bytes - ledger.in_pieces
     return (
-        f"Loss and logits are {part:.0%} of the peak. With the loss in pieces (anybatch.lm_loss, or"
-        f" anybatch.causal_lm_loss for models of transformers) the peak is"
-        f" {format_bytes(ledger.in_pieces)}: {format_bytes(freed)} less."
+        f"Loss and logits are {part:.0%} of the peak. With the loss in chunks (--chunked-loss) the"
+        f" peak is {format_bytes(ledger.loss_in_chunks)}: {format_bytes(freed)} less."
     )
 
 

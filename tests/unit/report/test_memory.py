@@ -64,7 +64,7 @@ def ledger(
     phases: list[str] = PHASES,
     layers: Sequence[LayerBytes] = (),
     modules: dict[str, str] | None = None,
-    in_pieces: int | None = None,
+    loss_in_chunks: int | None = None,
 ) -> Ledger:
     curve = moments(phases)
     peak = max(curve, key=lambda moment: moment.used_bytes)
@@ -79,7 +79,7 @@ def ledger(
         by_kind={**peak.by_kind, "allocator's rounding and holes": held - peak.used_bytes},
         held=(Holding("activations", "layers.1", 3 * MIB, 7),),
         curve=curve,
-        in_pieces=in_pieces,
+        loss_in_chunks=loss_in_chunks,
         method="by hand",
         not_counted=("Nothing of this is real.",),
     )
@@ -225,12 +225,13 @@ def test_what_is_in_use_stands_with_what_it_saves(tmp_path: Path):
     assert "+100%" in page
 
 
-def test_a_loss_in_pieces_is_advised_where_it_frees_memory(tmp_path: Path):
-    found = ledger(in_pieces=20 * MIB)
+def test_a_loss_in_chunks_is_advised_where_it_frees_memory(tmp_path: Path):
+    found = ledger(loss_in_chunks=20 * MIB)
     assert "the peak is 20.0 MiB: 38.0 MiB less" in " ".join(told(found).split())
     page = write_ledger(tmp_path / "m.html", PLAN, found, KNOBS).read_text()
     assert "the peak is 20.0 MiB: 38.0 MiB less" in page
-    assert "lm_loss" not in told(ledger())
+    assert "--chunked-loss" not in told(ledger())
+    assert "--chunked-loss" not in told(ledger(loss_in_chunks=57 * MIB))
 
 
 def test_names_of_operations_are_plain():

@@ -1,9 +1,10 @@
-"""The peak with the loss in pieces, told from a trace of the whole loss, against a trace of the pieces;
-and what is found to be the loss at all."""
+"""The layer that makes the logits: where it is found, what chunks free and what they cost; and what is
+found to be the loss at all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.estimate import Ledger, footprint, ledger, loss_in_pieces, subject_of
+from anybatch.estimate import Head, Ledger, footprint, head_of, ledger, subject_of
+from anybatch.estimate.head import in_chunks, whole_loss
 from anybatch.machine import Device, Machine
 from anybatch.plans import Choice
 
@@ -79,29 +81,71 @@ def account(loss: Callable[[Any, Tensor], Any], device: Device = ABSENT) -> Ledg
     return ledger(subject_of(task(loss)), choice(), device)
 
 
+def found(loss: Callable[[Any, Tensor], Any], device: Device = ABSENT, **more: Any) -> Head | None:
+    return head_of(subject_of(task(loss)), choice(**more), device)
+
+
 @pytest.mark.parametrize("device", [CPU, ABSENT], ids=["cpu", "absent"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("loss", [plain, inside])
-def test_the_peak_of_a_loss_in_pieces_is_told_from_the_whole(
+def test_chunks_free_what_a_loss_that_is_written_in_chunks_frees(
     loss: Any, precision: str, device: Device
 ):
-    whole = subject_of(task(loss))
-    told = loss_in_pieces(whole, choice(precision), device)
-    assert told is not None
-    before = footprint(whole, choice(precision), device).peak
-    real = footprint(subject_of(task(in_pieces)), choice(precision), device).peak
-    freed = before.num_bytes - real.num_bytes
-    assert before.num_bytes - told.num_bytes == pytest.approx(freed, rel=0.05)
-    assert sum(told.by_kind.values()) == told.num_bytes
+    subject, whole = subject_of(task(loss)), choice(precision)
+    head = head_of(subject, whole, device)
+    assert head is not None
+    assert (head.name, head.words, head.width, head.num_computed) == ("head", WORDS, WIDTH, 0)
+    assert head.tokens == LENGTH
+    before = footprint(subject, whole, device).peak
+    chunked = whole.model_copy(update={"chunked_head": "head"})
+    peak = footprint(subject, chunked, device).peak
+    written = footprint(subject_of(task(in_pieces)), whole, device).peak
+    assert before.num_bytes - written.num_bytes > 1.9 * LOGITS
+    assert peak.num_bytes == pytest.approx(written.num_bytes, rel=0.02)
 
 
-def test_a_loss_that_is_in_pieces_or_small_is_left_alone():
-    assert loss_in_pieces(subject_of(task(in_pieces)), choice(), ABSENT) is None
+def test_logits_that_are_looked_at_are_counted():
+    def with_hits(model: nn.Module, ids_bt: Tensor) -> ab.Loss:
+        logits = model(ids_bt)
+        total = F.cross_entropy(logits.flatten(0, 1), ids_bt.flatten(), reduction="sum")
+        hits = (logits.argmax(-1) == ids_bt).sum()
+        return ab.Loss(total, ids_bt.numel(), {"hits": hits})
+
+    head = found(with_hits)
+    assert head is not None
+    assert head.num_computed == 1
+
+
+def test_a_loss_in_chunks_or_small_or_differentiated_twice_has_no_head():
+    assert found(in_pieces) is None
 
     def few(model: nn.Module, ids_bt: Tensor) -> Tensor:
-        return F.cross_entropy(model(ids_bt[:, :2])[..., :8].flatten(0, 1), ids_bt[:, :2].flatten())
+        return F.cross_entropy(model(ids_bt[:, :1]).flatten(0, 1), ids_bt[:, :1].flatten())
 
-    assert loss_in_pieces(subject_of(task(few)), choice(), ABSENT) is None
+    assert found(few) is None
+
+    def smooth(model: Any, ids_bt: Tensor) -> Tensor:
+        loss = plain(model, ids_bt)
+        (slope,) = torch.autograd.grad(loss, [model.body.mix.weight], create_graph=True)
+        return loss + slope.square().sum()
+
+    assert found(smooth) is None
+
+
+def test_a_chunk_costs_what_its_products_cost():
+    head = found(plain)
+    assert head is not None
+    subject, here = subject_of(task(plain)), torch.device("cpu")
+    for dtype, products in ((torch.float32, 3), (torch.bfloat16, 4)):
+        half = replace(head, dtype=dtype)
+        work = in_chunks(half, BATCH, here, "cpu", subject)
+        each = sum(operation.flops for operation in work.each)
+        once = sum(operation.flops for operation in work.once)
+        flops = once + work.others * each
+        assert flops == pytest.approx(products * 2 * BATCH * LENGTH * WORDS * WIDTH, rel=0.02)
+    whole = whole_loss(head, BATCH, here, subject)
+    flops = sum(operation.flops for operation in whole.once)
+    assert flops == pytest.approx(3 * 2 * BATCH * LENGTH * WORDS * WIDTH, rel=0.02)
 
 
 def test_logits_of_a_convolution_are_not_those_of_words():
@@ -112,7 +156,7 @@ def test_logits_of_a_convolution_are_not_those_of_words():
     painted = task(loss, lambda: nn.Conv2d(3, 100, 1))
     found = ledger(subject_of(painted), choice(), ABSENT)
     assert found.by_kind["loss and logits"] > 0.25 * found.num_bytes
-    assert found.in_pieces is None
+    assert found.loss_in_chunks is None
 
 
 def test_a_loss_inside_the_model_is_the_loss_all_the_same():
@@ -123,7 +167,7 @@ def test_a_loss_inside_the_model_is_the_loss_all_the_same():
         assert found.peak.phase == "backward"
         assert found.peak.module == "the loss"
         assert found.held[0].module == "the loss"
-        assert found.in_pieces is not None
+        assert found.loss_in_chunks is not None
         phases = [moment.phase for moment in found.curve]
         assert "loss" in phases
         assert "loss" not in phases[: phases.index("forward")]

@@ -1,0 +1,237 @@
+"""Head: the layer that makes the logits of a task, and what its loss takes, whole and in chunks.
+
+Cross-entropy over a vocabulary holds three tensors of the size of the logits in backward. In chunks
+(`compute.chunked_loss`) it holds none. What that frees shows in a trace; what it costs or spares in
+time is the difference of two small traces, of the product and its loss alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anybatch.compute import chunked_loss
+from anybatch.compute.lm_loss import (
+    PLAIN_LOGITS,
+    chunked_cross_entropy,
+    standing_for,
+    tokens_per_chunk,
+    words_per_chunk,
+)
+from anybatch.estimate.family import Traced
+from anybatch.estimate.footprint import traced_step
+from anybatch.estimate.recall import fake_mode
+from anybatch.estimate.seconds_operations import Operation
+from anybatch.estimate.seconds_work import Watch
+from anybatch.estimate.stage import num_traced
+from anybatch.estimate.subject import Subject
+from anybatch.estimate.trace import Block
+from anybatch.estimate.trace import Operation as Moment
+from anybatch.estimate.workspaces import PRODUCTS
+from anybatch.machine import Device
+from anybatch.plans import Choice
+
+_ITEM_BYTES = 4  # softmax is computed in float32
+_SOFTMAX = "aten._log_softmax.default"
+_CONVOLUTION = "aten.convolution."
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A layer whose product becomes the logits of a cross-entropy.
+
+    Attributes:
+        name: of the module.
+        words, width: of its weight, `[words, width]`.
+        tokens: of a sample.
+        dtype: of the product.
+        has_bias: whether something is added to it.
+        learns: whether its weight is trained.
+        num_computed: how often the logits are computed whole all the same in a pass in chunks, for
+            something else than the cross-entropy.
+    """
+
+    name: str
+    words: int
+    width: int
+    tokens: float
+    dtype: torch.dtype
+    has_bias: bool
+    learns: bool
+    num_computed: int = 0
+
+
+def head_of(subject: Subject, choice: Choice, device: Device) -> Head | None:
+    """The layer that makes the logits, if the loss is a cross-entropy over those of an `nn.Linear`, can
+    be taken in chunks, and has logits enough in a whole batch for that to pay. By a trace of `choice`,
+    whose loss is as it is written, and one of a whole batch in chunks.
+
+    Raises whatever the model or loss raises on fake tensors.
+    """
+    key = choice.precision, device
+    if key not in subject.heads:
+        head = _found(subject, choice, device)
+        subject.heads[key] = head and _tried(head, subject, choice, device)
+    return subject.heads[key]
+
+
+def _tried(head: Head, subject: Subject, choice: Choice, device: Device) -> Head | None:
+    """`head`, with what its logits are computed for all the same; None if the loss is none that can be
+    taken in chunks: one that is differentiated twice, say."""
+    changes = {"chunked_head": head.name, "micro_batch": subject.whole}
+    tried = choice.model_copy(update=changes)
+    try:
+        with chunked_loss.noting() as noted:
+            traced_step(subject, tried, device)
+    except Exception:  # whatever the user's code raises
+        return None
+    return replace(head, num_computed=len(noted) // num_traced(subject, tried))
+
+
+def _found(subject: Subject, choice: Choice, device: Device) -> Head | None:
+    """As `head_of`, without a trace in chunks."""
+    traced = traced_step(subject, choice, device)
+    found = logits_of(traced)
+    if found is None:
+        return None
+    name, softmax_bytes = found
+    model: nn.Module = next(iter(subject.stages.values())).model
+    layer = {n or ".": module for n, module in model.named_modules()}.get(name)
+    if not chunked_loss.can_be_chunked(layer):
+        return None
+    assert isinstance(layer, nn.Linear)
+    dtype = layer.weight.dtype
+    numbers = softmax_bytes // (8 if dtype == torch.float64 else _ITEM_BYTES)
+    if numbers / choice.micro_batch * subject.whole <= PLAIN_LOGITS:
+        return None
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(choice.precision.partition("-")[0])
+    return Head(
+        name=name,
+        words=layer.out_features,
+        width=layer.in_features,
+        tokens=numbers / layer.out_features / choice.micro_batch,
+        dtype=dtype if half is None or dtype == torch.float64 else half,
+        has_bias=layer.bias is not None,
+        learns=layer.weight.requires_grad,
+    )
+
+
+def logits_of(traced: Traced) -> tuple[str, int] | None:
+    """The module whose product makes the logits of the largest cross-entropy of a step, and the bytes
+    of their softmax."""
+    operations = traced.timeline.operations
+    sizes = {
+        block.born: block.num_bytes
+        for block in traced.timeline.blocks
+        if _is_softmax(block, operations)
+    }
+    if not sizes:
+        return None
+    moment = max(sizes, key=sizes.__getitem__)
+    for operation in reversed(operations[: moment - 1]):
+        if operation.name.startswith(_CONVOLUTION):
+            return None
+        if operation.name.startswith(PRODUCTS):
+            return operation.module, sizes[moment]
+    return None
+
+
+def _is_softmax(block: Block, operations: Sequence[Moment]) -> bool:
+    return 0 < block.born <= len(operations) and operations[block.born - 1].name == _SOFTMAX
+
+
+# -------------------------------------------------------------------------------------- seconds
+
+
+@dataclass(frozen=True, slots=True)
+class LossWork:
+    """The operations of a loss: those of `once`, and of `each` of the other chunks, of which there are
+    `others`."""
+
+    once: tuple[Operation, ...]
+    each: tuple[Operation, ...] = ()
+    others: float = 0.0
+
+
+def whole_loss(head: Head, num_samples: int, device: torch.device, subject: Subject) -> LossWork:
+    """The product and the loss as everybody writes them."""
+    tokens = max(1, round(head.tokens * num_samples))
+    return LossWork(_operations(head, tokens, head.words, device, subject, chunked=False))
+
+
+def in_chunks(
+    head: Head, num_samples: int, device: torch.device, kind: str, subject: Subject
+) -> LossWork:
+    """The same in chunks as they are on a `kind` of device, for which `device` may stand. All chunks
+    but the first are alike, so two tell of all."""
+    tokens, words = max(1, round(head.tokens * num_samples)), head.words
+
+    def work(tokens: int, words: int) -> tuple[Operation, ...]:
+        with standing_for(kind):
+            return _operations(head, tokens, words, device, subject, chunked=True)
+
+    if head.dtype in (torch.float16, torch.bfloat16):
+        size, most = words_per_chunk(tokens), words
+        one, two = (tokens, size), (tokens, 2 * size)
+    else:
+        size, most = tokens_per_chunk(words, _ITEM_BYTES, kind), tokens
+        one, two = (size, words), (2 * size, words)
+    if most <= 2 * size:
+        return LossWork(work(tokens, words))
+    first, both = work(*one), work(*two)
+    return LossWork(first, _beyond(first, both), most / size - 1)
+
+
+def _beyond(first: Sequence[Operation], both: Sequence[Operation]) -> tuple[Operation, ...]:
+    """The operations of `both` that are not among the `first`."""
+    left = list(first)
+    more: list[Operation] = []
+    for operation in both:
+        if operation in left:
+            left.remove(operation)
+        else:
+            more.append(operation)
+    return tuple(more)
+
+
+def _operations(
+    head: Head,
+    tokens: int,
+    words: int,
+    device: torch.device,
+    subject: Subject,
+    chunked: bool,
+) -> tuple[Operation, ...]:
+    """Of one pass over so many tokens and words, forward and backward."""
+    fake = fake_mode()
+    watch = Watch(fake, subject.recall)
+    with fake, watch, device:
+        hidden = torch.empty(tokens, head.width, dtype=head.dtype, requires_grad=True)
+        weight = torch.empty(words, head.width, dtype=head.dtype, requires_grad=head.learns)
+        bias = None
+        if head.has_bias:
+            bias = torch.empty(words, dtype=head.dtype, requires_grad=head.learns)
+        targets = torch.empty(tokens, dtype=torch.int64)
+        watch.begin("forward")
+        if chunked:
+            loss = chunked_cross_entropy(
+                hidden,
+                weight,
+                bias,
+                targets,
+                ignore_index=-100,
+                label_smoothing=0.0,
+                reduction="sum",
+            )
+        else:
+            logits = F.linear(hidden, weight, bias)
+            wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
+            loss = F.cross_entropy(logits.to(wide), targets, reduction="sum")
+        watch.begin("backward")
+        loss.backward()
+        watch.phase = ""
+    return tuple(watch.operations)
