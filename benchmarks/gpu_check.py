@@ -15,19 +15,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from benchmarks.memory.models import KINDS
-from benchmarks.memory.run import VARIANTS, measure, others
+from benchmarks.memory.run import VARIANTS, cells_of, measure, others
 
 import anybatch as ab
 from anybatch.compute.lm_loss import Backend
 
 RESULTS = Path(__file__).parent / "results"
-NUM_CELLS = len(KINDS) * len(VARIANTS)
+NUM_CELLS = len(cells_of(KINDS))
 _SECONDS = 510.0
 """After which no further cell is begun, so that all ends within ten minutes."""
 
@@ -38,12 +37,12 @@ def measured(
     """The cells of `benchmarks/memory` on this device, with what others tell of them beside; those that
     are begun `until` this time of the monotonic clock."""
     found: list[dict[str, Any]] = []
-    for name, variant in product(names, VARIANTS):
+    for name, variant in cells_of(names):
         if time.monotonic() > until:
             break
         gc.collect()
         cell = measure(name, variant)
-        if variant != "recomputed":
+        if variant in VARIANTS and variant != "recomputed":
             cell |= others(name, variant, device)
         found.append(cell)
     return found

@@ -16,8 +16,8 @@ import platform
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,21 @@ from benchmarks.memory.models import KINDS
 
 RESULTS = Path(__file__).parents[1] / "results"
 VARIANTS = ("plain", "accumulated", "recomputed", "bf16")
+OF_WORDS = ("lstm", "gpt, tied", "gpt, untied", "experts")
+"""Models with logits over a vocabulary, whose loss can be taken in chunks."""
+CHUNKED = ("chunked", "chunked bf16")
 BUDGET = "6GiB"
 TINY_BYTES = 16 << 20
 BLOCKS = {"u-net": "down.*,join.*"}
+
+
+def cells_of(names: Iterable[str]) -> list[tuple[str, str]]:
+    """The cells of these models: each with its variants."""
+    return [
+        (name, variant)
+        for name in names
+        for variant in (*VARIANTS, *(CHUNKED if name in OF_WORDS else ()))
+    ]
 
 
 def measure(name: str, variant: str) -> dict[str, Any]:
@@ -41,9 +53,10 @@ def measure(name: str, variant: str) -> dict[str, Any]:
     plan = ab.plan(
         task,
         memory=BUDGET,
-        precision="bf16" if variant == "bf16" else "fp32",
+        precision="bf16" if variant.endswith("bf16") else "fp32",
         micro_batch=kind.batch // 4 if variant == "accumulated" else kind.batch,
         recompute=BLOCKS.get(name, "all") if variant == "recomputed" else "none",
+        chunked_loss=variant in CHUNKED,
     )
     ended = ab.train(task, plan=plan, progress=False).ended
     return {
@@ -71,12 +84,13 @@ def others(name: str, variant: str, device: str = "cpu") -> dict[str, Any]:
 
 
 def _mem_tracker(name: str, variant: str, device: str) -> int | None:
-    """MemTracker around the same step as a plain loop, on fake tensors; not asked of recompute."""
+    """MemTracker around the same step as a plain loop, on fake tensors; not asked of what such a loop
+    does not have."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    if variant == "recomputed":
+    if variant == "recomputed" or variant in CHUNKED:
         return None
     kind = KINDS[name]
     size = kind.batch // 4 if variant == "accumulated" else kind.batch
@@ -109,7 +123,7 @@ def _accelerate(name: str, variant: str, _device: str) -> int:
 
     with torch.device("meta"):
         total, _ = calculate_maximum_sizes(KINDS[name].model())
-    precision = "bfloat16" if variant == "bf16" else "float32"
+    precision = "bfloat16" if variant.endswith("bf16") else "float32"
     return int(max(estimate_training_usage(total, precision).values()))
 
 
@@ -184,7 +198,7 @@ def main() -> None:
         return cell
 
     with ThreadPoolExecutor(given.jobs) as pool:
-        cells = list(pool.map(cell_of, product(given.only or KINDS, VARIANTS)))
+        cells = list(pool.map(cell_of, cells_of(given.only or KINDS)))
     text = table(cells, given.threads)
     print(text)
     if not given.only:

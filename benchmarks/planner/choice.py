@@ -3,9 +3,9 @@
     python benchmarks/planner/choice.py
 
 For each task and budget, every micro-batch in powers of two (and the chosen one) is tried under every
-way to recompute, for real, under the enforced budget. What ran out of memory did not fit. What fits is
-run in several rounds, in a new random order each, so that what disturbs the machine disturbs all; the
-median of a candidate's steps counts, beside that of the fastest.
+way to recompute, the loss whole and in chunks, for real, under the enforced budget. What ran out of
+memory did not fit. What fits is run in several rounds, in a new random order each, so that what
+disturbs the machine disturbs all; the median of a candidate's steps counts, beside that of the fastest.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +88,21 @@ def candidates(task: ab.Task, chosen: Plan) -> Iterator[Choice]:
     unit = min(subject.identity.ghost_batch or 1, task.global_batch)
     sizes = [unit * 2**k for k in range(20) if unit * 2**k < task.global_batch]
     found = {chosen.choice: None}
-    for way in ways:
+    for way, head in product(ways, heads(task)):
         for size in (task.global_batch, *reversed(sizes)):
             # Fewer samples than fill a vector are never the fastest, and take long to try.
             if size >= min(4, task.global_batch):
-                changes = {"micro_batch": size, "recompute": way}
+                changes = {"micro_batch": size, "recompute": way, "chunked_head": head}
                 found[chosen.choice.model_copy(update=changes)] = None
     return iter(found)
+
+
+def heads(task: ab.Task) -> tuple[str, ...]:
+    """The loss as it is written, and in chunks where it can be."""
+    try:
+        return "", ab.plan(task, chunked_loss=True).choice.chunked_head
+    except ab.InputError:
+        return ("",)
 
 
 def run(task: ab.Task, plan: Plan) -> Steps:

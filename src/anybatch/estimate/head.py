@@ -22,6 +22,7 @@ from anybatch.compute.lm_loss import (
     tokens_per_chunk,
     words_per_chunk,
 )
+from anybatch.compute.logits import noting
 from anybatch.estimate.family import Traced
 from anybatch.estimate.footprint import traced_step
 from anybatch.estimate.recall import fake_mode
@@ -81,14 +82,17 @@ def head_of(subject: Subject, choice: Choice, device: Device) -> Head | None:
 
 def _tried(head: Head, subject: Subject, choice: Choice, device: Device) -> Head | None:
     """`head`, with what its logits are computed for all the same; None if the loss is none that can be
-    taken in chunks: one that is differentiated twice, say."""
+    taken in chunks: one that is differentiated twice, say, or made by hand."""
     changes = {"chunked_head": head.name, "micro_batch": subject.whole}
     tried = choice.model_copy(update=changes)
     try:
-        with chunked_loss.noting() as noted:
-            traced_step(subject, tried, device)
+        with noting() as noted:
+            traced = traced_step(subject, tried, device)
     except Exception:  # whatever the user's code raises
         return None
+    left = logits_of(traced)
+    if left is not None and left[1] >= _ITEM_BYTES * head.tokens * subject.whole * head.words:
+        return None  # the softmax of all of them is there as before
     return replace(head, num_computed=len(noted) // num_traced(subject, tried))
 
 
@@ -98,26 +102,38 @@ def _found(subject: Subject, choice: Choice, device: Device) -> Head | None:
     found = logits_of(traced)
     if found is None:
         return None
-    name, softmax_bytes = found
+    made_in, softmax_bytes = found
     model: nn.Module = next(iter(subject.stages.values())).model
-    layer = {n or ".": module for n, module in model.named_modules()}.get(name)
-    if not chunked_loss.can_be_chunked(layer):
+    name, layer = _layer_of(model, made_in)
+    if layer is None or not chunked_loss.can_be_chunked(layer):
         return None
-    assert isinstance(layer, nn.Linear)
-    dtype = layer.weight.dtype
+    weight, bias = layer.weight, getattr(layer, "bias", None)
+    words, width = weight.shape
+    dtype = weight.dtype
     numbers = softmax_bytes // (8 if dtype == torch.float64 else _ITEM_BYTES)
     if numbers / choice.micro_batch * subject.whole <= PLAIN_LOGITS:
         return None
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(choice.precision.partition("-")[0])
     return Head(
         name=name,
-        words=layer.out_features,
-        width=layer.in_features,
-        tokens=numbers / layer.out_features / choice.micro_batch,
+        words=words,
+        width=width,
+        tokens=numbers / words / choice.micro_batch,
         dtype=dtype if half is None or dtype == torch.float64 else half,
-        has_bias=layer.bias is not None,
-        learns=layer.weight.requires_grad,
+        has_bias=bias is not None,
+        learns=weight.requires_grad,
     )
+
+
+def _layer_of(model: nn.Module, made_in: str) -> tuple[str, nn.Linear | nn.Embedding | None]:
+    """The layer whose weight makes the logits, and its name: the module in which that is done, or the
+    embedding of the most words, if the product is in other code."""
+    modules = {name or ".": module for name, module in model.named_modules()}
+    module = modules.get(made_in)
+    if isinstance(module, nn.Linear):
+        return made_in, module
+    embeddings = [(name, m) for name, m in modules.items() if isinstance(m, nn.Embedding)]
+    return max(embeddings, key=lambda item: item[1].num_embeddings, default=("", None))
 
 
 def logits_of(traced: Traced) -> tuple[str, int] | None:

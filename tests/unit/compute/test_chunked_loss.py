@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anybatch.compute import chunked_loss
-from anybatch.compute.chunked_loss import Logits, can_be_chunked
+from anybatch.compute.chunked_loss import can_be_chunked
+from anybatch.compute.logits import Logits, noting
 from anybatch.errors import DataError, InputError
 
 WORDS, WIDTH, BATCH, LENGTH = 97, 8, 3, 10
@@ -29,10 +30,11 @@ class Language(nn.Module):
         torch.manual_seed(0)
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.mix = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=bias)
 
     def forward(self, ids_bt: Tensor) -> Tensor:
-        return self.head(F.gelu(self.mix(self.embed(ids_bt))))
+        return self.head(self.norm(F.gelu(self.mix(self.embed(ids_bt)))))
 
 
 IDS = torch.randint(WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -82,11 +84,57 @@ COMPUTED: dict[str, Loss] = {
     "turned twice": lambda x: x.mT.mT.exp().mean(),
     "words second, changed": lambda x: x.transpose(1, 2).tanh().sum(),
     "another function of autograd": lambda x: Squared.apply(x),  # type: ignore[no-any-return]
+    "a word left out in place": lambda x: F.cross_entropy(without_first(x), TARGETS.flatten()),
+    "scaled in place by a view": lambda x: F.cross_entropy(rows(scaled(x)), TARGETS.flatten()),
+    "with a hook": lambda x: F.cross_entropy(rows(hooked(x)), TARGETS.flatten()),
+    "a view with a hook": lambda x: F.cross_entropy(hooked(rows(x)), TARGETS.flatten()),
+    "a function that scales gradients": lambda x: F.cross_entropy(
+        rows(Scaled.apply(x)), TARGETS.flatten()
+    ),
+    "a function that turns gradients round": lambda x: F.cross_entropy(
+        rows(Reversed.apply(x)), TARGETS.flatten()
+    ),
     "checkpointed": lambda x: checkpoint(lambda y: y.tanh().sum(), x, use_reentrant=False),
     "checkpointed where they are at hand": lambda x: (
-        x.sum() + checkpoint(lambda y: (x + y).tanh().sum(), torch.ones(1), use_reentrant=False)
+        x.mean() + checkpoint(lambda y: (x + y).tanh().mean(), torch.ones(1), use_reentrant=False)
     ),
 }
+
+
+def without_first(logits: Tensor) -> Tensor:
+    flat = logits.view(-1, WORDS)
+    logits[..., 0] = -10.0
+    return flat
+
+
+def scaled(logits: Tensor) -> Tensor:
+    logits.flatten(0, 1).mul_(0.5)
+    return logits
+
+
+def hooked(logits: Tensor) -> Tensor:
+    logits.register_hook(lambda gradient: 3 * gradient)
+    return logits
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view(value.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 5 * gradients[0]
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -gradients[0]
 
 
 class Squared(torch.autograd.Function):
@@ -157,7 +205,7 @@ def test_a_loss_in_the_dtype_of_the_weights_keeps_it():
 @pytest.fixture
 def products() -> Iterator[list[tuple[int, ...]]]:
     """The shapes of logits that were computed whole."""
-    with chunked_loss.noting() as found:
+    with noting() as found:
         yield found
 
 
@@ -240,7 +288,7 @@ def test_logits_that_outlive_an_update_are_no_others_silently():
         kept.sum()
 
 
-def test_only_a_plain_linear_layer_can_be_left_out():
+def test_only_a_plain_product_can_be_left_out():
     class Scaled(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return 2 * super().forward(input)
@@ -248,12 +296,13 @@ def test_only_a_plain_linear_layer_can_be_left_out():
     hooked = nn.Linear(2, 2)
     hooked.register_full_backward_hook(lambda *_: None)
     assert can_be_chunked(nn.Linear(2, 2))
-    for head in (Scaled(2, 2), hooked, nn.Embedding(2, 2), None):
+    assert can_be_chunked(nn.Embedding(2, 2))
+    for head in (Scaled(2, 2), hooked, nn.Conv2d(2, 2, 1), None):
         assert not can_be_chunked(head)
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("tail", "no module of the model"), ("embed", "a Embedding")]
+    ("name", "what"), [("tail", "no module of the model"), ("norm", "of the class LayerNorm")]
 )
 def test_what_is_no_head_is_refused(name: str, what: str):
     with pytest.raises(InputError, match=what):
@@ -267,3 +316,78 @@ def test_a_wrong_target_is_named():
     told = pytest.raises(DataError, match=f"is {WORDS}, and the head has {WORDS} words")
     with chunked_loss.active(head), chunked_loss.however_few(), told:
         F.cross_entropy(rows(model(IDS)), wrong)
+
+
+# ------------------------------------------------------------------------ by an embedding's weight
+
+
+class Tied(Language):
+    """Multiplies by the weight of its embedding in its own code."""
+
+    def __init__(self, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        del self.head
+        self.product = product
+
+    def forward(self, ids_bt: Tensor) -> Tensor:
+        hidden_btd = self.norm(F.gelu(self.mix(self.embed(ids_bt))))
+        return self.product(hidden_btd, self.embed.weight)
+
+
+MULTIPLIED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "@ T": lambda hidden, weight: hidden @ weight.T,
+    "matmul with t": lambda hidden, weight: torch.matmul(hidden, weight.t()),
+    "matmul with transpose": lambda hidden, weight: hidden.matmul(weight.transpose(0, 1)),
+    "linear": F.linear,
+    "linear with a bias": lambda h, weight: F.linear(h, weight, bias=torch.ones(WORDS).to(h.dtype)),
+}
+WORKED_ON: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum": lambda hidden, weight: torch.einsum("btd,vd->btv", hidden, weight),
+    "a norm of the weight": lambda hidden, weight: hidden @ F.normalize(weight, dim=-1).T,
+    "turned twice": lambda hidden, weight: F.linear(hidden, weight.T.contiguous().T),
+    "the other way round": lambda hidden, weight: (weight @ hidden.mT).mT,
+    "another function of autograd": lambda hidden, weight: Multiplied.apply(hidden, weight),
+}
+
+
+class Multiplied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        return gradients[0] @ weight, (gradients[0].flatten(0, 1).T @ hidden.flatten(0, 1))
+
+
+@pytest.mark.parametrize(
+    "product", [*MULTIPLIED.values(), *WORKED_ON.values()], ids=[*MULTIPLIED, *WORKED_ON]
+)
+def test_a_weight_that_a_model_multiplies_by_itself_gives_the_same(
+    product: Callable[[Tensor, Tensor], Tensor],
+):
+    def gradients(chunked: bool) -> tuple[bool, list[Tensor]]:
+        model = Tied(product).double()
+        head = chunked_loss.install(model, "embed")[0] if chunked else None
+        with chunked_loss.active(head), chunked_loss.however_few():
+            found = model(IDS)
+            F.cross_entropy(found.flatten(0, 1), TARGETS.flatten()).backward()
+        assert model.embed.weight is model.embed._parameters["weight"]
+        return isinstance(found, Logits), [p.grad for p in model.parameters() if p.grad is not None]
+
+    (left_out, found), (_, wanted) = gradients(chunked=True), gradients(chunked=False)
+    assert left_out == (product in MULTIPLIED.values())
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_weight_is_itself_again_where_a_pass_fails():
+    model = Tied(F.linear)
+    head, _ = chunked_loss.install(model, "embed")
+    with pytest.raises(IndexError), chunked_loss.active(head):
+        model(IDS + WORDS)
+    assert model.embed.weight is model.embed._parameters["weight"]
+    assert "weight" not in vars(model.embed)

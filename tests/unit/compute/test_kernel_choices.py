@@ -124,7 +124,8 @@ def test_another_recompute_moves_what_is_compiled(run_by_dynamo):
     )
     gradients = []
     for blocks in ((), ("blocks.0",), ("blocks.1.inner",)):
-        replica.switch(Recompute(blocks=blocks))
+        recompute = Recompute(blocks=blocks)
+        replica.switch(Choice(micro_batch=4, evaluation_batch=4, recompute=recompute))
         replica.accumulate(torch.ones(4, 4), 4)
         gradients.append(model.blocks[0].inner[0].weight.grad.clone())
         replica.drop()
