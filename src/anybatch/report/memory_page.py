@@ -101,6 +101,7 @@ def write_ledger(
         plan.device_name or plan.device,
         plan.choice.precision,
         f"recompute {plan.choice.recompute.describe()}",
+        *(["loss in chunks"] if plan.choice.chunked_head else []),
     ]
     return _write(path, f"Memory of {plan.task.name}", facts, tiles, sections)
 

@@ -251,7 +251,8 @@ def _rejected(plan: Plan) -> list[tuple[str, ...]]:
         (
             format_count(candidate.choice.micro_batch),
             candidate.choice.precision,
-            candidate.choice.recompute.describe(),
+            candidate.choice.recompute.describe()
+            + (", loss in chunks" if candidate.choice.chunked_head else ""),
             "" if candidate.peak_bytes is None else format_bytes(candidate.peak_bytes),
             format_seconds(candidate.step_seconds),
             candidate.reason,

@@ -39,12 +39,14 @@ def points_of(plan: Plan, points: Sequence[Point]) -> Grid:
         "precision": [point.choice.precision for point in points],
         "ranks": [point.parallel or plan.parallel for point in points],
         "recompute": [point.choice.recompute.describe() for point in points],
+        "loss": ["in chunks" if point.choice.chunked_head else "whole" for point in points],
         "states": [point.choice.optimizer_states for point in points],
         "update": [point.choice.update for point in points],
     }
     own = {
         "precision": plan.choice.precision,
         "ranks": plan.parallel,
+        "loss": "in chunks" if plan.choice.chunked_head else "whole",
         "states": plan.choice.optimizer_states,
         "update": plan.choice.update,
     }

@@ -123,7 +123,9 @@ def _telling(plan: Plan) -> str:
     rejected = [c for c in plan.rejected if c.possible] or plan.rejected
     whole = [c for c in rejected if c.choice.micro_batch == plan.task.global_batch]
     # The user's own first thought is the batch as it is, with nothing computed twice.
-    plain = [c for c in whole if c.choice.recompute.describe() == "none"]
+    plain = [
+        c for c in whole if c.choice.recompute.describe() == "none" and not c.choice.chunked_head
+    ]
     if whole:
         candidate = (plain or whole)[0]
         extra = "" if plain else f" with recompute {candidate.choice.recompute.describe()}"
