@@ -107,8 +107,7 @@ def beside_training(
         others += evaluated * shapes.forward
         between = _evaluation(subject, choice, device)
         kept += _larger_products(choice, between)
-    libraries = kept + max(one, _kernels_of_data(subject, choice, traced, device))
-    libraries += round(_SCATTER * others)
+    libraries = kept + _kernel_bytes(subject, choice, traced, device, others)
     beside = _beside(subject, libraries, traced.timeline, device, choice.micro_batch)
     if between is not None:
         beside[OVERHEAD] += passing_bytes(tensors(between.timeline), MMAP_THRESHOLD)
@@ -125,12 +124,21 @@ def _beside_evaluation(
     one = training.shape_bytes.forward + training.shape_bytes.backward
     others = max(0, trained - 1) * one + evaluated * traced.shape_bytes.forward
     kept = training.kept_bytes + _larger_products(choice, traced)
-    libraries = kept + max(one, _kernels_of_data(subject, choice, training, device))
-    libraries += round(_SCATTER * others)
+    libraries = kept + _kernel_bytes(subject, choice, training, device, others)
     beside = _beside(subject, libraries, traced.timeline, device, choice.evaluation_batch)
     if device.kind == "cpu":
         beside[OVERHEAD] += _left_in_heap(subject, choice, training, device)
     return beside
+
+
+def _kernel_bytes(
+    subject: Subject, choice: Choice, training: Traced, device: Device, others: int
+) -> int:
+    """Bytes of the kernels for one size of batch, or for all that data ask for, and of those for the
+    `others`."""
+    one = training.shape_bytes.forward + training.shape_bytes.backward
+    made = max(one, _kernels_of_data(subject, choice, training, device))
+    return made + round(_SCATTER * others)
 
 
 def _left_in_heap(subject: Subject, choice: Choice, training: Traced, device: Device) -> int:
