@@ -74,7 +74,7 @@ def measure(memory: str, precision: str, chunked: bool) -> dict[str, Any]:
 def table(cells: list[dict[str, Any]]) -> str:
     """The results as Markdown."""
     lines = [
-        "| budget | precision | loss | micro-batch | predicted MiB | measured | predicted s | measured |",
+        "| budget | precision | loss | samples | predicted MiB | measured | predicted s | measured |",
         "|---|---|---|---:|---:|---:|---:|---:|",
     ]
     for cell in cells:
