@@ -7,9 +7,11 @@ import importlib.util
 import pytest
 import torch
 from benchmarks.gpu_check import vocabulary
+from benchmarks.memory.models import KINDS as MODELS
 
 import anybatch as ab
 from anybatch.compute.lm_loss import wrong_target
+from anybatch.events import StepDone
 
 pytestmark = pytest.mark.gpu
 
@@ -74,3 +76,28 @@ def test_a_vocabulary_of_256_000_words_takes_no_more_than_its_gradient():
     cells = {cell["backend"]: cell for cell in vocabulary()}
     assert cells["auto"]["extra_bytes"] <= 1_300_000_000
     assert cells["plain"]["extra_bytes"] > 8 * cells["auto"]["extra_bytes"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_task_that_knows_nothing_of_chunks_trains_the_same_in_less_memory(precision):
+    kind = MODELS["gpt, tied"]
+    task = kind.task("gpt")
+    found = {}
+    for chunked in (False, True):
+        plan = ab.plan(
+            task,
+            precision=precision,
+            micro_batch=kind.batch,
+            recompute="none",
+            chunked_loss=chunked,
+        )
+        events = []
+        ended = ab.train(task, plan=plan, progress=False, sinks=[events.append]).ended
+        losses = [event.loss for event in events if isinstance(event, StepDone)]
+        found[chunked] = losses, ended
+    (whole, plain), (cut, ended) = found[False], found[True]
+    assert cut == pytest.approx(whole, rel=1e-4 if precision == "fp32" else 2e-2)
+    logits = 4 * kind.batch * 128 * 4000
+    freed = plain.measured_totals["allocated"] - ended.measured_totals["allocated"]
+    assert freed > logits
+    assert ended.measured_totals["allocated"] <= 1.03 * ended.predicted_totals["allocated"]

@@ -23,13 +23,17 @@ from anybatch.estimate.workspaces import PRODUCTS, communicator_bytes, with_work
 from anybatch.machine import MMAP_THRESHOLD, Device
 from anybatch.plans import Choice
 
-CPU_CONSTANT_BYTES = 500 << 10
+CPU_CONSTANT_BYTES = 600 << 10
 """C++ objects of a step and of its graph, and the kernel's count of pages, which is late by up to 32 of
 them per core. Python's own are taken before the baseline."""
 
 _SCATTER = 1.2
 """Kernels for sizes beyond the first come to lie between tensors that come and go in the heap, and
 leave holes (digits, 30 steps with evaluations of two sizes)."""
+
+_HOLES_OF_RECOMPUTE = 1.6
+"""Where blocks are computed again in backward, what comes and goes is mixed with what stays for longer,
+and leaves more holes (experts of 0.9 to 1.7 MiB beside 2.5, after the first step)."""
 
 _SAMPLE_BYTES, _MOST_SAMPLES_BYTES = 2050, 1536 << 10
 """Objects of one sample while a batch is put together: 1,025 bytes of heap for two tensors, in two
@@ -109,6 +113,8 @@ def beside_training(
         kept += _larger_products(choice, between)
     libraries = kept + _kernel_bytes(subject, choice, traced, device, others)
     beside = _beside(subject, libraries, traced.timeline, device, choice.micro_batch)
+    if choice.recompute.blocks and device.kind == "cpu":
+        beside[OVERHEAD] = round(_HOLES_OF_RECOMPUTE * beside[OVERHEAD])
     if between is not None:
         beside[OVERHEAD] += passing_bytes(tensors(between.timeline), MMAP_THRESHOLD)
     return beside

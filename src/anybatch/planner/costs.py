@@ -115,6 +115,15 @@ class Costs:
         """Whether `choice` fits the room, by a trace."""
         return self.peak(choice) <= self.room
 
+    def least(self, choice: Choice) -> int:
+        """Bytes at the peak of `choice`, where evaluation takes the fewest samples at once; from
+        traces."""
+        trained = self.peak(choice)
+        if self.subject.num_valid == 0:
+            return trained
+        single = choice.model_copy(update={"evaluation_batch": 1})
+        return max(trained, self.evaluation(single).num_bytes)
+
     def bytes(self, choice: Choice) -> int:
         """Bytes at the peak of `choice`, from a trace if there is one, else by the line of its way."""
         if choice in self._traced:

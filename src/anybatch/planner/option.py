@@ -12,6 +12,10 @@ from anybatch.planner.sizes import first_evaluation_batch
 from anybatch.planner.ways import leaner
 from anybatch.plans import Choice, Recompute
 
+_EASE = 0.85
+"""More samples at once than training has are not worth a peak like training's: what training leaves in
+the heap of a CPU, and blocks of other sizes find there, is known to 10% (benchmarks/budgets, 85)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -49,8 +53,7 @@ def _evaluation_batch(choice: Choice, costs: Costs) -> tuple[int, Peak]:
     trained = costs.peak(choice)
     while True:
         peak = costs.evaluation(choice.model_copy(update={"evaluation_batch": size}))
-        # More samples at once than training has are not worth a higher peak.
-        most = trained if size > choice.micro_batch else costs.room
+        most = _EASE * trained if size > choice.micro_batch else costs.room
         if size == 1 or peak.num_bytes <= most:
             return size, peak
         size //= 2

@@ -18,8 +18,8 @@ def nothing_fits(searched: Sequence[tuple[Costs, Sequence[Recompute]]]) -> NoPla
     every = [
         (costs, costs.choice(way, costs.sizes.smallest)) for costs, ways in searched for way in ways
     ]
-    costs, leanest = min(every, key=lambda each: each[0].peak(each[1]))
-    peak = costs.learned_bytes(costs.peak(leanest))
+    costs, leanest = min(every, key=lambda each: each[0].least(each[1]))
+    peak = costs.learned_bytes(costs.least(leanest))
     least = budget_for(peak, costs.setting.device.kind)
     budget = format_bytes(costs.setting.device.budget_bytes)
     ghost, long = costs.subject.identity.ghost_batch, costs.subject.long

@@ -168,10 +168,10 @@ class _Search:
         fitting = self._fitting()
         while fitting:
             best = self._best(fitting)
-            if self.costs.fits(best):
+            if self.costs.fits(best) and self.costs.least(best) <= self.costs.room:
                 self.taken, self.fits = best, True
                 return
-            fitting.remove(best)  # it fitted by the line alone
+            fitting.remove(best)  # it fitted by the line alone, or its evaluation does not
 
     def least_seconds(self) -> float:
         """Predicted time of a step if memory were no matter."""
