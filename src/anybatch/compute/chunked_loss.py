@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from anybatch.compute.lm_loss import PLAIN_LOGITS
-from anybatch.compute.logits import Product, logits_of
+from anybatch.compute.lm_loss import PLAIN_LOGITS, in_compute_dtype
+from anybatch.compute.logits import Product, StandIn, logits_of
 from anybatch.compute.patch import replace_forward
 from anybatch.errors import InputError
 
@@ -107,9 +107,7 @@ def _left_out(
         return None
     kind, own = hidden.device.type, weight
     if torch.is_autocast_enabled(kind) and weight.dtype != torch.float64:
-        to = torch.get_autocast_dtype(kind)
-        hidden, weight = hidden.to(to), weight.to(to)
-        bias = None if bias is None else bias.to(to)
+        hidden, weight, bias = in_compute_dtype(hidden, weight, bias)
     return logits_of(Product(hidden, weight, bias, own._version, own, with_grad))
 
 
@@ -178,7 +176,7 @@ class _Standing(torch.autograd.Function):
         return gradients[0].t() if ctx.is_turned else gradients[0], None
 
 
-class HeadWeight(Tensor):
+class HeadWeight(StandIn):
     """Stands for a weight `[V, H]`, or for it turned. To multiply by it makes logits that are left out;
     everything else is done to the weight itself."""
 
@@ -205,13 +203,9 @@ class HeadWeight(Tensor):
         found.with_grad = self.with_grad
         return found
 
-    def itself(self) -> Tensor:
+    def computed(self) -> Tensor:
         """The weight, in the graph."""
         return self.weight.t() if self.is_turned else self.weight
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """What consists of other tensors is passed by where operations are recorded; see the trace."""
-        return [], None
 
     @classmethod
     def __torch_function__(
@@ -230,16 +224,7 @@ class HeadWeight(Tensor):
             found = _left_out(args[0], args[1].weight, None, args[1].with_grad)
         if found is not None:
             return found
-        args, kwargs = tree_map_only(HeadWeight, HeadWeight.itself, (args, kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Below autograd."""
-        with torch.no_grad():
-            args, kwargs = tree_map_only(HeadWeight, HeadWeight.itself, (args, kwargs or {}))
+        args, kwargs = tree_map_only(HeadWeight, HeadWeight.computed, (args, kwargs))
         return func(*args, **kwargs)
 
 

@@ -109,7 +109,7 @@ def lm_loss(
     _check_shapes(hidden, weight, bias, targets, weights)
     options = _Options(label_smoothing, z_loss, softcap)
     words = weight.size(0)
-    hidden, weight, bias = _in_compute_dtype(hidden.flatten(0, -2), weight, bias)
+    hidden, weight, bias = in_compute_dtype(hidden.flatten(0, -2), weight, bias)
     aims = _aims(targets, words, ignore_index, weights, weight.dtype)
     job = _Job(hidden, weight, bias, aims, options)
     return aims.loss(_sum_of(job, _chosen(backend, job), chunk))
@@ -751,7 +751,7 @@ def _check_targets(targets: Tensor, shape: torch.Size) -> None:
         raise InputError(f"targets have the dtype {targets.dtype}: give ids, as torch.int64.")
 
 
-def _in_compute_dtype(
+def in_compute_dtype(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As autocast would have it; without it, in the dtype of the weight."""

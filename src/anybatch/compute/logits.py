@@ -12,6 +12,7 @@ autograd, everything is computed: what goes past such a function would go past i
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -121,7 +122,28 @@ def logits_of(product: Product) -> Tensor:
     return found
 
 
-class Logits(Tensor):
+class StandIn(Tensor):
+    """A tensor without numbers of its own, that stands for another."""
+
+    @abstractmethod
+    def computed(self) -> Tensor:
+        """The other, as a plain tensor in the graph."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """What consists of other tensors is passed by where operations are recorded; see the trace."""
+        return [], None
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """The other, for what comes here unseen, below autograd."""
+        with torch.no_grad():
+            args, kwargs = tree_map_only(StandIn, lambda one: one.computed(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class Logits(StandIn):
     """A tensor of logits that were not computed; see the module.
 
     Attributes:
@@ -171,10 +193,6 @@ class Logits(Tensor):
         self.pinned = self.computed()
         return self.pinned
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """What consists of other tensors is passed by where operations are recorded; see the trace."""
-        return [], None
-
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -194,15 +212,6 @@ class Logits(Tensor):
                 return found
         compute = Logits.pin if _stays(func, kwargs) else Logits.computed
         args, kwargs = tree_map_only(Logits, compute, (args, kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Compute them for what comes here unseen, below autograd."""
-        with torch.no_grad():
-            args, kwargs = tree_map_only(Logits, Logits.computed, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

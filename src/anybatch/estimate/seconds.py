@@ -138,8 +138,7 @@ class Pace:
             self._first = self._second  # the operations depend on the batch: proportional, then
         self._device = device
         self._subject = subject
-        usable = device.kind == "cuda" and device.present and torch.cuda.is_available()
-        self._target = torch.device(device.torch_name if usable else "cpu")
+        self._target = counting.target
         self._losses: dict[tuple[Head, int], tuple[float, float]] = {}
         self._ghost = subject.identity.ghost_batch
         self._blocks = subject.blocks

@@ -89,6 +89,7 @@ class Counting:
     model is built once, and the update is traced once.
 
     Attributes:
+        target: the device of its tensors: a CPU stands for one that is not here.
         update: how it is run: as takes least memory.
 
     Raises whatever the model or its optimizer raises on fake tensors.
@@ -97,21 +98,21 @@ class Counting:
     def __init__(self, subject: Subject, choice: Choice, device: Device) -> None:
         self._kind = device.kind
         usable = device.kind == "cuda" and device.present and torch.cuda.is_available()
-        self._target = torch.device(device.torch_name if usable else "cpu")
+        self.target: torch.device = torch.device(device.torch_name if usable else "cpu")
         self._subject = subject
         self._fake = fake_mode()
         self._watch = Watch(self._fake, subject.recall)
         self._update: list[Operation] = []
         plain = choice.model_copy(update={"recompute": Recompute(), "chunked_head": ""})
         with self._fake, self._watch:
-            with self._target:
+            with self.target:
                 self._model = model = subject.build_model()
             self._replica = Replica(
                 model,
                 lambda: subject.make_optimizer(model),
                 subject.loss,
                 plain,
-                self._target,
+                self.target,
                 subject.whole,
                 loss_scaling=False,
             )
@@ -129,7 +130,7 @@ class Counting:
         watch.begin_anew()
         with self._fake, watch:
             self._make_gradients()
-            batch = subject.batch(micro_batch, self._target)
+            batch = subject.batch(micro_batch, self.target)
             blocks = _Blocks(self._model, subject.blocks, watch)
             watch.begin("forward")
             with blocks:
