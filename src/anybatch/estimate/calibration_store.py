@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from anybatch.estimate.calibration import Speeds, nominal
+from anybatch.estimate.calibration import FAMILIES, Speeds, nominal
 from anybatch.estimate.calibration_apart import SPEEDS, measure_apart
 from anybatch.machine import Device
 
-FORMAT = 2
+FORMAT = 3
 """Of the files, and of the way in which speeds are measured."""
 
 
@@ -180,18 +180,13 @@ def _sound(speeds: Speeds) -> bool:
     return (
         bool(speeds.matmul and speeds.convolution and speeds.memory)
         and {"float32"} <= speeds.matmul.keys() & speeds.convolution.keys()
-        and set(nominal_families()) <= speeds.memory.keys()
+        and set(FAMILIES) <= speeds.memory.keys()
         and all(curve for curve in curves)
         and all(math.isfinite(figure) and figure > 0 for figure in figures)
         and 0 <= speeds.waited <= 1
         and math.isfinite(speeds.call_seconds)
         and speeds.call_seconds > 0
     )
-
-
-def nominal_families() -> tuple[str, ...]:
-    """The families that every set of speeds has."""
-    return ("plain", "special", "random", "norm", "gather", "pool", "reduction")
 
 
 def _speeds_path(here: Where) -> Path:

@@ -173,22 +173,24 @@ class LossWork:
     others: float = 0.0
 
 
-def whole_loss(head: Head, num_samples: int, device: torch.device, subject: Subject) -> LossWork:
-    """The product and the loss as everybody writes them."""
+def whole_loss(
+    head: Head, num_samples: int, device: torch.device, kind: str, subject: Subject
+) -> LossWork:
+    """The product and the loss as everybody writes them, on a `kind` of device, for which `device` may
+    stand."""
     tokens = max(1, round(head.tokens * num_samples))
-    return LossWork(_operations(head, tokens, head.words, device, subject, chunked=False))
+    return LossWork(_operations(head, tokens, head.words, device, kind, subject, chunked=False))
 
 
 def in_chunks(
     head: Head, num_samples: int, device: torch.device, kind: str, subject: Subject
 ) -> LossWork:
-    """The same in chunks as they are on a `kind` of device, for which `device` may stand. All chunks
-    but the first are alike, so two tell of all."""
+    """The same in chunks. All of them but the first are alike, so two tell of all."""
     tokens, words = max(1, round(head.tokens * num_samples)), head.words
 
     def work(tokens: int, words: int) -> tuple[Operation, ...]:
         with standing_for(kind):
-            return _operations(head, tokens, words, device, subject, chunked=True)
+            return _operations(head, tokens, words, device, kind, subject, chunked=True)
 
     if head.dtype in (torch.float16, torch.bfloat16):
         size, most = words_per_chunk(tokens), words
@@ -219,12 +221,13 @@ def _operations(
     tokens: int,
     words: int,
     device: torch.device,
+    kind: str,
     subject: Subject,
     chunked: bool,
 ) -> tuple[Operation, ...]:
     """Of one pass over so many tokens and words, forward and backward."""
     fake = fake_mode()
-    watch = Watch(fake, subject.recall)
+    watch = Watch(fake, subject.recall, kind)
     with fake, watch, device:
         hidden = torch.empty(tokens, head.width, dtype=head.dtype, requires_grad=True)
         weight = torch.empty(words, head.width, dtype=head.dtype, requires_grad=head.learns)

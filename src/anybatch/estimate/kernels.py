@@ -307,6 +307,30 @@ def made_for_sizes(precision: str) -> bool:
     return dtype is not None and bool(_SUPPORTS[dtype]())
 
 
+def layout_copies(op: Any, args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
+    """Bytes of each tensor that oneDNN copies into a layout of its own for `op`, or out of it. Each of
+    the two gradients of a convolution has copies for itself; with a stride, that of the image takes as
+    long as two more (measured, 1 x 1 and 3 x 3). Images whose channels lie last, or whose weight's do,
+    are taken as they are."""
+    if op is _CONVOLUTION:
+        image, weight = args[:2]
+        return () if _channels_last(image, weight) else (_read_bytes(image), _blocked_bytes(result))
+    if op is _CONVOLUTION_BACKWARD:
+        gradient, image, weight = args[:3]
+        if not _channels_last(image, weight):
+            pair = _blocked_bytes(gradient), _read_bytes(image)
+            more = (pair[1],) * 2 if args[10][0] and max(args[4]) > 1 else ()
+            return pair * sum(args[10][:2]) + more
+    return ()
+
+
+def _channels_last(image: Tensor, weight: Tensor) -> bool:
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(image.dim())
+    return layout is not None and any(
+        t.is_contiguous(memory_format=layout) and not t.is_contiguous() for t in (image, weight)
+    )
+
+
 def _convolution(image: Tensor, weight: Tensor, result: Tensor) -> int:
     """Image and weight are copied into blocks, and the result is computed into blocks; then the copies
     are gone, and the result is copied out, whose pages nobody had touched before."""

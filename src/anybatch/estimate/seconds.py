@@ -26,6 +26,9 @@ from anybatch.plans import Choice, Precision, Recompute, StatesOn, Update
 _ALWAYS_MAPPED = 32 << 20
 """glibc maps blocks of this size by themselves even where nothing is set."""
 
+_COPIES_MAPPED = 2 << 20
+"""oneDNN aligns its blocks of this size to huge pages, and so they are mapped by themselves too."""
+
 _PCIE_BYTES = {"7": 16e9, "8": 32e9, "9": 64e9}
 """Bytes per second and direction of sixteen lanes of PCIe 3, 4 and 5, by the first number of CUDA's
 compute capability: what joins a device to its host, also where several have a link of their own."""
@@ -201,9 +204,8 @@ class Pace:
         than none where they spare more than they cost: a chunk stays in the caches of a CPU."""
         key = head, micro_batch
         if key not in self._losses:
-            whole = whole_loss(head, micro_batch, self._target, self._subject)
-            kind = self._device.kind
-            cut = in_chunks(head, micro_batch, self._target, kind, self._subject)
+            at = self._target, self._device.kind, self._subject
+            whole, cut = whole_loss(head, micro_batch, *at), in_chunks(head, micro_batch, *at)
             before, after = self._loss_seconds(whole), self._loss_seconds(cut)
             products = (o for o in whole.once if o.phase == "forward" and _is_product(o))
             again = head.num_computed * self._in_a_row(self._spent(products))
@@ -313,6 +315,7 @@ class Pace:
             flops=between(one.flops, other.flops),
             num_bytes=between(one.num_bytes, other.num_bytes),
             fresh_bytes=between(one.fresh_bytes, other.fresh_bytes),
+            copies=tuple(map(between, one.copies, other.copies)),
         )
         if not self._ghost or micro_batch <= self._ghost:
             return [scaled]
@@ -371,14 +374,17 @@ class Pace:
         if operation.flops and product:
             curves = speeds.matmul if family == "matmul" else speeds.convolution
             curve = curves.get(self._arithmetic(operation)) or curves["float32"]
-            # A backward of a convolution is two products in one.
-            num_products = 2 if operation.name == "convolution_backward" else 1
-            rate = product_rate(curve, operation.flops / num_products, operation.narrow)
+            each = operation.flops / max(1, operation.num_products)
+            rate = product_rate(curve, each, operation.narrow)
             arithmetic = operation.flops / rate
             # A GPU fetches ahead; one core does both in turn.
             seconds = max(seconds, arithmetic) if speeds.overlap else seconds + arithmetic
         if operation.fresh_bytes >= self._mapped_from:
             seconds += operation.fresh_bytes * speeds.fault_seconds_per_byte
+        for copied in operation.copies:
+            seconds += 2 * copied / rate_at(speeds.memory["plain"], 2 * copied)
+            if copied >= min(self._mapped_from, _COPIES_MAPPED):
+                seconds += copied * speeds.fault_seconds_per_byte
         if speeds.overlap and not (self._stands_in and operation.phase == "update"):
             seconds = max(seconds, _KERNEL_SECONDS)
         return seconds

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-Family = Literal[
-    "matmul", "convolution", "plain", "special", "random", "norm", "gather", "pool", "reduction"
-]
-"""Operations whose speed is of one kind. The first two are limited by arithmetic or by memory, the
-others by memory, each at its own rate."""
+from anybatch.estimate.kernels import layout_copies
+
+Memory = Literal["plain", "special", "random", "norm", "batch_norm", "gather", "pool", "reduction"]
+"""Operations that are limited by memory, each kind at a rate of its own."""
+
+Family = Literal["matmul", "convolution"] | Memory
+"""Operations whose speed is of one kind. The first two are limited by arithmetic or by memory."""
 
 _FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot"), "matmul"),
@@ -29,6 +31,9 @@ _FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("_unsafe_index_put", "index_put_", "_index_put_impl_", "take"), "gather"),
     **dict.fromkeys(("sum", "mean", "linalg_vector_norm", "amax", "argmax", "any"), "reduction"),
     **dict.fromkeys(("max", "min", "all", "var", "std", "cumsum", "sort", "topk"), "reduction"),
+    **dict.fromkeys(("native_batch_norm", "cudnn_batch_norm"), "batch_norm"),
+    # Their backward reads and writes in order.
+    **dict.fromkeys(("native_batch_norm_backward", "max_pool2d_with_indices_backward"), "plain"),
 }
 _FREE = {
     "device", "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias",
@@ -40,7 +45,7 @@ _SPECIAL = (
     "gelu", "silu", "tanh", "sigmoid", "softmax", "exp", "expm1", "log", "log1p", "erf", "pow",
     "softplus", "mish", "sin", "cos", "logsumexp", "elu", "hardswish", "rsqrt", "sqrt",
 )  # fmt: skip
-_NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm", "batch_norm_backward")
+_NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm")
 _POOLS = ("pool", "upsample", "grid_sampler", "im2col", "col2im")
 
 
@@ -55,7 +60,9 @@ class Operation:
         flops: floating-point operations; 0 where only bytes count.
         num_bytes: read and written.
         fresh_bytes: written to storage that it made itself.
+        copies: bytes of each tensor that is copied into another layout, to a place of its own, or back.
         narrow: smallest dim of a product: a tall or flat one is slower than a cube of the same work.
+        num_products: that it is: a backward of a convolution may be two in one.
         num_tensors: results; a `foreach` operation has many.
         phase: `"forward"`, `"backward"` or `"update"`.
         block: number of the block of the model in whose forward it ran, or -1.
@@ -67,16 +74,18 @@ class Operation:
     flops: float
     num_bytes: float
     fresh_bytes: float
+    copies: tuple[float, ...]
     narrow: float
+    num_products: int
     num_tensors: int
     phase: str
     block: int
 
 
 def operation_of(
-    func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, phase: str, block: int
+    func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, phase: str, block: int, kind: str
 ) -> Operation | None:
-    """What calling the aten overload `func` is, or None if it touches no bytes.
+    """What calling the aten overload `func` is on a `kind` of device, or None if it touches no bytes.
 
     Args:
         func: an overload.
@@ -104,7 +113,9 @@ def operation_of(
         flops=_flops(packet, name, args, kwargs, result),
         num_bytes=moved,
         fresh_bytes=fresh,
+        copies=tuple(map(float, layout_copies(func, args, result))) if kind == "cpu" else (),
         narrow=_narrow(name, inputs),
+        num_products=sum(args[10][:2]) if name == "convolution_backward" else 1,
         num_tensors=max(1, len(outputs), len(inputs) if "_foreach_" in name else 0),
         phase=phase,
         block=block,

@@ -101,7 +101,7 @@ class Counting:
         self.target: torch.device = torch.device(device.torch_name if usable else "cpu")
         self._subject = subject
         self._fake = fake_mode()
-        self._watch = Watch(self._fake, subject.recall)
+        self._watch = Watch(self._fake, subject.recall, device.kind)
         self._update: list[Operation] = []
         plain = choice.model_copy(update={"recompute": Recompute(), "chunked_head": ""})
         with self._fake, self._watch:
@@ -179,7 +179,20 @@ class Counting:
             replica.apply()
         if phase:
             watch.operations += [
-                Operation("update", "special", param.dtype, 0.0, moved, 0.0, 0.0, 1, phase, -1)
+                Operation(
+                    name="update",
+                    family="special",
+                    dtype=param.dtype,
+                    flops=0.0,
+                    num_bytes=moved,
+                    fresh_bytes=0.0,
+                    copies=(),
+                    narrow=0.0,
+                    num_products=1,
+                    num_tensors=1,
+                    phase=phase,
+                    block=-1,
+                )
                 for param, moved in moved_bytes(replica.optimizer, self._kind).items()
             ]
 
@@ -198,11 +211,12 @@ def _one_ghost(subject: Subject, num_samples: int) -> list[int]:
 
 
 class Watch(TorchDispatchMode):
-    """Records operations on fake tensors."""
+    """Records operations on fake tensors, as they are on a `kind` of device."""
 
-    def __init__(self, fake: FakeTensorMode, recall: Recall) -> None:
+    def __init__(self, fake: FakeTensorMode, recall: Recall, kind: str) -> None:
         super().__init__()
         self._fake = fake
+        self._kind = kind
         self._recall = recall
         self.begin_anew()
 
@@ -237,7 +251,7 @@ class Watch(TorchDispatchMode):
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         block = self.block if self.phase == "forward" else -1
-        operation = operation_of(func, args, kwargs, result, self.phase, block)
+        operation = operation_of(func, args, kwargs, result, self.phase, block, self._kind)
         if operation is None:
             return
         self.operations.append(operation)

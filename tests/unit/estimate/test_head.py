@@ -143,7 +143,7 @@ def test_a_chunk_costs_what_its_products_cost():
         once = sum(operation.flops for operation in work.once)
         flops = once + work.others * each
         assert flops == pytest.approx(products * 2 * BATCH * LENGTH * WORDS * WIDTH, rel=0.02)
-    whole = whole_loss(head, BATCH, here, subject)
+    whole = whole_loss(head, BATCH, here, "cpu", subject)
     flops = sum(operation.flops for operation in whole.once)
     assert flops == pytest.approx(3 * 2 * BATCH * LENGTH * WORDS * WIDTH, rel=0.02)
 

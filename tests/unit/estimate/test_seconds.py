@@ -13,16 +13,15 @@ from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.estimate import subject_of
-from anybatch.estimate.calibration import Speeds, nominal, product_rate, rate_at
+from anybatch.estimate.calibration import FAMILIES, Speeds, nominal, product_rate, rate_at
 from anybatch.estimate.seconds import Pace, exchange_seconds
 from anybatch.estimate.seconds_operations import family_of
 from anybatch.estimate.seconds_work import Work, work_of
-from anybatch.machine import Machine
+from anybatch.machine import MMAP_THRESHOLD, Machine
 from anybatch.plans import Choice, Recompute
 
 CPU = Machine.here(device="cpu").device
 EVEN = ((1.0, 1e9), (1e12, 1e9))
-FAMILIES = ("plain", "special", "random", "norm", "gather", "pool", "reduction")
 
 
 def even(**changes: Any) -> Speeds:
@@ -107,7 +106,8 @@ def test_attention_on_a_cpu_has_its_arithmetic_counted():
         ("convolution_backward", "convolution"),
         ("_log_softmax_backward_data", "special"),
         ("gelu", "special"),
-        ("native_batch_norm", "norm"),
+        ("native_batch_norm", "batch_norm"),
+        ("native_batch_norm_backward", "plain"),
         ("native_layer_norm_backward", "norm"),
         ("max_pool2d_with_indices", "pool"),
         ("embedding", "gather"),
@@ -210,6 +210,57 @@ def test_fresh_pages_cost_under_a_budget():
     assert mapped[0] > plain[0]
     small = Pace(subject, CPU, speeds, "fp32", mapped=True).micro(8, Recompute())
     assert small == Pace(subject, CPU, speeds, "fp32").micro(8, Recompute())
+
+
+def convolving(layout: torch.memory_format, stride: int = 1) -> ab.Task:
+    """Eight channels to sixteen, over images of 8 by 8."""
+
+    def build() -> nn.Module:
+        layers = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 16, 3, stride, padding=1, bias=False)
+        return nn.Sequential(*layers).to(memory_format=layout)
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return model(batch[0].contiguous(memory_format=layout)).square().mean()
+
+    return deep_task(
+        model=build, loss=loss, train=TensorDataset(torch.zeros(64, 8, 8, 8)), global_batch=64
+    )
+
+
+def test_a_convolution_on_a_cpu_copies_its_images_into_blocks():
+    found = work(convolving(torch.contiguous_format), 4).operations
+    copies = [o.copies for o in found if o.family == "convolution"]
+    image = 4 * 16 * 64 * 4.0  # of 8 or 16 channels: both fill one block
+    assert copies == [(image,) * 2, (image,) * 2, (image,) * 4, (image,) * 2]
+
+
+def test_the_gradient_of_a_strided_image_is_copied_more_often():
+    one, two = (
+        next(
+            o
+            for o in work(convolving(torch.contiguous_format, stride), 4).operations[::-1]
+            if o.name == "convolution_backward" and o.num_products == 2
+        )
+        for stride in (1, 2)
+    )
+    assert len(two.copies) == len(one.copies) + 2
+
+
+def test_images_whose_channels_lie_last_are_copied_nowhere():
+    found = work(convolving(torch.channels_last), 4).operations
+    assert not any(o.copies for o in found)
+
+
+def test_copies_take_time_and_fresh_pages():
+    task = convolving(torch.contiguous_format)
+    free, dear = pace(task), pace(task, even(fault_seconds_per_byte=1e-6))
+    mapped = Pace(subject_of(task), CPU, even(fault_seconds_per_byte=1e-6), "fp32", mapped=True)
+    moved = sum(free.micro(64, Recompute())[:2])
+    assert sum(dear.micro(64, Recompute())[:2]) == moved  # copies and results are small
+    copied = 10 * 64 * 16 * 64 * 4
+    made = sum(o.fresh_bytes for o in work(task, 64).operations if o.fresh_bytes >= MMAP_THRESHOLD)
+    fresh = sum(mapped.micro(64, Recompute())[:2]) - moved
+    assert fresh == pytest.approx(1e-6 * (copied + made))
 
 
 def test_ghost_batches_take_more_operations():

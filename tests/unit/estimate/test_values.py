@@ -271,7 +271,7 @@ def test_grouped_products_count_as_products():
         "of the weights": (rows.t(), columns, weights),
     }
     for left, right, result in calls.values():
-        operation = operation_of(grouped, (left, right, offsets), {}, result, "forward", 0)
+        operation = operation_of(grouped, (left, right, offsets), {}, result, "forward", 0, "cpu")
         assert operation is not None
         assert operation.family == "matmul"
         assert operation.flops == 2 * 10 * 16 * 8
