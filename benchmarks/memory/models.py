@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -292,6 +292,18 @@ class Kind:
             ghost_batch=max(1, self.batch // 4),
             name=name,
         )
+
+    def channels_last(self) -> Kind:
+        """The same model and images in the layout in which the channels lie last."""
+
+        def model() -> nn.Module:
+            return self.model().to(memory_format=torch.channels_last)
+
+        def loss(model: nn.Module, batch: list[Tensor]) -> ab.Loss:
+            images, *rest = batch
+            return self.loss(model, [images.contiguous(memory_format=torch.channels_last), *rest])
+
+        return replace(self, model=model, loss=loss)
 
 
 def vectors(width: int, num: int) -> Iterable[Tensor]:

@@ -16,7 +16,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,18 +30,20 @@ VARIANTS = ("plain", "accumulated", "recomputed", "bf16")
 OF_WORDS = ("lstm", "gpt, tied", "gpt, untied", "experts")
 """Models with logits over a vocabulary, whose loss can be taken in chunks."""
 CHUNKED = ("chunked", "chunked bf16")
+OF_IMAGES = ("convolutional", "residual", "vgg16", "u-net")
+CHANNELS_LAST = "channels last"
 BUDGET = "6GiB"
 TINY_BYTES = 16 << 20
 BLOCKS = {"u-net": "down.*,join.*"}
 
 
-def cells_of(names: Iterable[str]) -> list[tuple[str, str]]:
+def cells_of(names: Collection[str]) -> list[tuple[str, str]]:
     """The cells of these models: each with its variants."""
-    return [
-        (name, variant)
-        for name in names
-        for variant in (*VARIANTS, *(CHUNKED if name in OF_WORDS else ()))
-    ]
+    found = [(name, variant) for name in names for variant in VARIANTS]
+    found += [(name, variant) for name in names if name in OF_WORDS for variant in CHUNKED]
+    found += [(name, CHANNELS_LAST) for name in names if name in OF_IMAGES]
+    order = list(names)
+    return sorted(found, key=lambda cell: order.index(cell[0]))
 
 
 def measure(name: str, variant: str) -> dict[str, Any]:
@@ -49,6 +51,8 @@ def measure(name: str, variant: str) -> dict[str, Any]:
     import anybatch as ab
 
     kind = KINDS[name]
+    if variant == CHANNELS_LAST:
+        kind = kind.channels_last()
     task = kind.task(name)
     plan = ab.plan(
         task,
@@ -90,7 +94,7 @@ def _mem_tracker(name: str, variant: str, device: str) -> int | None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    if variant == "recomputed" or variant in CHUNKED:
+    if variant == "recomputed" or variant not in VARIANTS:
         return None
     kind = KINDS[name]
     size = kind.batch // 4 if variant == "accumulated" else kind.batch

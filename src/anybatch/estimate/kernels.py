@@ -5,9 +5,9 @@ good, stands here, by rule. The rules for CPUs were found by running single oper
 processes and reading the kernel's own peak (`benchmarks/memory/README.md` tells how, and how near they
 come). Three libraries matter:
 
-- oneDNN computes convolutions on layouts of its own, so tensors are copied into them and back; keeps
-  what it generated for each shape; and gives LSTM a workspace for backward that torch's shapes do not
-  tell.
+- oneDNN computes convolutions on layouts of its own, so tensors are copied into them and back, unless
+  their channels lie last; keeps what it generated for each shape; and gives LSTM a workspace for
+  backward that torch's shapes do not tell.
 - MKL packs the matrices of a product into buffers, one per thread, and keeps them. (The engine has it
   free them before a baseline is taken, so that a run begins with none.)
 - torch's own element-wise kernels first copy an operand whose dtype is not the common one.
@@ -28,6 +28,7 @@ _aten: Any = torch.ops.aten
 _node: Any = torch._C._current_autograd_node
 _CONVOLUTION = _aten.convolution.default
 _CONVOLUTION_BACKWARD = _aten.convolution_backward.default
+_POOL_BACKWARD = _aten.max_pool2d_with_indices_backward.default
 _LSTM = _aten.mkldnn_rnn_layer.default
 _LSTM_BACKWARD = _aten.mkldnn_rnn_layer_backward.default
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -179,6 +180,8 @@ class CpuKernels(Kernels):
                 name = f"convolution backward{way}"
                 self._primitive(name, args[1], args[2], (args[4], gradient))
             return _convolution_backward(args[0], args[1], args[2], strided=max(args[4]) > 1)
+        if op is _POOL_BACKWARD:
+            return sum(layout_copies(op, args, result))
         if op in _PROMOTING:
             return _casts(args, result)
         if op in _MEANS and args[0].dtype in _HALF:
@@ -308,32 +311,35 @@ def made_for_sizes(precision: str) -> bool:
 
 
 def layout_copies(op: Any, args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
-    """Bytes of each tensor that oneDNN copies into a layout of its own for `op`, or out of it. Each of
-    the two gradients of a convolution has copies for itself; with a stride, that of the image takes as
-    long as two more (measured, 1 x 1 and 3 x 3). Images whose channels lie last, or whose weight's do,
-    are taken as they are."""
+    """Bytes of each tensor that `op` copies into another layout, or out of it. Each of the two
+    gradients of a convolution has copies for itself; with a stride, that of the image takes as long as
+    two more (measured, 1 x 1 and 3 x 3)."""
     if op is _CONVOLUTION:
         image, weight = args[:2]
-        return () if _channels_last(image, weight) else (_read_bytes(image), _blocked_bytes(result))
+        if _by_channels_last(image, weight):
+            return () if _is_channels_last(image) else (_bytes(image),)
+        return _read_bytes(image), _blocked_bytes(result)
     if op is _CONVOLUTION_BACKWARD:
         gradient, image, weight = args[:3]
-        if not _channels_last(image, weight):
-            pair = _blocked_bytes(gradient), _read_bytes(image)
-            more = (pair[1],) * 2 if args[10][0] and max(args[4]) > 1 else ()
-            return pair * sum(args[10][:2]) + more
+        if _by_channels_last(image, weight):
+            return tuple(_bytes(t) for t in (gradient, image) if not _is_channels_last(t))
+        pair = _blocked_bytes(gradient), _read_bytes(image)
+        more = (pair[1],) * 2 if args[10][0] and max(args[4]) > 1 else ()
+        turned = (_bytes(gradient),) if _is_channels_last(gradient) else ()
+        return pair * sum(args[10][:2]) + more + turned
+    if op is _POOL_BACKWARD:
+        gradient, image, indices = args[0], args[1], args[-1]
+        if _is_channels_last(gradient) != _is_channels_last(image):
+            return _bytes(indices), _bytes(image)
     return ()
-
-
-def _channels_last(image: Tensor, weight: Tensor) -> bool:
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(image.dim())
-    return layout is not None and any(
-        t.is_contiguous(memory_format=layout) and not t.is_contiguous() for t in (image, weight)
-    )
 
 
 def _convolution(image: Tensor, weight: Tensor, result: Tensor) -> int:
     """Image and weight are copied into blocks, and the result is computed into blocks; then the copies
-    are gone, and the result is copied out, whose pages nobody had touched before."""
+    are gone, and the result is copied out, whose pages nobody had touched before. With the channels
+    last there are no blocks of images."""
+    if _by_channels_last(image, weight):
+        return _bytes(weight) + (0 if _is_channels_last(image) else _bytes(image))
     blocked = _blocked_bytes(result)
     computing = _read_bytes(image) + _bytes(weight) + blocked - _bytes(result)
     return max(computing, blocked, 0)
@@ -341,13 +347,32 @@ def _convolution(image: Tensor, weight: Tensor, result: Tensor) -> int:
 
 def _convolution_backward(gradient: Tensor, image: Tensor, weight: Tensor, strided: bool) -> int:
     """The gradient of the weight takes most: image and gradient in blocks, and in half precision a sum
-    in float32. With a stride the larger one stands there twice."""
+    in float32. With a stride the larger one stands there twice. With the channels last, only what is
+    not laid out so is copied, and the gradient of the weight stands there twice."""
+    if _by_channels_last(image, weight):
+        turned = sum(_bytes(t) for t in (gradient, image) if not _is_channels_last(t))
+        return turned + 2 * _bytes(weight)
+    sums = weight.numel() * 4 if weight.dtype in _HALF else 0
     pair = _blocked_bytes(gradient) + _read_bytes(image)
     if strided:
         larger = image if image.numel() > gradient.numel() else gradient
         pair = _read_bytes(image) + _blocked_bytes(larger)
-    sums = weight.numel() * 4 if weight.dtype in _HALF else 0
-    return max(pair + sums, _bytes(weight))
+    turned = _bytes(gradient) if _is_channels_last(gradient) else 0
+    return max(pair + turned + sums, _bytes(weight))
+
+
+def _by_channels_last(image: Tensor, weight: Tensor) -> bool:
+    """Whether a convolution takes and makes images whose channels lie last: if either one's do."""
+    return _is_channels_last(image) or _is_channels_last(weight)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return (
+        layout is not None
+        and tensor.is_contiguous(memory_format=layout)
+        and not tensor.is_contiguous()
+    )
 
 
 def _casts(args: tuple[Any, ...], result: Tensor) -> int:

@@ -143,3 +143,55 @@ def test_a_convolution_keeps_less_for_one_gradient_than_for_two():
         return kernels.shape_bytes.forward + kernels.shape_bytes.backward
 
     assert 0 < kept([False, True, False]) * 2 == kept([True, True, True])
+
+
+LAST = torch.channels_last
+
+
+@pytest.mark.parametrize(
+    ("image_last", "gradient_last", "forward", "backward"),
+    [
+        # An image of 32 MiB and a result of 64, and their kernels' peaks beside results, as measured.
+        (False, False, 64, 96),
+        (False, True, 64, 160),
+        (True, True, 0, 0),
+        (True, False, 0, 64),
+    ],
+)
+def test_convolutions_copy_what_is_not_laid_out_as_they_compute(
+    image_last: bool, gradient_last: bool, forward: int, backward: int
+):
+    def laid(last: bool, *shape: int) -> torch.Tensor:
+        empty = fake(*shape)
+        return empty.contiguous(memory_format=LAST) if last else empty
+
+    kernels, some = CpuKernels(2), ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    image, weight = laid(image_last, 256, 32, 32, 32), laid(image_last, 64, 32, 3, 3)
+    result = laid(image_last, 256, 64, 32, 32)
+    gradient = laid(gradient_last, 256, 64, 32, 32)
+    made = kernels.scratch(_aten.convolution.default, (image, weight, None, *some), result)
+    assert made / 2**20 == pytest.approx(forward, abs=0.2)
+    args = (gradient, image, weight, None, *some, [True, True, False])
+    made = kernels.scratch(_aten.convolution_backward.default, args, None)
+    assert made / 2**20 == pytest.approx(backward, abs=0.2)
+
+
+def test_a_weight_whose_channels_lie_last_has_its_gradient_twice():
+    image, weight = fake(16, 512, 4, 4), fake(512, 512, 3, 3).contiguous(memory_format=LAST)
+    image = image.contiguous(memory_format=LAST)
+    args = (image, image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    args = (*args, [True, True, False])
+    made = CpuKernels(2).scratch(_aten.convolution_backward.default, args, None)
+    assert made == 2 * weight.numel() * 4  # measured: 17.7 MiB
+
+
+@pytest.mark.parametrize(("image_last", "copied"), [(False, 0), (True, 48)])
+def test_pooling_backward_copies_where_layouts_differ(image_last: bool, copied: int):
+    image, gradient = fake(256, 32, 32, 32), fake(256, 32, 16, 16)
+    indices = fake(256, 32, 16, 16, dtype=torch.int64)
+    if image_last:
+        image = image.contiguous(memory_format=LAST)
+    pairs = [2, 2], [2, 2], [0, 0], [1, 1]
+    args = (gradient, image, *pairs, False, indices)
+    backward = _aten.max_pool2d_with_indices_backward.default
+    assert CpuKernels(2).scratch(backward, args, image) == copied << 20
