@@ -268,8 +268,9 @@ class RunEnded(Event):
     rank that used most, and `rank_peak_bytes` are of each; `num_skipped` samples were left out of
     training. Totals are the most bytes by each account of the device's memory, as `Prediction` has
     them; only some can be measured on a CPU. `step_seconds` is that of a typical step, of which it
-    waited `data_seconds` for its samples; `samples_per_second` is the mean while training, without
-    evaluations and pauses."""
+    waited `data_seconds` for its samples, and `idle_seconds` for a core that other processes had (of
+    one process on a CPU); `samples_per_second` is the mean while training, without evaluations and
+    pauses."""
 
     kind: ClassVar[str] = "run_ended"
     steps: int
@@ -287,6 +288,7 @@ class RunEnded(Event):
     predicted_totals: Mapping[str, int] = field(default_factory=dict)
     measured_totals: Mapping[str, int] = field(default_factory=dict)
     data_seconds: float = 0.0
+    idle_seconds: float = 0.0
     samples_per_second: float | None = None
 
 

@@ -1,4 +1,4 @@
-"""Threads that can be begun where memory is short, and how many can run at once.
+"""Threads that can be begun where memory is short, how many can run at once, and whether one could.
 
 `threading.Thread.start` waits until the new thread says that it runs. One that is refused memory before
 it comes to that ends without a word, and is waited for without end.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import _thread
 import os
 import threading
+import time
 from collections.abc import Callable
 
 _SECONDS = 10.0
@@ -46,3 +47,34 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+class Stopwatch:
+    """Tells how much of the time since it was made the calling thread did not compute: for want of a
+    core, if it had nothing to wait for.
+
+    Args:
+        clock: seconds of the day.
+        busy: seconds that the thread has computed.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        busy: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._clock, self._busy = clock, busy
+        self._begun = clock(), busy()
+
+    def idle_seconds(self) -> float:
+        """In which it did not compute."""
+        passed, computed = self._passed()
+        return max(0.0, passed - computed)
+
+    def waited(self) -> float:
+        """The part of the time, from 0 to 1."""
+        passed, computed = self._passed()
+        return min(1.0, max(0.0, 1.0 - computed / passed)) if passed > 0 else 0.0
+
+    def _passed(self) -> tuple[float, float]:
+        return self._clock() - self._begun[0], self._busy() - self._begun[1]

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from anybatch import threads
-from anybatch.threads import begin
+from anybatch.threads import Stopwatch, begin
 
 
 def test_work_is_done_in_another_thread():
@@ -47,3 +47,13 @@ def test_a_thread_that_dies_or_comes_late_does_nothing(monkeypatch, late):
     if late:
         held[0]()
     assert not seen
+
+
+@pytest.mark.parametrize(("computed", "waited"), [(10.0, 0.0), (10.1, 0.0), (4.0, 0.6), (0.0, 1.0)])
+def test_a_thread_that_waits_for_a_core_shows(computed: float, waited: float):
+    def watch() -> Stopwatch:
+        seconds, work = iter([100.0, 110.0]), iter([5.0, 5.0 + computed])
+        return Stopwatch(lambda: next(seconds), lambda: next(work))
+
+    assert watch().waited() == pytest.approx(waited)
+    assert watch().idle_seconds() == pytest.approx(10 * waited)

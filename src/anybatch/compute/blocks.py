@@ -17,6 +17,11 @@ ROOT = "."
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module of `model` by its name, which is `"."` for the model itself."""
+    return {name or ROOT: module for name, module in model.named_modules()}
+
+
 def find_blocks(model: nn.Module) -> list[str]:
     """The names of the blocks of `model`, in order of definition.
 
@@ -47,7 +52,7 @@ def match_blocks(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Modu
     Raises `InputError` for a pattern that matches no module, or a list of modules, which has no
     forward pass of its own.
     """
-    modules = {name or ROOT: module for name, module in model.named_modules()}
+    modules = modules_of(model)
     matched: dict[str, nn.Module] = {}
     for pattern in patterns:
         names = [name for name in modules if fnmatchcase(name, pattern)]

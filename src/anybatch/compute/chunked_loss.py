@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from anybatch.compute.blocks import modules_of
 from anybatch.compute.lm_loss import PLAIN_LOGITS, in_compute_dtype
 from anybatch.compute.logits import Product, StandIn, logits_of
 from anybatch.compute.patch import replace_forward
@@ -60,7 +61,7 @@ def install(model: nn.Module, name: str) -> tuple[ChunkedHead, Callable[[], None
 
     Raises `InputError` if it cannot.
     """
-    head = {found or ".": module for found, module in model.named_modules()}.get(name)
+    head = modules_of(model).get(name)
     if not can_be_chunked(head):
         is_what = (
             "no module of the model" if head is None else f"of the class {type(head).__name__}"

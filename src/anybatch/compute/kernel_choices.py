@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.compute.blocks import ROOT, find_blocks, match_blocks
+from anybatch.compute.blocks import ROOT, find_blocks, match_blocks, modules_of
 from anybatch.compute.patch import replace_forward
 from anybatch.errors import InputError
 from anybatch.plans import KernelChoices, Recompute
@@ -94,7 +94,7 @@ def units_of(model: nn.Module, recompute: Recompute) -> dict[str, nn.Module]:
         for part in recomputed
         if not any(part == name or _inside(part, name) or _inside(name, part) for name in units)
     ]
-    modules = {name or ROOT: module for name, module in model.named_modules()}
+    modules = modules_of(model)
     return {name: modules[name] for name in units}
 
 

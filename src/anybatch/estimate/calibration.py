@@ -21,6 +21,7 @@ from torch import Tensor
 
 from anybatch.estimate.seconds_operations import Memory
 from anybatch.machine import Device, Rates
+from anybatch.threads import Stopwatch
 
 Curve = tuple[tuple[float, float], ...]
 """(size of the work, work per second), by size: work in floating-point operations or bytes."""
@@ -193,29 +194,6 @@ def measure(device: Device) -> Speeds:
         )
         # Where the host waits for a device, that it waits says nothing.
         return found if target.type == "cuda" else replace(found, waited=watch.waited())
-
-
-class Stopwatch:
-    """Tells how much of the time since it was made the calling thread, which was to compute all the
-    while, has waited for a core.
-
-    Args:
-        clock: seconds of the day.
-        busy: seconds that the thread has computed.
-    """
-
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.perf_counter,
-        busy: Callable[[], float] = time.thread_time,
-    ) -> None:
-        self._clock, self._busy = clock, busy
-        self._begun = clock(), busy()
-
-    def waited(self) -> float:
-        """From 0 to 1."""
-        passed, computed = self._clock() - self._begun[0], self._busy() - self._begun[1]
-        return min(1.0, max(0.0, 1.0 - computed / passed)) if passed > 0 else 0.0
 
 
 class _Bench:

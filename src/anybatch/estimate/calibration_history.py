@@ -3,8 +3,8 @@
 A prediction of time that was 1.2 times too short in the last runs of a task on this machine is made 1.2
 times longer. Bytes are corrected upwards only: a plan that promised too much memory is safe. If times
 are far off in one run after the other, or out of all proportion in a single one, not the task but the
-machine is not as it was measured, and it is measured again. What was predicted from a measurement that
-other processes had disturbed teaches nothing about time.
+machine is not as it was measured, and it is measured again. A run that other processes disturbed, or
+whose prediction was made from such a measurement, teaches nothing about time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from anybatch.errors import InputError
+from anybatch.estimate.calibration import MOST_WAITED
 from anybatch.estimate.calibration_store import (
     Where,
     cache_folder,
@@ -116,7 +117,10 @@ def correction(device: Device, task: TaskIdentity | None = None) -> Correction:
 
 
 def remember(
-    plan: Plan, measured_peak_bytes: int | None, measured_step_seconds: float | None
+    plan: Plan,
+    measured_peak_bytes: int | None,
+    measured_step_seconds: float | None,
+    idle_seconds: float = 0.0,
 ) -> None:
     """Keep what a run that followed `plan` to its end measured. What cannot be kept is not: this never
     fails.
@@ -125,6 +129,7 @@ def remember(
         plan: with the prediction; nothing is kept of one without, or of several ranks.
         measured_peak_bytes: most that training added to the device.
         measured_step_seconds: median time of a step.
+        idle_seconds: of these, how long it waited for a core that others had.
     """
     told = plan.prediction
     if told is None or plan.num_ranks != 1:
@@ -136,6 +141,8 @@ def remember(
     seconds = peak = None
     speeds = known_speeds(device)
     trusted = speeds is None or not speeds.disturbed
+    if measured_step_seconds and idle_seconds > MOST_WAITED * measured_step_seconds:
+        trusted = False
     if trusted and measured_step_seconds and told.step_seconds > 0:
         seconds = measured_step_seconds * told.seconds_corrected_by / told.step_seconds
     if measured_peak_bytes and told.peak_bytes and plan.enforced:

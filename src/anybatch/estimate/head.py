@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from anybatch.compute import chunked_loss
+from anybatch.compute.blocks import modules_of
 from anybatch.compute.lm_loss import (
     PLAIN_LOGITS,
     chunked_cross_entropy,
@@ -128,7 +129,7 @@ def _found(subject: Subject, choice: Choice, device: Device) -> Head | None:
 def _layer_of(model: nn.Module, made_in: str) -> tuple[str, nn.Linear | nn.Embedding | None]:
     """The layer whose weight makes the logits, and its name: the module in which that is done, or the
     embedding of the most words, if the product is in other code."""
-    modules = {name or ".": module for name, module in model.named_modules()}
+    modules = modules_of(model)
     module = modules.get(made_in)
     if isinstance(module, nn.Linear):
         return made_in, module

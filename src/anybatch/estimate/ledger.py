@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
@@ -216,10 +215,8 @@ def _in_chunks(subject: Subject, choice: Choice, device: Device) -> int | None:
     head = head_of(subject, choice, device)
     if head is None:
         return None
-    with suppress(Exception):  # of a loss that cannot: it is differentiated twice, say
-        chunked = choice.model_copy(update={"chunked_head": head.name})
-        return footprint(subject, chunked, device).peak.num_bytes
-    return None
+    chunked = choice.model_copy(update={"chunked_head": head.name})
+    return footprint(subject, chunked, device).peak.num_bytes
 
 
 class _Account:

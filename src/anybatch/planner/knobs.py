@@ -134,13 +134,13 @@ class _Here:
         if costs.head is None and self._subject.division is None:
             head = head_of(self._subject, self._choice, self._setting.device)
             if head is not None:
-                yield self._with_head("loss in chunks", head)
+                yield self._with_head(head)
 
-    def _with_head(self, what: str, head: Head | None) -> Knob:
+    def _with_head(self, head: Head | None) -> Knob:
         costs = self._costs
         other = Costs(costs.subject, costs.setting, costs.states_on, head)
         choice = self._choice.model_copy(update={"chunked_head": head.name if head else ""})
-        return self._knob(what, other.peak(choice), other.seconds(choice))
+        return self._knob("loss in chunks", other.peak(choice), other.seconds(choice))
 
     def _precisions(self) -> Iterator[Knob]:
         remarks = {
@@ -267,7 +267,7 @@ class _Here:
 
     def _loss_whole(self) -> Iterator[Knob]:
         if self._costs.head is not None:
-            yield self._with_head("loss in chunks", None)
+            yield self._with_head(None)
 
     def _on_device(self) -> Iterator[Knob]:
         if self._choice.optimizer_states == "host":

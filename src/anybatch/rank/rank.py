@@ -74,6 +74,7 @@ from anybatch.rank.record import Record
 from anybatch.rank.starving import Starving
 from anybatch.state import Checkpoints, TrainingState
 from anybatch.task import Progress, Task
+from anybatch.threads import Stopwatch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -379,6 +380,7 @@ class Rank:
             skips=self._skips,
         )
         self._reads = isinstance(self._loader, StreamLoader)
+        self._alone_on_cpu = device.type == "cpu" and group.size == 1
         self._batches = Batches(task, plan.task.longest, group, device, self.pulse)
         self._evaluation = Evaluation(
             self._replica,
@@ -467,7 +469,9 @@ class Rank:
         tried = self._tried(data.step, source)
         if tried:
             begun, reading, source.waited_seconds = time.perf_counter(), 0.0, 0.0
+        watch = Stopwatch()
         done = self._engine.run(data.step, source, partial(self._rates.before_update, progress))
+        idle = watch.idle_seconds() - source.waited_seconds
         if isinstance(done, PassedOver):
             self._pass_over(data, source.kept.num_samples, done.reason)
             return None
@@ -476,7 +480,9 @@ class Rank:
         self._rates.after_update()
         self._advance(data)
         seconds, waited = time.perf_counter() - begun, reading + source.waited_seconds
-        self._record.took(seconds, waited, source.kept.num_samples)
+        # A rank among several waits for the others too, and a host for its device.
+        idle = max(0.0, idle) if self._alone_on_cpu else 0.0
+        self._record.took(seconds, waited, idle, source.kept.num_samples)
         event = StepDone(
             time=time.time(),
             step=self._position.step,

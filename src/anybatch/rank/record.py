@@ -44,15 +44,15 @@ class Record:
         self._group = group
         self._meter = meter
         self._skips = skips
-        self._steps_of_late: deque[tuple[float, float]] = deque(maxlen=1000)
+        self._steps_of_late: deque[tuple[float, float, float]] = deque(maxlen=1000)
         self._seconds = 0.0
         self._num_samples = 0
         self._memory = 0
         self._memory_read = 0.0
 
-    def took(self, seconds: float, waited: float, num_samples: int) -> None:
-        """A step of so many samples took so long, of which it waited for them."""
-        self._steps_of_late.append((seconds, seconds - waited))
+    def took(self, seconds: float, waited: float, idle: float, num_samples: int) -> None:
+        """A step of so many samples took so long, of which it `waited` for them, and was `idle`."""
+        self._steps_of_late.append((seconds, seconds - waited, idle))
         self._seconds += seconds
         self._num_samples += num_samples
 
@@ -84,7 +84,8 @@ class Record:
         # Else what was predicted is of another choice.
         told = given.prediction if followed.choice == given.choice else None
         steps = list(self._steps_of_late)[1:] or list(self._steps_of_late)
-        taken, computed = (median(times) for times in zip(*steps, strict=True)) if steps else (0, 0)
+        times = zip(*steps, strict=True) if steps else ((0.0,),) * 3
+        taken, computed, idle = map(median, times)
         mine = self._meter.totals()
         every = self._group.exchange(mine) if finished else [mine]
         peaks = [totals["total"] for totals in every]
@@ -105,5 +106,6 @@ class Record:
             predicted_totals=told.totals if told else {},
             measured_totals=max(every, key=lambda totals: totals["total"]),
             data_seconds=taken - computed,
+            idle_seconds=idle,
             samples_per_second=self._num_samples / self._seconds if self._seconds else None,
         )

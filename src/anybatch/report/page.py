@@ -211,6 +211,7 @@ def _comparisons(plan: Plan, record: Record) -> list[dict[str, str]]:
         predicted_totals=ended.predicted_totals if ended else None,
         measured_totals=ended.measured_totals if ended else None,
         data_seconds=ended.data_seconds if ended else (median or 0.0) - computing,
+        idle_seconds=ended.idle_seconds if ended else 0.0,
     )
     return [dataclasses.asdict(row) for row in rows]
 

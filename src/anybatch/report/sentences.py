@@ -257,13 +257,21 @@ def compare(
     predicted_totals: Mapping[str, int] | None = None,
     measured_totals: Mapping[str, int] | None = None,
     data_seconds: float = 0.0,
+    idle_seconds: float = 0.0,
 ) -> list[Comparison]:
     """Predicted beside measured: peak memory, by each account of it that was measured, then the time of
-    a step, without the `data_seconds` that it waited for samples, which nobody predicts. None or 0: not
-    known."""
-    waits = bool(measured_step_seconds and data_seconds > 0.01 * measured_step_seconds)
-    if measured_step_seconds and waits:
-        measured_step_seconds -= data_seconds
+    a step, without what nobody predicts: the `data_seconds` that it waited for samples, and the
+    `idle_seconds` for a core that other processes had. None or 0: not known."""
+    waits = {
+        what: seconds
+        for what, seconds, least in (
+            ("step, waiting", data_seconds, 0.01),
+            ("step, idle", idle_seconds, 0.05),
+        )
+        if measured_step_seconds and seconds > least * measured_step_seconds
+    }
+    if measured_step_seconds:
+        measured_step_seconds = max(0.0, measured_step_seconds - sum(waits.values()))
     told = predicted_totals or {}
     return [
         Comparison(
@@ -294,9 +302,8 @@ def compare(
             budget=MISSING,
         ),
         *(
-            [Comparison("step, waiting", MISSING, _precise_seconds(data_seconds), MISSING, MISSING)]
-            if waits
-            else []
+            Comparison(what, MISSING, _precise_seconds(seconds), MISSING, MISSING)
+            for what, seconds in waits.items()
         ),
     ]
 

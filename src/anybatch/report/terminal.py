@@ -236,6 +236,7 @@ def _predicted_and_measured(ended: RunEnded) -> Table:
         predicted_totals=ended.predicted_totals,
         measured_totals=ended.measured_totals,
         data_seconds=ended.data_seconds,
+        idle_seconds=ended.idle_seconds,
     )
     for row in rows:
         table.add_row(row.what, row.predicted, row.measured, row.error, row.budget)

@@ -181,13 +181,6 @@ def busy(monkeypatch: pytest.MonkeyPatch, *waited: float) -> list[float]:
     return left
 
 
-@pytest.mark.parametrize(("computed", "waited"), [(10.0, 0.0), (10.1, 0.0), (4.0, 0.6), (0.0, 1.0)])
-def test_a_thread_that_waits_for_a_core_shows(computed: float, waited: float):
-    seconds, work = iter([100.0, 110.0]), iter([5.0, 5.0 + computed])
-    watch = calibration.Stopwatch(lambda: next(seconds), lambda: next(work))
-    assert watch.waited() == pytest.approx(waited)
-
-
 def test_a_disturbed_measurement_is_made_again_and_the_quieter_one_used(folder: Path, monkeypatch):
     left = busy(monkeypatch, 0.7, 0.4, 0.0)
     assert speeds_of(CPU).waited == 0.4
@@ -222,6 +215,15 @@ def test_runs_predicted_from_a_disturbed_measurement_teach_no_time(folder: Path,
     found = correction(CPU, TASK)
     assert found.seconds == 1.0
     assert found.bytes == pytest.approx(1.2)
+
+
+def test_runs_that_other_processes_disturbed_teach_no_time(folder: Path):
+    remember(plan(), 1200, 0.3, idle_seconds=0.1)
+    found = correction(CPU, TASK)
+    assert found.seconds == 1.0
+    assert found.bytes == pytest.approx(1.2)
+    remember(plan(), 1200, 0.3, idle_seconds=0.001)
+    assert correction(CPU, TASK).seconds != 1.0
 
 
 def test_one_run_out_of_all_proportion_has_the_machine_measured_again(

@@ -86,4 +86,24 @@ def test_a_step_tells_how_long_it_waited():
         assert 4 * 0.005 <= step.data_seconds <= step.seconds
     assert 4 * 0.005 <= ended.data_seconds <= ended.step_seconds
     assert ended.samples_per_second <= 1 / 0.005
+    assert ended.idle_seconds < ended.data_seconds  # which is not counted twice
     assert not any(isinstance(event, Starved) for event in events)
+
+
+def test_a_step_tells_how_long_it_did_not_compute():
+    def loss(model, batch):
+        time.sleep(0.01)
+        return ab.Loss(model(batch).sum(), len(batch))
+
+    task = ab.Task(
+        model=lambda: torch.nn.Linear(2, 1),
+        loss=loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train=torch.zeros(8, 2),
+        global_batch=4,
+        epochs=1,
+    )
+    with ab.Session(task, plan_for(task, 2), []) as session:
+        list(session.steps())
+        ended = session.ended(1.0, finished=True)
+    assert 2 * 0.01 <= ended.idle_seconds + ended.data_seconds <= ended.step_seconds

@@ -117,6 +117,13 @@ def test_what_is_predicted_stands_beside_the_computation_without_the_waiting():
     assert "waiting" not in words(result(ended=make_end(data_seconds=0.001)))
 
 
+def test_nor_is_time_predicted_in_which_other_processes_had_the_cores():
+    text = words(result(ended=make_end(step_seconds=2.36, idle_seconds=1.18)))
+    assert "step, computing 1.18 s 1.18 s +0.0% -" in text
+    assert "step, idle - 1.18 s - -" in text
+    assert "idle" not in words(result(ended=make_end(idle_seconds=0.01)))
+
+
 def test_every_account_that_was_measured_stands_beside_its_prediction():
     told = {"allocated": 6 * GIB, "active": 6 * GIB, "reserved": 8 * GIB, "total": 9 * GIB}
     found = {"allocated": 5 * GIB, "reserved": 8 * GIB, "total": 9 * GIB}
