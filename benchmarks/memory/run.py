@@ -3,8 +3,9 @@
     python benchmarks/memory/run.py [--only NAME ...] [--jobs N] [--threads N]
 
 Each cell (a model under a variant) trains three steps in a process of its own, under a budget that is
-held, and compares what was predicted with what the kernel counted. Beside it stand torch's MemTracker
-and Accelerate's estimator, asked about the same model, batch and optimizer.
+held, and compares what was predicted with what the kernel counted, and with the time of a step. Nothing
+that earlier runs have taught is used. Beside it stand torch's MemTracker and Accelerate's estimator,
+asked about the same model, batch and optimizer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +36,7 @@ OF_IMAGES = ("convolutional", "residual", "vgg16", "u-net")
 CHANNELS_LAST = "channels last"
 BUDGET = "6GiB"
 TINY_BYTES = 16 << 20
+LEAST_SECONDS, MOST_IDLE = 0.02, 0.1
 BLOCKS = {"u-net": "down.*,join.*"}
 
 
@@ -72,6 +75,7 @@ def measure(name: str, variant: str) -> dict[str, Any]:
         "measured_totals": dict(ended.measured_totals),
         "predicted_seconds": ended.predicted_step_seconds,
         "measured_seconds": ended.step_seconds,
+        "idle_seconds": ended.idle_seconds,
     }
 
 
@@ -132,14 +136,15 @@ def _accelerate(name: str, variant: str, _device: str) -> int:
 
 
 def _in_process(name: str, variant: str, what: str, threads: int) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, __file__, "--cell", name, variant, what],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-        timeout=900,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [sys.executable, __file__, "--cell", name, variant, what],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "XDG_CACHE_HOME": cache},
+            timeout=900,
+            check=False,
+        )
     if done.returncode:
         raise SystemExit(f"{name}, {variant}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -152,16 +157,16 @@ def _error(cell: dict[str, Any], key: str = "predicted_bytes") -> float | None:
 
 def table(cells: list[dict[str, Any]], threads: int) -> str:
     """The results as Markdown."""
-    lines = [
-        "| model | variant | measured MiB | predicted MiB | error | MemTracker | Accelerate |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
+    titles = "measured MiB", "predicted MiB", "error", "MemTracker", "Accelerate"
+    titles = *titles, "measured s", "predicted s"
+    lines = [f"| model | variant | {' | '.join(titles)} |", f"|---|---|{'---:|' * len(titles)}"]
     for cell in cells:
         errors = [_error(cell, key) for key in ("mem_tracker_bytes", "accelerate_bytes")]
         rest = " | ".join("-" if e is None else f"{e:+.0%}" for e in errors)
         lines.append(
             f"| {cell['model']} | {cell['variant']} | {cell['measured_bytes'] / 2**20:.1f}"
-            f" | {cell['predicted_bytes'] / 2**20:.1f} | {_error(cell):+.2%} | {rest} |"
+            f" | {cell['predicted_bytes'] / 2**20:.1f} | {_error(cell):+.2%} | {rest}"
+            f" | {cell['measured_seconds']:.3f} | {cell['predicted_seconds']:.3f} |"
         )
     large = [c for c in cells if c["measured_bytes"] >= TINY_BYTES]
     errors = [e for c in large if (e := _error(c)) is not None]
@@ -177,9 +182,30 @@ def table(cells: list[dict[str, Any]], threads: int) -> str:
         "",
         summary,
         "",
+        _of_seconds(cells),
+        "",
         f"{platform.processor() or platform.machine()}, {threads} threads, {platform.platform()}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _of_seconds(cells: list[dict[str, Any]]) -> str:
+    """How near the predicted times of a step are; without those of milliseconds, and of cells that
+    other processes disturbed."""
+    counted = [
+        cell["predicted_seconds"] / cell["measured_seconds"]
+        for cell in cells
+        if cell["measured_seconds"] > LEAST_SECONDS
+        and cell["idle_seconds"] < MOST_IDLE * cell["measured_seconds"]
+    ]
+    if len(counted) < 2:
+        return "No times to compare."
+    tenths = statistics.quantiles(counted, n=10)
+    return (
+        f"Times of a step, predicted by measured, of {len(counted)} cells: median"
+        f" {statistics.median(counted):.2f}, from {min(counted):.2f} to {max(counted):.2f}; four fifths"
+        f" of them from {tenths[0]:.2f} to {tenths[-1]:.2f}."
+    )
 
 
 def main() -> None:
