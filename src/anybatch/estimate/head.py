@@ -66,6 +66,10 @@ class Head:
     learns: bool
     num_computed: int = 0
 
+    def is_left_out(self, num_samples: int) -> bool:
+        """Whether the logits of so many samples are enough to be left out."""
+        return self.tokens * num_samples * self.words > PLAIN_LOGITS
+
 
 def head_of(subject: Subject, choice: Choice, device: Device) -> Head | None:
     """The layer that makes the logits, if the loss is a cross-entropy over those of an `nn.Linear`, can

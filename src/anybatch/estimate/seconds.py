@@ -202,6 +202,8 @@ class Pace:
     def _by_chunks(self, head: Head, micro_batch: int) -> tuple[float, float]:
         """Seconds that chunks take more in forward and in backward than the loss as it is written. Less
         than none where they spare more than they cost: a chunk stays in the caches of a CPU."""
+        if not head.is_left_out(micro_batch):
+            return 0.0, 0.0
         key = head, micro_batch
         if key not in self._losses:
             at = self._target, self._device.kind, self._subject

@@ -13,10 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
+from anybatch.compute.lm_loss import PLAIN_LOGITS
 from anybatch.estimate import Head, Ledger, footprint, head_of, ledger, subject_of
+from anybatch.estimate.calibration import nominal
 from anybatch.estimate.head import in_chunks, whole_loss
+from anybatch.estimate.seconds import Pace
 from anybatch.machine import Device, Machine
-from anybatch.plans import Choice
+from anybatch.plans import Choice, Recompute
 
 CPU = Machine.here("2GiB", device="cpu").device
 ABSENT = Machine.describe("80GiB").device
@@ -146,6 +149,17 @@ def test_a_chunk_costs_what_its_products_cost():
     whole = whole_loss(head, BATCH, here, "cpu", subject)
     flops = sum(operation.flops for operation in whole.once)
     assert flops == pytest.approx(3 * 2 * BATCH * LENGTH * WORDS * WIDTH, rel=0.02)
+
+
+def test_logits_that_are_too_few_cost_what_they_cost_as_written():
+    head = found(plain)
+    assert head is not None
+    head = replace(head, tokens=8.0)
+    pace = Pace(subject_of(task(plain)), CPU, nominal(CPU), "fp32")
+    few = PLAIN_LOGITS // (WORDS * 8)
+    assert not head.is_left_out(few)
+    assert pace.micro(few, Recompute(), head) == pace.micro(few, Recompute())
+    assert pace.micro(few + 1, Recompute(), head) != pace.micro(few + 1, Recompute())
 
 
 def test_logits_of_a_convolution_are_not_those_of_words():
