@@ -393,6 +393,8 @@ class Pace:
 
     def _arithmetic(self, operation: Operation) -> str:
         name = str(operation.dtype).removeprefix("torch.")
+        if not self._speeds.overlap and "scaled_dot_product" in operation.name:
+            return "float32"  # most of a CPU's attention, whose products are small
         if name != "float32":
             return name
         return "bfloat16" if self._halved else "tf32" if self._tf32 else name

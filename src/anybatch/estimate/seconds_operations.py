@@ -24,6 +24,8 @@ _FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("addmm_", "baddbmm_", "addmv_"), "matmul"),
     "_grouped_mm": "matmul",
     **dict.fromkeys(("convolution", "convolution_backward"), "convolution"),
+    # By the same library on a CPU.
+    **dict.fromkeys(("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"), "convolution"),
     **dict.fromkeys(("bernoulli", "bernoulli_", "native_dropout", "rand_like"), "random"),
     **dict.fromkeys(("normal_", "uniform_", "random_", "randn_like", "exponential_"), "random"),
     **dict.fromkeys(("embedding", "embedding_dense_backward", "index", "index_put"), "gather"),
@@ -62,7 +64,8 @@ class Operation:
         fresh_bytes: written to storage that it made itself.
         copies: bytes of each tensor that is copied into another layout, to a place of its own, or back.
         narrow: smallest dim of a product: a tall or flat one is slower than a cube of the same work.
-        num_products: that it is: a backward of a convolution may be two in one.
+        num_products: that it is: a backward of a convolution may be two in one, a recurrent layer is
+            one for each step of its sequence.
         num_tensors: results; a `foreach` operation has many.
         phase: `"forward"`, `"backward"` or `"update"`.
         block: number of the block of the model in whose forward it ran, or -1.
@@ -115,7 +118,7 @@ def operation_of(
         fresh_bytes=fresh,
         copies=tuple(map(float, layout_copies(func, args, result))) if kind == "cpu" else (),
         narrow=_narrow(name, inputs),
-        num_products=sum(args[10][:2]) if name == "convolution_backward" else 1,
+        num_products=_num_products(name, args),
         num_tensors=max(1, len(outputs), len(inputs) if "_foreach_" in name else 0),
         phase=phase,
         block=block,
@@ -138,12 +141,20 @@ def family_of(name: str) -> Family:
     return "plain"
 
 
+def _num_products(name: str, args: tuple[Any, ...]) -> int:
+    if name == "convolution_backward":
+        return sum(args[10][:2])
+    if name.startswith("mkldnn_rnn_layer"):
+        return int(args[0].size(0)) * (2 if "backward" in name else 1)
+    return 1
+
+
 def _narrow(name: str, inputs: Sequence[Tensor]) -> float:
     """The smallest of the three dims of a product, as a matrix product; 0 for another operation."""
     if name.startswith("convolution"):
         weight = next((t for t in reversed(inputs) if t.dim() >= 3), None)
         return float(min(len(weight), weight[0].numel())) if weight is not None else 0.0
-    if family_of(name) != "matmul":
+    if family_of(name) not in ("matmul", "convolution"):
         return 0.0
     sides = [side for t in inputs if t.dim() >= 2 for side in t.shape[-2:]]
     return float(min(sides, default=1))
@@ -160,6 +171,10 @@ def _flops(packet: Any, name: str, args: tuple[Any, ...], kwargs: Any, result: A
         pairs = query.numel() // query.size(-1) * key.size(-2)
         # Two products in forward, five in backward, which computes the weights anew.
         return float((10 if backward else 4) * pairs * query.size(-1))
+    if name.startswith("mkldnn_rnn_layer"):  # each step multiplies by both weights; backward, twice
+        inputs, weight, recurrent = args[:3]
+        both = weight.numel() + recurrent.numel()
+        return (4.0 if "backward" in name else 2.0) * inputs.size(0) * inputs.size(1) * both
     if name == "_grouped_mm":  # each row, or each column, meets the matrix of one group
         left, right = args[0], args[1]
         rows = left[0] if left.dim() > right.dim() else left

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -254,11 +254,18 @@ class Watch(TorchDispatchMode):
         operation = operation_of(func, args, kwargs, result, self.phase, block, self._kind)
         if operation is None:
             return
+        if self.phase == "backward" and func is _aten.add.Tensor and _are_of_one_kind(*args):
+            # Two gradients of one tensor: autograd adds them in place, unless they are fake.
+            operation = replace(operation, name="add_", fresh_bytes=0.0)
         self.operations.append(operation)
         if self.phase == "forward" and operation.family in ("matmul", "convolution"):
             first = result if isinstance(result, Tensor) else result[0]
             kept = bytes_of(first)
             self.matmul_bytes[self.block] = self.matmul_bytes.get(self.block, 0) + kept
+
+
+def _are_of_one_kind(one: Tensor, other: Any) -> bool:
+    return isinstance(other, Tensor) and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 class _Blocks:

@@ -78,25 +78,42 @@ def test_what_a_block_keeps_is_what_it_makes_and_saves():
     assert first.matmul_bytes == 10 * (256 + 64) * 4
 
 
-def test_attention_on_a_cpu_has_its_arithmetic_counted():
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.line = nn.Linear(32, 32)
+class Attention(nn.Module):
+    """Two heads of 16, over 7 tokens."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            q = self.line(x).view(len(x), 2, 7, 16)
-            return nn.functional.scaled_dot_product_attention(q, q, q)
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(32, 32)
 
-    task = deep_task(
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.line(x).view(len(x), 2, 7, 16)
+        return nn.functional.scaled_dot_product_attention(q, q, q)
+
+
+def attending() -> ab.Task:
+    return deep_task(
         model=Attention,
         loss=lambda model, batch: model(batch[0]).square().mean(),
         train=TensorDataset(torch.zeros(64, 7, 32)),
         global_batch=64,
     )
-    found = [o for o in work(task, 3).operations if "scaled_dot_product" in o.name]
+
+
+def test_attention_on_a_cpu_has_its_arithmetic_counted():
+    found = [o for o in work(attending(), 3).operations if "scaled_dot_product" in o.name]
     assert [o.flops for o in found if o.phase == "forward"] == [3 * 2 * 7 * 7 * 16 * 4]
     assert all(o.family == "matmul" and o.flops for o in found)
+
+
+def test_attention_on_a_cpu_has_the_speed_of_float32_in_any_precision():
+    at_once = ((1.0, 1e30),)
+    products = {"float32": (8.0, EVEN, EVEN), "bfloat16": (8.0, at_once, at_once)}
+    speeds = even(matmul=products, memory=dict.fromkeys(FAMILIES, at_once))
+    found = Pace(subject_of(attending()), CPU, speeds, "bf16").micro(3, Recompute())
+    none = Pace(subject_of(deep_task()), CPU, speeds, "bf16").micro(3, Recompute())
+    forward, backward = (a - b for a, b in zip(found[:2], none[:2], strict=True))
+    assert forward == pytest.approx(3 * 2 * 7 * 7 * 16 * 4 / 1e9)
+    assert backward == pytest.approx(2.5 * forward)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +227,43 @@ def test_fresh_pages_cost_under_a_budget():
     assert mapped[0] > plain[0]
     small = Pace(subject, CPU, speeds, "fp32", mapped=True).micro(8, Recompute())
     assert small == Pace(subject, CPU, speeds, "fp32").micro(8, Recompute())
+
+
+def recurring(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return model(batch[0])[0].square().mean()
+
+
+def test_a_recurrent_layer_on_a_cpu_has_its_arithmetic_counted():
+    data = TensorDataset(torch.zeros(64, 5, 24))
+    task = deep_task(
+        model=lambda: nn.LSTM(24, 16, batch_first=True), loss=recurring, train=data, global_batch=64
+    )
+    found = {o.name: o for o in work(task, 3).operations if "rnn" in o.name}
+    forward, backward = found["mkldnn_rnn_layer"], found["mkldnn_rnn_layer_backward"]
+    assert forward.flops == 2 * 3 * 5 * 4 * 16 * (24 + 16)
+    assert backward.flops == 2 * forward.flops
+    assert (forward.num_products, backward.num_products) == (5, 10)
+    assert forward.narrow == 3.0
+
+
+def test_gradients_that_meet_are_added_in_place():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.line(x)
+            return y.sin() * y.cos() + y
+
+    task = deep_task(model=Twice, loss=mean_square)
+    operations = work(task, 8).operations
+    sums = [
+        (o.phase, o.name) for o in operations if o.name in ("add", "add_") and o.num_bytes > 4096
+    ]
+    assert ("forward", "add") in sums
+    assert ("backward", "add") not in sums
+    assert sums.count(("backward", "add_")) >= 2
 
 
 def convolving(layout: torch.memory_format, stride: int = 1) -> ab.Task:
