@@ -7,6 +7,8 @@ from anybatch.estimate.footprint import footprint as footprint
 from anybatch.estimate.garbage import few_collections as few_collections
 from anybatch.estimate.head import Head as Head
 from anybatch.estimate.head import head_of as head_of
+from anybatch.estimate.layout import Convolutions as Convolutions
+from anybatch.estimate.layout import convolutions_of as convolutions_of
 from anybatch.estimate.ledger import Holding as Holding
 from anybatch.estimate.ledger import LayerBytes as LayerBytes
 from anybatch.estimate.ledger import Ledger as Ledger

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from anybatch.compute import Replica
 from anybatch.compute.optimizers import is_compiled, uncompiled
 from anybatch.compute.optimizers_update import can_part, leanest_update
+from anybatch.estimate.layout import layout_on
 from anybatch.estimate.recall import Recall, fake_mode
 from anybatch.estimate.seconds_operations import Operation, bytes_of, operation_of
 from anybatch.estimate.subject import Subject
@@ -104,6 +105,7 @@ class Counting:
         self._watch = Watch(self._fake, subject.recall, device.kind)
         self._update: list[Operation] = []
         plain = choice.model_copy(update={"recompute": Recompute(), "chunked_head": ""})
+        layout = layout_on(device, subject)
         with self._fake, self._watch:
             with self.target:
                 self._model = model = subject.build_model()
@@ -115,6 +117,7 @@ class Counting:
                 self.target,
                 subject.whole,
                 loss_scaling=False,
+                kernels=layout,
             )
             self.update: Update = leanest_update(self._replica.optimizer, model, device.kind)
             self._replica.updater.take(self.update)

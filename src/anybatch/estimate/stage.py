@@ -29,6 +29,7 @@ from anybatch.compute.optimizers import is_compiled, parts_of, uncompiled
 from anybatch.estimate.cuda import laid_over
 from anybatch.estimate.family import Traced
 from anybatch.estimate.kernels import Kernels, ShapeBytes, kernels_on
+from anybatch.estimate.layout import layout_on
 from anybatch.estimate.recall import fake_mode
 from anybatch.estimate.splice import Left, Tail, growth, moved, since
 from anybatch.estimate.stage_setup import (
@@ -110,8 +111,10 @@ class Stage:
         self._tracer = tracer = Tracer(self._kernels, self._fake, subject.recall)
         plain = choice.model_copy(update={"recompute": Recompute(), "chunked_head": ""})
         self._plain = plain
+        layout = layout_on(device, subject)
         with self._open():
-            self._replica, self._owners, self._copies = set_up(subject, plain, device, tracer)
+            found = set_up(subject, plain, device, tracer, layout)
+            self._replica, self._owners, self._copies = found
             self._replica.model.train()
             self._bucketed = bucketed_bytes(self._replica, self._owners) if subject.flat else {}
             before = _kept(self._kernels)

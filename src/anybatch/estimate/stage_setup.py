@@ -16,7 +16,7 @@ from anybatch.estimate.family import Part
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import Tracer
 from anybatch.machine import Device
-from anybatch.plans import Choice
+from anybatch.plans import Choice, KernelChoices
 from anybatch.task import parameters_in
 
 _MOST_GHOSTS = 4
@@ -26,11 +26,11 @@ Owners = dict[torch.Tensor, str]
 
 
 def set_up(
-    subject: Subject, choice: Choice, device: Device, tracer: Tracer
+    subject: Subject, choice: Choice, device: Device, tracer: Tracer, layout: KernelChoices
 ) -> tuple[Replica, Owners, list[torch.Tensor]]:
-    """The replica of `choice`, with the names of the modules that its parameters belong to, and the
-    copies of its buffers that are kept for putting back. All of them are known to `tracer`; called
-    while it records."""
+    """The replica of `choice`, its images in `layout`, with the names of the modules that its
+    parameters belong to, and the copies of its buffers that are kept for putting back. All of them are
+    known to `tracer`; called while it records."""
     target = fake_device(device)
     with target:
         model: nn.Module = subject.build_model()
@@ -64,6 +64,7 @@ def set_up(
         subject.whole,
         # Whether a gradient overflowed has no answer here, and the scaler's own bytes are few.
         loss_scaling=False,
+        kernels=layout,
         host=torch.device("meta") if device.kind == "cuda" else None,
     )
     if subject.division is not None:

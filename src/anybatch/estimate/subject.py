@@ -71,6 +71,7 @@ class Subject:
         families: traces made so far, so that none is made twice.
         stages: what they were made on; see `stage`.
         heads: layers that make the logits, by precision and device; see `head`.
+        convolutions: what the model has of them, once it is known; see `layout`.
         left: bytes that training leaves free in the heap, of each way it was made.
         recall: results of operations, for all of them.
     """
@@ -94,6 +95,7 @@ class Subject:
     stages: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
     left: dict[Hashable, int] = field(default_factory=dict, compare=False, repr=False)
     heads: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+    convolutions: list[Any] = field(default_factory=list, compare=False, repr=False)
     recall: Recall = field(default_factory=Recall, compare=False, repr=False)
 
     @property

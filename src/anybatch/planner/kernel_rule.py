@@ -3,34 +3,16 @@
 Nothing here is weighed against anything: what is chosen costs no memory worth counting and no result,
 and it is known when it pays. On CUDA the kernels for convolutions that use tensor cores work on
 channels-last tensors, and torch would lay out every image anew around them. On a CPU oneDNN has a
-layout of its own, which is known to no caller, so nothing is chosen there.
+layout of its own, which is known to no caller, so nothing is chosen there. Traces for other devices run
+in the layout that is chosen (`estimate.layout`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from anybatch.compute import kernel_choices
-from anybatch.compute.kernel_choices import CONVOLUTIONS
-from anybatch.estimate import Subject
+from anybatch.estimate import Convolutions, Subject, convolutions_of
 from anybatch.plans import Compile, KernelChoices, Plan
-
-
-class Convolutions(NamedTuple):
-    """What a model has of them.
-
-    Attributes:
-        number: of layers with two-dimensional kernels.
-        refused: why the model cannot be run in channels-last layout; empty if it can.
-    """
-
-    number: int
-    refused: str
 
 
 def with_kernels(plan: Plan, subject: Subject, compiled: Compile, shapes_vary: bool) -> Plan:
@@ -62,29 +44,6 @@ def _compiling(plan: Plan, compiled: Compile) -> tuple[KernelChoices, list[str]]
         return KernelChoices(compile_if_faster="decided"), [_NOT_COMPILED_ON_CPU]
     open_yet = KernelChoices(compile_if_faster="open")
     return open_yet, [_COMPILED_IF_FASTER, *([_COMPILER_ON_CPU] if on_cpu else [])]
-
-
-def convolutions_of(subject: Subject) -> Convolutions:
-    """Those of its model. Whether it can be run in another layout is tried on fake tensors: a `view`
-    that joins channels and pixels cannot."""
-    cpu = torch.device("cpu")
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        try:
-            model: nn.Module = subject.build_model()
-        except Exception:  # then nothing was traced either, and the plan says so
-            return Convolutions(0, "")
-        number = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
-        if not number:
-            return Convolutions(0, "")
-        undo = kernel_choices.install(model, KernelChoices(channels_last=True))
-        try:
-            subject.loss(model, subject.batch(2, cpu))
-        except Exception as error:  # whatever the user's code raises
-            reason = next(iter(str(error).splitlines()), "")
-            return Convolutions(number, f"{type(error).__name__}: {reason}")
-        finally:
-            undo()
-    return Convolutions(number, "")
 
 
 def _variation(plan: Plan, shapes_vary: bool) -> Iterator[str]:

@@ -1,0 +1,68 @@
+"""Layout: whether the convolutions of a task run on images whose channels lie last.
+
+On CUDA they do wherever the model can be run so (`planner.kernel_rule`), and then each image that lies
+otherwise is copied and the copy is saved for backward: a trace has to run as the run will.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from anybatch.compute import kernel_choices
+from anybatch.compute.kernel_choices import CONVOLUTIONS
+from anybatch.estimate.subject import Subject
+from anybatch.machine import Device
+from anybatch.plans import KernelChoices
+
+
+class Convolutions(NamedTuple):
+    """What a model has of them.
+
+    Attributes:
+        number: of layers with two-dimensional kernels.
+        refused: why the model cannot be run in channels-last layout; empty if it can.
+    """
+
+    number: int
+    refused: str
+
+
+def layout_on(device: Device, subject: Subject) -> KernelChoices:
+    """The layout in which the convolutions of `subject` run on `device`."""
+    if device.kind == "cpu":
+        return KernelChoices()
+    found = convolutions_of(subject)
+    return KernelChoices(channels_last=bool(found.number) and not found.refused)
+
+
+def convolutions_of(subject: Subject) -> Convolutions:
+    """Those of its model. Whether it can be run in another layout is tried on fake tensors: a `view`
+    that joins channels and pixels cannot."""
+    if not subject.convolutions:
+        subject.convolutions.append(_found(subject))
+    found: Convolutions = subject.convolutions[0]
+    return found
+
+
+def _found(subject: Subject) -> Convolutions:
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        try:
+            model: nn.Module = subject.build_model()
+        except Exception:  # then nothing can be traced either, and the plan says so
+            return Convolutions(0, "")
+        number = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
+        if not number:
+            return Convolutions(0, "")
+        undo = kernel_choices.install(model, KernelChoices(channels_last=True))
+        try:
+            subject.loss(model, subject.batch(2, torch.device("cpu")))
+        except Exception as error:  # whatever the user's code raises
+            reason = next(iter(str(error).splitlines()), "")
+            return Convolutions(number, f"{type(error).__name__}: {reason}")
+        finally:
+            undo()
+    return Convolutions(number, "")
