@@ -24,11 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch.estimate.images import (
+    BLOCK,
+    CONVOLUTION,
+    CONVOLUTION_BACKWARD,
+    IMAGES,
+    scratch_on_cpu,
+    scratch_on_cuda,
+)
+
 _aten: Any = torch.ops.aten
 _node: Any = torch._C._current_autograd_node
-_CONVOLUTION = _aten.convolution.default
-_CONVOLUTION_BACKWARD = _aten.convolution_backward.default
-_POOL_BACKWARD = _aten.max_pool2d_with_indices_backward.default
 _LSTM = _aten.mkldnn_rnn_layer.default
 _LSTM_BACKWARD = _aten.mkldnn_rnn_layer_backward.default
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -54,9 +60,6 @@ _SUPPORTS = {
     torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
     torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
 }  # whether the processor has instructions with which oneDNN multiplies such matrices; else MKL does
-
-BLOCK = 16
-"""Channels per block of oneDNN's layouts, with 512-bit vectors."""
 
 PRIMITIVE_BYTES: dict[str, int] = {
     "product": 590 << 10,
@@ -170,18 +173,16 @@ class CpuKernels(Kernels):
             at = _PRODUCTS[op]
             self._product(args[at], args[at + 1])
             return 0
-        if op is _CONVOLUTION:
+        if op is CONVOLUTION:
             name = "convolution transposed" if args[6] else "convolution"
             self._primitive(name, args[0], args[1], args[3])
-            return _convolution(args[0], args[1], result)
-        if op is _CONVOLUTION_BACKWARD:
+        if op is CONVOLUTION_BACKWARD:
             way = " transposed" if args[7] else " strided" if max(args[4]) > 1 else ""
             for gradient in range(sum(args[10][:2])):
                 name = f"convolution backward{way}"
                 self._primitive(name, args[1], args[2], (args[4], gradient))
-            return _convolution_backward(args[0], args[1], args[2], strided=max(args[4]) > 1)
-        if op is _POOL_BACKWARD:
-            return sum(layout_copies(op, args, result))
+        if op in IMAGES:
+            return scratch_on_cpu(op, args, result)
         if op in _PROMOTING:
             return _casts(args, result)
         if op in _MEANS and args[0].dtype in _HALF:
@@ -299,80 +300,23 @@ class _Packed:
             self._buffers.append((asked, filled))
 
 
+class CudaKernels(Kernels):
+    """cuDNN's copies of images. What else kernels of CUDA take: see `cuda` and `workspaces`."""
+
+    def scratch(self, op: Any, args: tuple[Any, ...], result: Any) -> int:
+        """See `Kernels`."""
+        return scratch_on_cuda(op, args) if op in IMAGES else 0
+
+
 def kernels_on(kind: str) -> Kernels:
     """The kernels of a kind of device."""
-    return CpuKernels(torch.get_num_threads()) if kind == "cpu" else NoKernels()
+    return CpuKernels(torch.get_num_threads()) if kind == "cpu" else CudaKernels()
 
 
 def made_for_sizes(precision: str) -> bool:
     """Whether products of that precision are by kernels that are made for their sizes."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision.partition("-")[0])
     return dtype is not None and bool(_SUPPORTS[dtype]())
-
-
-def layout_copies(op: Any, args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
-    """Bytes of each tensor that `op` copies into another layout, or out of it. Each of the two
-    gradients of a convolution has copies for itself; with a stride, that of the image takes as long as
-    two more (measured, 1 x 1 and 3 x 3)."""
-    if op is _CONVOLUTION:
-        image, weight = args[:2]
-        if _by_channels_last(image, weight):
-            return () if _is_channels_last(image) else (_bytes(image),)
-        return _read_bytes(image), _blocked_bytes(result)
-    if op is _CONVOLUTION_BACKWARD:
-        gradient, image, weight = args[:3]
-        if _by_channels_last(image, weight):
-            return tuple(_bytes(t) for t in (gradient, image) if not _is_channels_last(t))
-        pair = _blocked_bytes(gradient), _read_bytes(image)
-        more = (pair[1],) * 2 if args[10][0] and max(args[4]) > 1 else ()
-        turned = (_bytes(gradient),) if _is_channels_last(gradient) else ()
-        return pair * sum(args[10][:2]) + more + turned
-    if op is _POOL_BACKWARD:
-        gradient, image, indices = args[0], args[1], args[-1]
-        if _is_channels_last(gradient) != _is_channels_last(image):
-            return _bytes(indices), _bytes(image)
-    return ()
-
-
-def _convolution(image: Tensor, weight: Tensor, result: Tensor) -> int:
-    """Image and weight are copied into blocks, and the result is computed into blocks; then the copies
-    are gone, and the result is copied out, whose pages nobody had touched before. With the channels
-    last there are no blocks of images."""
-    if _by_channels_last(image, weight):
-        return _bytes(weight) + (0 if _is_channels_last(image) else _bytes(image))
-    blocked = _blocked_bytes(result)
-    computing = _read_bytes(image) + _bytes(weight) + blocked - _bytes(result)
-    return max(computing, blocked, 0)
-
-
-def _convolution_backward(gradient: Tensor, image: Tensor, weight: Tensor, strided: bool) -> int:
-    """The gradient of the weight takes most: image and gradient in blocks, and in half precision a sum
-    in float32. With a stride the larger one stands there twice. With the channels last, only what is
-    not laid out so is copied, and the gradient of the weight stands there twice."""
-    if _by_channels_last(image, weight):
-        turned = sum(_bytes(t) for t in (gradient, image) if not _is_channels_last(t))
-        return turned + 2 * _bytes(weight)
-    sums = weight.numel() * 4 if weight.dtype in _HALF else 0
-    pair = _blocked_bytes(gradient) + _read_bytes(image)
-    if strided:
-        larger = image if image.numel() > gradient.numel() else gradient
-        pair = _read_bytes(image) + _blocked_bytes(larger)
-    turned = _bytes(gradient) if _is_channels_last(gradient) else 0
-    return max(pair + turned + sums, _bytes(weight))
-
-
-def _by_channels_last(image: Tensor, weight: Tensor) -> bool:
-    """Whether a convolution takes and makes images whose channels lie last: if either one's do."""
-    return _is_channels_last(image) or _is_channels_last(weight)
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    return (
-        layout is not None
-        and tensor.is_contiguous(memory_format=layout)
-        and not tensor.is_contiguous()
-    )
 
 
 def _casts(args: tuple[Any, ...], result: Tensor) -> int:
@@ -417,18 +361,6 @@ def _lstm_backward(inputs: Tensor, weight: Tensor, recurrent: Tensor) -> int:
     copies = _bytes(inputs) * 15 // 4 if is_half else _bytes(inputs) * 5 // 4
     each = 6 if is_half else 8
     return 2 * _gate_bytes(inputs, recurrent) + copies + each * (weight.numel() + recurrent.numel())
-
-
-def _read_bytes(image: Tensor) -> int:
-    """An image of one to four channels is read as it is."""
-    return 0 if image.size(1) <= 4 else _blocked_bytes(image)
-
-
-def _blocked_bytes(tensor: Tensor) -> int:
-    """In blocks of channels, the last one padded."""
-    channels = tensor.size(1)
-    padded = -(-channels // BLOCK) * BLOCK
-    return tensor.numel() // channels * padded * tensor.element_size()
 
 
 def _is_turned(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from anybatch.estimate.kernels import layout_copies
+from anybatch.estimate.images import copies_on_cpu
 
 Memory = Literal["plain", "special", "random", "norm", "batch_norm", "gather", "pool", "reduction"]
 """Operations that are limited by memory, each kind at a rate of its own."""
@@ -116,7 +116,7 @@ def operation_of(
         flops=_flops(packet, name, args, kwargs, result),
         num_bytes=moved,
         fresh_bytes=fresh,
-        copies=tuple(map(float, layout_copies(func, args, result))) if kind == "cpu" else (),
+        copies=tuple(map(float, copies_on_cpu(func, args, result))) if kind == "cpu" else (),
         narrow=_narrow(name, inputs),
         num_products=_num_products(name, args),
         num_tensors=max(1, len(outputs), len(inputs) if "_foreach_" in name else 0),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anybatch.estimate.kernels import _SUPPORTS, PRIMITIVE_BYTES, CpuKernels
+from anybatch.estimate.kernels import _SUPPORTS, PRIMITIVE_BYTES, CpuKernels, kernels_on
 
 _aten = torch.ops.aten
 KIB = 1 << 10
@@ -148,6 +148,11 @@ def test_a_convolution_keeps_less_for_one_gradient_than_for_two():
 LAST = torch.channels_last
 
 
+def laid(last: bool, *shape: int) -> Tensor:
+    empty = fake(*shape)
+    return empty.contiguous(memory_format=LAST) if last else empty
+
+
 @pytest.mark.parametrize(
     ("image_last", "gradient_last", "forward", "backward"),
     [
@@ -161,10 +166,6 @@ LAST = torch.channels_last
 def test_convolutions_copy_what_is_not_laid_out_as_they_compute(
     image_last: bool, gradient_last: bool, forward: int, backward: int
 ):
-    def laid(last: bool, *shape: int) -> torch.Tensor:
-        empty = fake(*shape)
-        return empty.contiguous(memory_format=LAST) if last else empty
-
     kernels, some = CpuKernels(2), ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     image, weight = laid(image_last, 256, 32, 32, 32), laid(image_last, 64, 32, 3, 3)
     result = laid(image_last, 256, 64, 32, 32)
@@ -195,3 +196,27 @@ def test_pooling_backward_copies_where_layouts_differ(image_last: bool, copied: 
     args = (gradient, image, *pairs, False, indices)
     backward = _aten.max_pool2d_with_indices_backward.default
     assert CpuKernels(2).scratch(backward, args, image) == copied << 20
+
+
+@pytest.mark.parametrize(
+    ("image_last", "gradient_last", "forward", "backward"),
+    [(False, False, 0, 0), (True, True, 1, 1), (True, False, 1, 1 + 64)],
+)
+def test_on_cuda_weights_and_gradients_are_laid_out_as_images_are(
+    image_last: bool, gradient_last: bool, forward: int, backward: int
+):
+    kernels, some = kernels_on("cuda"), ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    image, weight = laid(image_last, 256, 32, 32, 32), fake(512, 32, 4, 4)  # of 1 MiB
+    gradient = laid(gradient_last, 128, 128, 32, 32)  # of 64
+    made = kernels.scratch(_aten.convolution.default, (image, weight, None, *some), gradient)
+    assert made == forward << 20
+    args = (gradient, image, weight, None, *some, [True, True, False])
+    assert kernels.scratch(_aten.convolution_backward.default, args, None) == backward << 20
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_on_cuda_pooling_backward_copies_its_gradient_where_layouts_differ(last: bool):
+    image, gradient = laid(True, 8, 32, 32, 32), laid(last, 8, 32, 16, 16)
+    args = (gradient, image, [2, 2], [2, 2], [0, 0], [1, 1], False, fake(8, 32, 16, 16))
+    backward = _aten.max_pool2d_with_indices_backward.default
+    assert kernels_on("cuda").scratch(backward, args, image) == (0 if last else gradient.nbytes)

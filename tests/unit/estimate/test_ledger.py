@@ -98,7 +98,10 @@ def test_vgg16_by_layer():
         math.prod(row.output_shape or ()) for row in found.layers if row.type_name == "MaxPool2d"
     )
     kept = sum(row.activation_bytes for row in found.layers if row.name in shapes)
-    assert kept == 4 * 2 * numbers + 8 * pooled
+    # The channels lie last: the images are copied into that, and the last pooling's result out of it,
+    # whose copy is kept instead.
+    copied = 3 * 224**2 - 512 * 7**2
+    assert kept == 4 * 2 * (numbers + copied) + 8 * pooled
 
 
 class Feed(nn.Module):
