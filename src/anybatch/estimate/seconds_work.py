@@ -267,7 +267,7 @@ class Watch(TorchDispatchMode):
             self.matmul_bytes[self.block] = self.matmul_bytes.get(self.block, 0) + kept
 
 
-def _are_of_one_kind(one: Tensor, other: Any) -> bool:
+def _are_of_one_kind(one: Tensor, other: Any = None) -> bool:
     return isinstance(other, Tensor) and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
