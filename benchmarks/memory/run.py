@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,15 @@ LEAST_SECONDS, MOST_IDLE = 0.02, 0.1
 BLOCKS = {"u-net": "down.*,join.*"}
 
 
-def cells_of(names: Collection[str]) -> list[tuple[str, str]]:
+def cells_of(names: Iterable[str]) -> list[tuple[str, str]]:
     """The cells of these models: each with its variants."""
-    found = [(name, variant) for name in names for variant in VARIANTS]
-    found += [(name, variant) for name in names if name in OF_WORDS for variant in CHUNKED]
-    found += [(name, CHANNELS_LAST) for name in names if name in OF_IMAGES]
-    order = list(names)
-    return sorted(found, key=lambda cell: order.index(cell[0]))
+    return [(name, variant) for name in names for variant in variants_of(name)]
+
+
+def variants_of(name: str) -> tuple[str, ...]:
+    """Of one model."""
+    chunked = CHUNKED if name in OF_WORDS else ()
+    return (*VARIANTS, *chunked, *([CHANNELS_LAST] if name in OF_IMAGES else []))
 
 
 def measure(name: str, variant: str) -> dict[str, Any]:

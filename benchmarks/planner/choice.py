@@ -21,7 +21,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -124,22 +124,18 @@ def measure(task: ab.Task, chosen: Plan, rounds: int) -> tuple[list[Tried], floa
     for one in tried:
         one.fits = not run(task, taking(chosen, one.choice)).ran_out
     seconds = time.perf_counter() - begun
-    order = random.Random(0)
-    fitting = [one for one in tried if one.fits]
-    for _ in range(rounds):
-        for one in order.sample(fitting, len(fitting)):
-            one.seconds += run(task, taking(chosen, one.choice)).seconds[1:]
+    in_turns(task, chosen, [one for one in tried if one.fits], rounds)
     return tried, seconds
 
 
-def again(task: ab.Task, chosen: Plan, pair: tuple[Tried, Tried]) -> Iterator[float]:
-    """The median seconds of each of two candidates, measured in turns."""
-    steps: tuple[list[float], list[float]] = [], []
+def in_turns(task: ab.Task, chosen: Plan, tried: Sequence[Tried], rounds: int) -> None:
+    """Measure each of these candidates anew."""
     order = random.Random(0)
-    for _ in range(DUEL_ROUNDS):
-        for which in order.sample((0, 1), 2):
-            steps[which].extend(run(task, taking(chosen, pair[which].choice)).seconds[1:])
-    return map(statistics.median, steps)
+    for one in tried:
+        one.seconds.clear()
+    for _ in range(rounds):
+        for one in order.sample(tried, len(tried)):
+            one.seconds += run(task, taking(chosen, one.choice)).seconds[1:]
 
 
 def taking(chosen: Plan, choice: Choice) -> Plan:
@@ -160,9 +156,9 @@ def compare(name: str, memory: str, steps: int, rounds: int) -> dict[str, Any]:
     if not own.fits:
         return {"task": name, "memory": memory, "chosen": own.choice.describe(), "fits": False}
     best = min(fitting, key=lambda one: statistics.median(one.seconds))
-    own_seconds, best_seconds = (statistics.median(one.seconds) for one in (own, best))
     if best is not own:
-        own_seconds, best_seconds = again(task, chosen, (own, best))
+        in_turns(task, chosen, [own, best], DUEL_ROUNDS)
+    own_seconds, best_seconds = (statistics.median(one.seconds) for one in (own, best))
     told = chosen.prediction.step_seconds if chosen.prediction else math.nan
     return {
         "task": name,

@@ -12,6 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 
+MOST_IDLE = 0.05
+"""A thread that is alone on its core is idle for less of the time: beyond that others disturb it."""
+
 _SECONDS = 10.0
 """A thread that has not begun by then is not waited for."""
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from anybatch.estimate.seconds_operations import Memory
 from anybatch.machine import Device, Rates
-from anybatch.threads import Stopwatch
+from anybatch.threads import MOST_IDLE, Stopwatch
 
 Curve = tuple[tuple[float, float], ...]
 """(size of the work, work per second), by size: work in floating-point operations or bytes."""
@@ -31,9 +31,6 @@ Products = tuple[float, Curve, Curve]
 
 FAMILIES: tuple[Memory, ...] = get_args(Memory)
 """Of operations that are limited by memory."""
-
-MOST_WAITED = 0.05
-"""A process that is alone on its cores hardly waits for one while it measures."""
 
 _POINT_SECONDS = 0.012
 """Measuring time for one point of a curve."""
@@ -77,7 +74,7 @@ class Speeds:
     @property
     def disturbed(self) -> bool:
         """Whether other processes have slowed the measurement down, so that it says little."""
-        return self.waited > MOST_WAITED
+        return self.waited > MOST_IDLE
 
 
 def rate_at(curve: Curve, work: float) -> float:
@@ -142,8 +139,8 @@ def _nominal_cpu(rates: Rates) -> Speeds:
         name: (8.0, ((1.0, rate / 2),), ((1.0, rate),)) for name, rate in full.items()
     }
     memory = ((1.0, rates.bytes),)
-    slower = {"special": 0.4, "random": 0.15, "norm": 0.6, "pool": 0.3, "gather": 0.5}
-    slower["batch_norm"] = 0.3
+    slower = {"special": 0.4, "random": 0.15, "norm": 0.6, "batch_norm": 0.3}
+    slower |= {"pool": 0.3, "gather": 0.5}
     return Speeds(
         matmul=compute,
         convolution=compute,

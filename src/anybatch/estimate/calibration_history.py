@@ -17,7 +17,6 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from anybatch.errors import InputError
-from anybatch.estimate.calibration import MOST_WAITED
 from anybatch.estimate.calibration_store import (
     Where,
     cache_folder,
@@ -29,6 +28,7 @@ from anybatch.estimate.calibration_store import (
 )
 from anybatch.machine import Device, Machine
 from anybatch.plans import Plan, TaskIdentity
+from anybatch.threads import MOST_IDLE
 
 _KEPT = 60
 """Runs that are remembered per device."""
@@ -141,7 +141,7 @@ def remember(
     seconds = peak = None
     speeds = known_speeds(device)
     trusted = speeds is None or not speeds.disturbed
-    if measured_step_seconds and idle_seconds > MOST_WAITED * measured_step_seconds:
+    if measured_step_seconds and idle_seconds > MOST_IDLE * measured_step_seconds:
         trusted = False
     if trusted and measured_step_seconds and told.step_seconds > 0:
         seconds = measured_step_seconds * told.seconds_corrected_by / told.step_seconds

@@ -66,9 +66,13 @@ class Head:
     learns: bool
     num_computed: int = 0
 
+    def num_logits(self, num_samples: int) -> float:
+        """Of so many samples."""
+        return self.tokens * num_samples * self.words
+
     def is_left_out(self, num_samples: int) -> bool:
         """Whether the logits of so many samples are enough to be left out."""
-        return self.tokens * num_samples * self.words > PLAIN_LOGITS
+        return self.num_logits(num_samples) > PLAIN_LOGITS
 
 
 def head_of(subject: Subject, choice: Choice, device: Device) -> Head | None:
@@ -96,7 +100,7 @@ def _tried(head: Head, subject: Subject, choice: Choice, device: Device) -> Head
     except Exception:  # whatever the user's code raises
         return None
     left = logits_of(traced)
-    if left is not None and left[1] >= _ITEM_BYTES * head.tokens * subject.whole * head.words:
+    if left is not None and left[1] >= _ITEM_BYTES * head.num_logits(subject.whole):
         return None  # the softmax of all of them is there as before
     return replace(head, num_computed=len(noted) // num_traced(subject, tried))
 
@@ -116,10 +120,8 @@ def _found(subject: Subject, choice: Choice, device: Device) -> Head | None:
     words, width = weight.shape
     dtype = weight.dtype
     numbers = softmax_bytes // (8 if dtype == torch.float64 else _ITEM_BYTES)
-    if numbers / choice.micro_batch * subject.whole <= PLAIN_LOGITS:
-        return None
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(choice.precision.partition("-")[0])
-    return Head(
+    head = Head(
         name=name,
         words=words,
         width=width,
@@ -128,6 +130,7 @@ def _found(subject: Subject, choice: Choice, device: Device) -> Head | None:
         has_bias=bias is not None,
         learns=weight.requires_grad,
     )
+    return head if head.is_left_out(subject.whole) else None
 
 
 def _layer_of(model: nn.Module, made_in: str) -> tuple[str, nn.Linear | nn.Embedding | None]:

@@ -132,14 +132,6 @@ class Kernels(ABC):
         return None
 
 
-class NoKernels(Kernels):
-    """Nothing beside arguments and results."""
-
-    def scratch(self, op: Any, args: tuple[Any, ...], result: Any) -> int:
-        """See `Kernels`."""
-        return 0
-
-
 class CpuKernels(Kernels):
     """oneDNN, MKL, and torch's own on a CPU with so many threads."""
 

@@ -30,13 +30,17 @@ class Convolutions(NamedTuple):
     number: int
     refused: str
 
+    @property
+    def can_turn(self) -> bool:
+        """Whether there are any, and the channels of their images can lie last."""
+        return bool(self.number) and not self.refused
+
 
 def layout_on(device: Device, subject: Subject) -> KernelChoices:
     """The layout in which the convolutions of `subject` run on `device`."""
     if device.kind == "cpu":
         return KernelChoices()
-    found = convolutions_of(subject)
-    return KernelChoices(channels_last=bool(found.number) and not found.refused)
+    return KernelChoices(channels_last=convolutions_of(subject).can_turn)
 
 
 def convolutions_of(subject: Subject) -> Convolutions:

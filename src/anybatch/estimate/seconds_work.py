@@ -28,6 +28,7 @@ from anybatch.compute.optimizers_update import can_part, leanest_update
 from anybatch.estimate.layout import layout_on
 from anybatch.estimate.recall import Recall, fake_mode
 from anybatch.estimate.seconds_operations import Operation, bytes_of, operation_of
+from anybatch.estimate.stage_setup import fake_device
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import has_parts
 from anybatch.estimate.updates import moved_bytes
@@ -98,8 +99,7 @@ class Counting:
 
     def __init__(self, subject: Subject, choice: Choice, device: Device) -> None:
         self._kind = device.kind
-        usable = device.kind == "cuda" and device.present and torch.cuda.is_available()
-        self.target: torch.device = torch.device(device.torch_name if usable else "cpu")
+        self.target: torch.device = fake_device(device)
         self._subject = subject
         self._fake = fake_mode()
         self._watch = Watch(self._fake, subject.recall, device.kind)

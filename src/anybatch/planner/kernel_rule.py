@@ -28,7 +28,7 @@ def with_kernels(plan: Plan, subject: Subject, compiled: Compile, shapes_vary: b
     if plan.device != "cpu" and (found := convolutions_of(subject)).number:
         varying = next(_variation(plan, shapes_vary), "")
         kernels = kernels.model_copy(
-            update={"channels_last": not found.refused, "autotune": not varying}
+            update={"channels_last": found.can_turn, "autotune": not varying}
         )
         notices += [_told_layout(found), _told_tuning(varying)]
     return plan.model_copy(update={"kernels": kernels, "notices": (*plan.notices, *notices)})

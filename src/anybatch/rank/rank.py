@@ -471,7 +471,8 @@ class Rank:
             begun, reading, source.waited_seconds = time.perf_counter(), 0.0, 0.0
         watch = Stopwatch()
         done = self._engine.run(data.step, source, partial(self._rates.before_update, progress))
-        idle = watch.idle_seconds() - source.waited_seconds
+        # A rank among several waits for the others too, and a host for its device.
+        idle = watch.idle_seconds() - source.waited_seconds if self._alone_on_cpu else 0.0
         if isinstance(done, PassedOver):
             self._pass_over(data, source.kept.num_samples, done.reason)
             return None
@@ -480,9 +481,7 @@ class Rank:
         self._rates.after_update()
         self._advance(data)
         seconds, waited = time.perf_counter() - begun, reading + source.waited_seconds
-        # A rank among several waits for the others too, and a host for its device.
-        idle = max(0.0, idle) if self._alone_on_cpu else 0.0
-        self._record.took(seconds, waited, idle, source.kept.num_samples)
+        self._record.took(seconds, waited, max(0.0, idle), source.kept.num_samples)
         event = StepDone(
             time=time.time(),
             step=self._position.step,

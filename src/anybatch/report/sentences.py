@@ -26,6 +26,7 @@ from anybatch.events import (
     Straggler,
     Tried,
 )
+from anybatch.threads import MOST_IDLE
 from anybatch.units import format_bytes, format_count, format_seconds
 
 _SHOWN = 8  # samples that a sentence names
@@ -266,7 +267,7 @@ def compare(
         what: seconds
         for what, seconds, least in (
             ("step, waiting", data_seconds, 0.01),
-            ("step, idle", idle_seconds, 0.05),
+            ("step, idle", idle_seconds, MOST_IDLE),
         )
         if measured_step_seconds and seconds > least * measured_step_seconds
     }
