@@ -55,18 +55,7 @@ def measure(name: str, variant: str) -> dict[str, Any]:
     """One cell; called in a process of its own where the process is what is measured."""
     import anybatch as ab
 
-    kind = KINDS[name]
-    if variant == CHANNELS_LAST:
-        kind = kind.channels_last()
-    task = kind.task(name)
-    plan = ab.plan(
-        task,
-        memory=BUDGET,
-        precision="bf16" if variant.endswith("bf16") else "fp32",
-        micro_batch=kind.batch // 4 if variant == "accumulated" else kind.batch,
-        recompute=BLOCKS.get(name, "all") if variant == "recomputed" else "none",
-        chunked_loss=variant in CHUNKED,
-    )
+    task, plan = task_and_plan(name, variant)
     ended = ab.train(task, plan=plan, progress=False).ended
     return {
         "model": name,
@@ -79,6 +68,25 @@ def measure(name: str, variant: str) -> dict[str, Any]:
         "measured_seconds": ended.step_seconds,
         "idle_seconds": ended.idle_seconds,
     }
+
+
+def task_and_plan(name: str, variant: str) -> tuple[Any, Any]:
+    """What a cell trains, and how."""
+    import anybatch as ab
+
+    kind = KINDS[name]
+    if variant == CHANNELS_LAST:
+        kind = kind.channels_last()
+    task = kind.task(name)
+    plan = ab.plan(
+        task,
+        memory=BUDGET,
+        precision="bf16" if variant.endswith("bf16") else "fp32",
+        micro_batch=kind.batch // 4 if variant == "accumulated" else kind.batch,
+        recompute=BLOCKS.get(name, "all") if variant == "recomputed" else "none",
+        chunked_loss=variant in CHUNKED,
+    )
+    return task, plan
 
 
 def others(name: str, variant: str, device: str = "cpu") -> dict[str, Any]:
