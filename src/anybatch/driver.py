@@ -1,7 +1,9 @@
-"""Driver: what a process holds on a CUDA device beside torch's allocator, by the driver's books."""
+"""Driver: what a process holds on a CUDA device beside the tensors of a run: of the driver, and of torch's
+allocator."""
 
 from __future__ import annotations
 
+import gc
 import os
 from functools import cache
 
@@ -48,5 +50,24 @@ def context_bytes(index: int) -> int:
     result = torch.nn.functional.conv2d(image, weight).sum() + (matrix @ matrix).sum()
     result.backward()
     torch.cuda.synchronize(device)
+    del matrix, image, weight, result
+    release_unused(device)
     held = process_bytes_on(device) - torch.cuda.memory_reserved(device)
     return held + _LATER_BYTES if 0 < held <= _MOST_BYTES else TYPICAL_CONTEXT_BYTES
+
+
+def release_unused(device: torch.device) -> None:
+    """Let torch's allocator give back to the driver whatever segments nobody uses, so that what is taken
+    next does not depend on what was taken before."""
+    gc.collect()
+    with torch.cuda.device(device):
+        torch.cuda.empty_cache()
+
+
+def take_workspaces(device: torch.device) -> None:
+    """Let cuBLAS have its workspaces on `device`, in forward's thread (this one) and in backward's. It keeps
+    them for good; taken before anything else, they lie beside the tensors of a run, not between them."""
+    if device.type != "cuda":
+        return
+    weight = torch.ones(16, 16, device=device, requires_grad=True)
+    torch.nn.functional.linear(weight.detach(), weight, weight.detach()[0]).sum().backward()

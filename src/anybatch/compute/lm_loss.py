@@ -782,14 +782,15 @@ def _look(wrong: Tensor, targets: Tensor, shape: torch.Size, words: int) -> Tens
 
 
 def _note_wrong(wrong: Tensor, targets: Tensor, words: int) -> Tensor:
-    """Note the first wrong target on its device, and return the factor of the loss."""
+    """Note the first wrong target on its device, and return the factor of the loss. Nothing here waits for
+    the device, as indexing by a number on it would."""
     places = torch.arange(len(wrong), device=wrong.device)
-    place = torch.where(wrong, places, len(wrong) - 1).min()
-    found = wrong[place]
-    now = torch.stack([found.long(), place, targets[place], torch.full_like(place, words)])
+    place = torch.where(wrong, places, len(wrong) - 1).min().view(1)
+    found, target = wrong.index_select(0, place), targets.index_select(0, place)
+    now = torch.cat([found.long(), place, target, torch.full_like(place, words)])
     before = _SEEN.get(targets.device)
     _SEEN[targets.device] = now if before is None else torch.where(before[0] > 0, before, now)
-    return torch.where(found, torch.nan, 1.0)
+    return torch.where(found, torch.nan, 1.0).view(())
 
 
 def _wrong_sentence(where: str, value: int, words: int) -> str:

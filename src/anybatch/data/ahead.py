@@ -10,6 +10,7 @@ copy of the next goes on while the current one is computed with:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ _END = object()
 def on_device(batches: Iterator[Any], device: torch.device | str) -> Iterator[Any]:
     """The batches with their tensors on `device`; for the CPU the iterator itself.
 
-    On CUDA up to two batches are on the device at once: let go of this iterator before a step is
-    redone, so that the one ahead is freed.
+    On CUDA there is memory for two batches, however many there are. The next one is fetched and copied once
+    the caller, which has queued what is to be computed with this one, asks for it. Let go of this iterator
+    before a step is redone, so that the batch it holds is freed.
     """
     target = torch.device(device)
     if target.type == "cpu":
@@ -35,20 +37,30 @@ def on_device(batches: Iterator[Any], device: torch.device | str) -> Iterator[An
 
 
 def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    copies = torch.cuda.Stream(device)
-    ahead = _copy(batches, device, copies)
-    while ahead is not _END:
-        batch = ahead
+    copies = _stream_of_copies(device)
+    before: torch.cuda.Event | None = None
+    batch = _copy(batches, device, copies)
+    while batch is not _END:
         compute = torch.cuda.current_stream(device)
-        # 1. Computing waits for the copy of this batch, not for that of the next.
+        # 1. Computing waits for the copy of this batch.
         compute.wait_stream(copies)
         # 2. Its memory belongs to the stream of copies; it must not be reused before computing is
         #    done with it.
         map_leaves(batch, lambda leaf, stream=compute: _record(leaf, stream))
-        # 3. The next one is on its way while this one is in use.
-        ahead = _copy(batches, device, copies)
         yield batch
-        del batch  # else it would live on while the next one is waited for
+        # 3. While this one is computed with, the next one is on its way, into the memory of the one before:
+        #    the host may be far ahead of the device, so it waits until that one is not needed any more.
+        done = compute.record_event()
+        if before is not None:
+            before.synchronize()
+        before = done
+        batch = _copy(batches, device, copies)
+
+
+@cache
+def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
+    """One for each device: torch's allocator keeps the memory of each stream for that stream."""
+    return torch.cuda.Stream(device)
 
 
 def _copy(batches: Iterator[Any], device: torch.device, stream: torch.cuda.Stream) -> Any:

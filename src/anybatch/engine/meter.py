@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import psutil
 import torch
 
-from anybatch.driver import process_bytes_on
+from anybatch.driver import process_bytes_on, release_unused
 from anybatch.engine.process import free_in_heap, reset_peak, status
 
 
@@ -110,6 +110,7 @@ class CudaMeter(Meter):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         torch.empty(1, device=device)  # creates the context, which counts
+        release_unused(device)
         held = process_bytes_on(device) - torch.cuda.memory_reserved(device)
         self.beside_bytes: int = max(0, held)
         self._most = {"allocated": 0, "active": 0, "reserved": 0}
@@ -134,7 +135,7 @@ class CudaMeter(Meter):
         """See `Meter`. What the allocator keeps and nobody uses is given back, so that it is not taken
         for the lap's."""
         self.peak_bytes()
-        torch.cuda.empty_cache()
+        release_unused(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def drop_lap(self) -> None:

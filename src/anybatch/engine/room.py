@@ -10,12 +10,15 @@ a moment later. So the block comes from the heap, and while the room is open, th
     after   the block goes back to the kernel
 
 Pages that nobody writes to are never resident: room costs addresses, not memory. torch's allocator on
-CUDA keeps what is freed anyway.
+CUDA keeps what is freed anyway, so there it is enough to have had it: in pieces as large as the tensors
+of an update, which find their places where the pieces were. One piece would be taken from the driver
+beside all that is free already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import final
 
@@ -39,15 +42,15 @@ class Room:
         """Whether there is any."""
         return self._block is not None
 
-    def take(self, least: int, most: int = 0) -> None:
+    def take(self, least: int, most: int = 0, pieces: Sequence[int] = ()) -> None:
         """Have `most` bytes if they can be had, `least` at any rate. In place of what was taken before.
+        `pieces`: sizes of what will be asked for; see the module.
 
         Raises `MemoryError` (on CUDA `torch.OutOfMemoryError`) if not even `least` can be had.
         """
         self.give_back()
         if self._device.type != "cpu":
-            if least:
-                torch.empty(least, dtype=torch.uint8, device=self._device)
+            _try_out(least, pieces, self._device)
             return
         size = max(least, most) if has_glibc() else 0
         while size:
@@ -73,6 +76,16 @@ class Room:
         block, self._block = self._block, None
         if block is not None:
             block.close()
+
+
+def _try_out(num_bytes: int, pieces: Sequence[int], device: torch.device) -> None:
+    """Have so many bytes at once, in pieces of these sizes in turn, and give them back."""
+    held: list[torch.Tensor] = []
+    sizes = itertools.cycle(tuple(filter(None, pieces)) or (num_bytes,))
+    while num_bytes > 0:
+        size = min(next(sizes), num_bytes)
+        held.append(torch.empty(size, dtype=torch.uint8, device=device))
+        num_bytes -= size
 
 
 LEAST_BYTES, MOST_BYTES = 4 << 20, 16 << 20

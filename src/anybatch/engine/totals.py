@@ -58,13 +58,17 @@ class Totals:
         sums = [self._losses.total(), self._weights.total(), negative, *(s.total() for s in pairs)]
         if not any(isinstance(one, Tensor) for one in sums):
             return torch.tensor(sums, dtype=torch.float64, device=self._device)
-        return torch.stack(
-            [torch.as_tensor(one, dtype=torch.float64, device=self._device) for one in sums]
-        )
+        return torch.stack([self._placed(one) for one in sums])
 
     def not_finite(self) -> list[int]:
         """Numbers of the micro-batches whose loss or weight is not finite. Waits for the device."""
         return sorted({*self._losses.not_finite(), *self._weights.not_finite()})
+
+    def _placed(self, value: Tensor | float) -> Tensor:
+        """On the device, without waiting for it, as the copy of a number would."""
+        if isinstance(value, Tensor):
+            return value.to(self._device, torch.float64)
+        return torch.full((), value, dtype=torch.float64, device=self._device)
 
     def _add_metrics(self, pairs: dict[str, tuple[Any, Any]]) -> None:
         if self._metrics is None:

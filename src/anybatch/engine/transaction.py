@@ -23,6 +23,7 @@ import torch
 
 from anybatch.compute import Replica
 from anybatch.data import Bad, BadSamples, told_samples
+from anybatch.driver import release_unused
 from anybatch.engine.bench import Bench
 from anybatch.engine.judge import Judge, Staged
 from anybatch.engine.ladder import Ladder
@@ -365,14 +366,20 @@ class Transactions:
     def _reserve(self) -> None:
         """Fail now, while failing is harmless, if the update would not have room."""
         first, later = self._commit_bytes
-        need = later if self._replica.optimizer.state else first
+        is_first = not self._replica.optimizer.state
+        need = first if is_first else later
         self._replica.phase = "update"
+        if is_first and self._device.type == "cuda":
+            # What the optimizer makes now stays. It shall not lie among what the passes have left free,
+            # or none of that can be given back, or be used for anything larger, any more.
+            release_unused(self._device)
         if self._limit.is_ours:  # then it is waived while the update runs, and only has to be kept
             torch.empty(need, dtype=torch.uint8, device=self._device)
         elif need or is_limited():
             about, generously = self._replica.update_bytes()
             on_host = self._device.type == "cpu"
-            self._room.take(need or (about if on_host else 0), generously)
+            pieces = [parameter.nbytes for parameter in self._replica.parameters]
+            self._room.take(need or (about if on_host else 0), generously, pieces)
 
     def _clear(self) -> None:
         """After a failure: what it left in autograd's queue, so that there is room to tell of it."""

@@ -12,11 +12,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
-from anybatch.estimate.trace import Block, Timeline
+from anybatch.estimate.trace import COPIED, Block, Timeline
 
 PAGE = 4096
 _HEADER = 64 + 16  # torch's alignment, malloc's own words
+
+_SCRATCH = -1  # stands for it among the keys of blocks
 
 CUDA_BLOCK = 512
 CUDA_SMALL = 1 << 20
@@ -122,7 +125,7 @@ class GlibcHeap(Allocator):
 
 
 class CudaCache(Allocator):
-    """torch's CUDA caching allocator, on one stream (torch's documentation, "CUDA semantics: memory
+    """torch's CUDA caching allocator, with one stream that computes and one that copies batches (torch's documentation, "CUDA semantics: memory
     management"; `c10/cuda/CUDACachingAllocator.cpp`).
 
     A block is rounded to 512 bytes. Those of up to 1 MiB come from small segments, of 2 MiB; those
@@ -161,15 +164,28 @@ class CudaCache(Allocator):
             for block in births:
                 if block.num_bytes:
                     requested += block.num_bytes
-                    allocated += cache.take(id(block), block.num_bytes)
+                    allocated += cache.take(id(block), block.num_bytes, block.phase == COPIED)
             scratch = timeline.scratch.get(moment, 0)
-            held = cache.reserved_bytes + scratch
-            books.note(moment, allocated + scratch, requested + scratch, held)
+            taken = cache.take(_SCRATCH, scratch) if scratch else 0
+            books.note(moment, allocated + taken, requested + scratch, cache.reserved_bytes)
+            if scratch:
+                cache.give(_SCRATCH)
             for block in deaths:
                 if block.num_bytes:
                     requested -= block.num_bytes
                     allocated -= cache.give(id(block))
         return books.taken()
+
+
+class _Pool(NamedTuple):
+    """Where free chunks are looked for. A stream has its own: batches are copied on another one than
+    everything else runs on."""
+
+    small: bool
+    copied: bool
+
+
+_POOLS = tuple(_Pool(small, copied) for small in (True, False) for copied in (False, True))
 
 
 @dataclass(slots=True, eq=False)
@@ -178,7 +194,7 @@ class _Chunk:
 
     start: int
     size: int
-    small: bool
+    pool: _Pool
     free: bool = False
     before: _Chunk | None = None
     after: _Chunk | None = None
@@ -193,25 +209,25 @@ class _Cache:
         self._max_split = max_split
         self._limit = limit
         self._taken: dict[int, _Chunk] = {}
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, start)
+        self._free: dict[_Pool, list[tuple[int, int]]] = {pool: [] for pool in _POOLS}  # (size, start)
         self._at: dict[int, _Chunk] = {}  # start -> free chunk
         self._line = 0
-        self._last: dict[bool, _Chunk | None] = {True: None, False: None}  # of expandable segments
+        self._last: dict[_Pool, _Chunk] = {}  # of expandable segments
 
-    def take(self, key: int, num_bytes: int) -> int:
-        """Take a block; returns its size."""
+    def take(self, key: int, num_bytes: int, copied: bool = False) -> int:
+        """Take a block; returns its size. `copied`: of the stream that copies to the device."""
         size = _round_up(num_bytes, CUDA_BLOCK)
-        small = size <= CUDA_SMALL
-        chunk = self._fitting(size, small)
+        pool = _Pool(size <= CUDA_SMALL, copied)
+        chunk = self._fitting(size, pool)
         if chunk is None:
-            chunk = self._grown(size, small) if self._expandable else self._segment(size, small)
-        if self._is_worth_splitting(chunk.size - size, size, small):
-            rest = _Chunk(chunk.start + size, chunk.size - size, small, True, chunk, chunk.after)
+            chunk = self._grown(size, pool) if self._expandable else self._segment(size, pool)
+        if self._is_worth_splitting(chunk.size - size, size, pool):
+            rest = _Chunk(chunk.start + size, chunk.size - size, pool, True, chunk, chunk.after)
             if rest.after is not None:
                 rest.after.before = rest
             chunk.size, chunk.after = size, rest
-            if self._last[small] is chunk:
-                self._last[small] = rest
+            if self._last.get(pool) is chunk:
+                self._last[pool] = rest
             self._put(rest)
         chunk.free = False
         self._taken[key] = chunk
@@ -229,13 +245,13 @@ class _Cache:
         self._put(chunk)
         return size
 
-    def _fitting(self, size: int, small: bool) -> _Chunk | None:
-        chunks = self._free[small]
+    def _fitting(self, size: int, pool: _Pool) -> _Chunk | None:
+        chunks = self._free[pool]
         i = bisect_left(chunks, (size, 0))
         if i == len(chunks):
             return None
         found = self._at[chunks[i][1]]
-        if self._max_split is not None and not small:
+        if self._max_split is not None and not pool.small:
             if size < self._max_split <= found.size:
                 return None
             if size >= self._max_split and found.size >= size + CUDA_MIDDLE_SEGMENT:
@@ -243,22 +259,22 @@ class _Cache:
         self._drop(found)
         return found
 
-    def _segment(self, size: int, small: bool) -> _Chunk:
-        if small:
+    def _segment(self, size: int, pool: _Pool) -> _Chunk:
+        if pool.small:
             whole = CUDA_SMALL_SEGMENT
         elif size < CUDA_LARGE:
             whole = CUDA_MIDDLE_SEGMENT
         else:
             whole = _round_up(size, CUDA_SMALL_SEGMENT)
         self._reserve(whole)
-        chunk = _Chunk(self._line, whole, small)
+        chunk = _Chunk(self._line, whole, pool)
         self._line += whole + CUDA_BLOCK  # the gap: no chunk of one segment touches another's
         return chunk
 
-    def _grown(self, size: int, small: bool) -> _Chunk:
+    def _grown(self, size: int, pool: _Pool) -> _Chunk:
         """The end of the pool's one segment, grown until it holds `size`."""
-        last = self._last[small]
-        step = CUDA_SMALL_SEGMENT if small else CUDA_MIDDLE_SEGMENT
+        last = self._last.get(pool)
+        step = CUDA_SMALL_SEGMENT if pool.small else CUDA_MIDDLE_SEGMENT
         there = last.size if last is not None and last.free else 0
         more = _round_up(size - there, step)
         self._reserve(more)
@@ -266,11 +282,11 @@ class _Cache:
             self._drop(last)
             last.size += more
             return last
-        start = last.start + last.size if last is not None else (1 << 60 if small else 1 << 61)
-        chunk = _Chunk(start, more, small, before=last)
+        start = last.start + last.size if last is not None else (1 + _POOLS.index(pool)) << 60
+        chunk = _Chunk(start, more, pool, before=last)
         if last is not None:
             last.after = chunk
-        self._last[small] = chunk
+        self._last[pool] = chunk
         return chunk
 
     def _reserve(self, size: int) -> None:
@@ -286,11 +302,13 @@ class _Cache:
                 self.reserved_bytes -= chunk.size
                 if chunk.before is not None:
                     chunk.before.after = None
-                if self._last[chunk.small] is chunk:
-                    self._last[chunk.small] = chunk.before
+                if self._last.get(chunk.pool) is chunk:
+                    del self._last[chunk.pool]
+                    if chunk.before is not None:
+                        self._last[chunk.pool] = chunk.before
 
-    def _is_worth_splitting(self, rest: int, size: int, small: bool) -> bool:
-        if small or self._expandable:
+    def _is_worth_splitting(self, rest: int, size: int, pool: _Pool) -> bool:
+        if pool.small or self._expandable:
             return rest >= CUDA_BLOCK
         return rest > CUDA_SMALL and (self._max_split is None or size < self._max_split)
 
@@ -300,16 +318,16 @@ class _Cache:
         first.after = second.after
         if second.after is not None:
             second.after.before = first
-        if self._last[first.small] is second:
-            self._last[first.small] = first
+        if self._last.get(first.pool) is second:
+            self._last[first.pool] = first
         return first
 
     def _put(self, chunk: _Chunk) -> None:
-        insort(self._free[chunk.small], (chunk.size, chunk.start))
+        insort(self._free[chunk.pool], (chunk.size, chunk.start))
         self._at[chunk.start] = chunk
 
     def _drop(self, chunk: _Chunk) -> None:
-        chunks = self._free[chunk.small]
+        chunks = self._free[chunk.pool]
         del chunks[bisect_left(chunks, (chunk.size, chunk.start))]
         del self._at[chunk.start]
 

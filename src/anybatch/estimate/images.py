@@ -70,9 +70,14 @@ def scratch_on_cuda(op: Any, args: tuple[Any, ...]) -> int:
         gradient, image = args[:2]
         return gradient.nbytes if _is_channels_last(gradient) != _is_channels_last(image) else 0
     tensors = args[:2] if op is CONVOLUTION else args[:3]
-    if not _by_channels_last(*tensors[-2:]):
-        return 0
-    return sum(t.nbytes for t in tensors if not t.is_contiguous(memory_format=_LAST[t.dim()]))
+    last = _by_channels_last(*tensors[-2:])
+    layout = _LAST[args[0].dim()] if last else torch.contiguous_format
+    return sum(_num_bytes(t) for t in tensors if not t.is_contiguous(memory_format=layout))
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Of a copy; the tensor itself may be a part of a larger one, or of less where it is expanded."""
+    return tensor.numel() * tensor.element_size()
 
 
 def _convolution(image: Tensor, weight: Tensor, result: Tensor) -> int:

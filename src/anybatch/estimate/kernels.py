@@ -30,7 +30,6 @@ from anybatch.estimate.images import (
     CONVOLUTION_BACKWARD,
     IMAGES,
     scratch_on_cpu,
-    scratch_on_cuda,
 )
 
 _aten: Any = torch.ops.aten
@@ -290,19 +289,6 @@ class _Packed:
             self._buffers[0] = asked, filled
         else:
             self._buffers.append((asked, filled))
-
-
-class CudaKernels(Kernels):
-    """cuDNN's copies of images. What else kernels of CUDA take: see `cuda` and `workspaces`."""
-
-    def scratch(self, op: Any, args: tuple[Any, ...], result: Any) -> int:
-        """See `Kernels`."""
-        return scratch_on_cuda(op, args) if op in IMAGES else 0
-
-
-def kernels_on(kind: str) -> Kernels:
-    """The kernels of a kind of device."""
-    return CpuKernels(torch.get_num_threads()) if kind == "cpu" else CudaKernels()
 
 
 def made_for_sizes(precision: str) -> bool:

@@ -28,7 +28,7 @@ from anybatch.compute.lm_loss import few_chunks
 from anybatch.compute.optimizers import is_compiled, parts_of, uncompiled
 from anybatch.estimate.cuda import laid_over
 from anybatch.estimate.family import Traced
-from anybatch.estimate.kernels import Kernels, ShapeBytes, kernels_on
+from anybatch.estimate.kernels import Kernels, ShapeBytes
 from anybatch.estimate.layout import layout_on
 from anybatch.estimate.recall import fake_mode
 from anybatch.estimate.splice import Left, Tail, growth, moved, since
@@ -36,11 +36,12 @@ from anybatch.estimate.stage_setup import (
     bucketed_bytes,
     cut_of,
     fake_device,
+    kernels_on,
     parts_of_model,
     set_up,
 )
 from anybatch.estimate.subject import Subject
-from anybatch.estimate.trace import Block, Timeline, Tracer, recording
+from anybatch.estimate.trace import COPIED, Block, Timeline, Tracer, recording
 from anybatch.estimate.updates import kernel_bytes, scratch_bytes
 from anybatch.machine import Device
 from anybatch.plans import Choice, Recompute
@@ -106,7 +107,7 @@ class Stage:
         self.reusable: bool = True
         self._subject = subject
         self._device = device
-        self._kernels = kernels_on(device.kind)
+        self._kernels = kernels_on(device)
         self._fake = fake_mode()
         self._tracer = tracer = Tracer(self._kernels, self._fake, subject.recall)
         plain = choice.model_copy(update={"recompute": Recompute(), "chunked_head": ""})
@@ -168,17 +169,14 @@ class Stage:
 
     def evaluation(self, choice: Choice) -> Traced | None:
         """Two batches of evaluation; None as for `step`."""
-        size, target = choice.evaluation_batch, fake_device(self._device)
+        size = choice.evaluation_batch
         model = self._replica.model
         is_fresh = self._is_fresh
         passes = self._begin()
         with self._open():
             self._replica.switch(choice.model_copy(update={"recompute": Recompute()}))
             model.eval()
-            for _ in range(2):
-                self._tracer.phase = "input"
-                batch = self._subject.batch(size, target)
-                self._tracer.phase = "compute"
+            for batch in self._batches(size, 2):
                 self._replica.evaluate(self._subject.loss, batch, size)
                 del batch
             model.train()
@@ -205,17 +203,25 @@ class Stage:
         return timeline
 
     def _run(self, choice: Choice, count: int) -> None:
-        target = fake_device(self._device)
-        for _ in range(count):
-            self._tracer.phase = "input"
-            batch = self._subject.batch(choice.micro_batch, target)
-            self._tracer.phase = "compute"
-            cut = cut_of(self._subject, choice.micro_batch)
-            self._replica.accumulate(batch, choice.micro_batch, cut)
-            del batch
+        size, cut = choice.micro_batch, cut_of(self._subject, choice.micro_batch)
+        for batch in self._batches(size, count):
+            self._replica.accumulate(batch, size, cut)
             for param in self._replica.parameters:
                 if param.grad is not None:
                     self._tracer.see(param.grad, "gradients", self._owners.get(param, ""))
+            del batch
+
+    def _batches(self, size: int, count: int) -> Iterator[Any]:
+        """The batches, each of which comes before the one before it is gone, as in a run on CUDA
+        (`data.ahead`)."""
+        batch = None
+        for _ in range(count):
+            if self._device.kind == "cpu":
+                batch = None
+            self._tracer.phase = COPIED
+            batch = self._subject.batch(size, fake_device(self._device))
+            self._tracer.phase = "compute"
+            yield batch
 
     def _update(self) -> None:
         self._tracer.phase = "update"

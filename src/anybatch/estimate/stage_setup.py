@@ -12,7 +12,9 @@ from anybatch.compute import Replica
 from anybatch.compute.optimizers import check_whole
 from anybatch.data import ghosts
 from anybatch.estimate.cuda import is_overlaid, update_together
+from anybatch.estimate.cuda_kernels import CudaKernels, resident_threads
 from anybatch.estimate.family import Part
+from anybatch.estimate.kernels import CpuKernels, Kernels
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import Tracer
 from anybatch.machine import Device
@@ -122,3 +124,10 @@ def fake_device(device: Device) -> torch.device:
     through a backward pass on a machine without CUDA, so there the trace is one of CPU tensors, with
     CUDA's rules laid over it."""
     return torch.device("cpu" if is_overlaid(device) else device.torch_name)
+
+
+def kernels_on(device: Device) -> Kernels:
+    """What the kernels of `device` take, seen by nobody yet."""
+    if device.kind == "cpu":
+        return CpuKernels(torch.get_num_threads())
+    return CudaKernels(resident_threads(device))

@@ -47,6 +47,10 @@ CASTS = "weights in half precision"
 """The kind of autocast's copies of weights."""
 
 
+COPIED = "input"
+"""The phase in which batches come to the device."""
+
+
 @dataclass(slots=True)
 class Block:
     """One storage: `num_bytes` alive from moment `born` to moment `died`, both included (None: to the

@@ -2,7 +2,8 @@
 
 **cuBLAS** has its own of torch's allocator. torch gives each of its handles a workspace when it first
 multiplies on a stream, and keeps it. A handle belongs to a thread: forward has one, and backward, which
-runs on autograd's, has another. Their sizes are torch's (`aten/src/ATen/cuda/CublasHandlePool.cpp`; its
+runs on autograd's, has another; and forward's has a third of 1 MiB (`CUBLASLT_WORKSPACE_SIZE`) for products to
+which a bias is added. A run takes all of them first (`driver.take_workspaces`). Sizes of the others are torch's (`aten/src/ATen/cuda/CublasHandlePool.cpp`; its
 documentation, "CUDA semantics: cuBLAS workspaces"): 32 MiB from compute capability 9 on, 8.125 MiB
 before; on ROCm 128 MiB for the MI300 and its followers, and 32 MiB for others.
 
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 from anybatch.estimate.family import Traced
@@ -35,17 +35,20 @@ _CONNECTION, _CONNECTIONS, _SWITCHED = 12 << 20, 2, 256 << 20
 _NVLINK, _NVLINK_CHANNELS, _PCIE_CHANNELS = 1e11, 24, 2
 """Of NCCL; NVLink is what crosses more bytes per second than the first of these."""
 
+LT_BYTES = 1 << 20
+"""Of cuBLASLt."""
+
 _LARGE, _SMALL, _ROCM_LARGE = 32 << 20, (2 * 4096 + 8 * 16) << 10, 128 << 20
 _CONFIG = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def with_workspaces(traced: Traced, device: Device) -> Traced:
-    """`traced` with the workspaces of its first product in forward and in backward, which stay."""
+    """`traced` with the workspaces of cuBLAS, which a run has taken before anything else."""
     if device.kind != "cuda":
         return traced
-    size = workspace_bytes(device)
-    blocks = [Block(size, at, "compute", None, WORKSPACES) for at in _first_products(traced)]
-    timeline = replace(traced.timeline, blocks=[*traced.timeline.blocks, *blocks])
+    one = workspace_bytes(device)
+    blocks = [Block(size, 0, "setup", None, WORKSPACES) for size in (one, LT_BYTES, one)]
+    timeline = replace(traced.timeline, blocks=[*blocks, *traced.timeline.blocks])
     return replace(traced, timeline=timeline)
 
 
@@ -71,14 +74,3 @@ def communicator_bytes(device: Device) -> int:
     major = device.capability.partition(".")[0]
     switched = _SWITCHED if not major.isdigit() or int(major) >= 9 else 0
     return _CONNECTION * _CONNECTIONS * _NVLINK_CHANNELS + switched
-
-
-def _first_products(traced: Traced) -> Iterator[int]:
-    """The moments of the first product outside backward, and of the first in it."""
-    missing = {False, True}
-    for moment, operation in enumerate(traced.timeline.operations, 1):
-        if operation.backward in missing and operation.name.startswith(PRODUCTS):
-            missing.remove(operation.backward)
-            yield moment
-            if not missing:
-                return

@@ -217,11 +217,7 @@ class _Agent(LocalElasticAgent):
         council: Council,
         tell: Callable[[str], None],
     ) -> None:
-        super().__init__(
-            spec,
-            logs_specs=where,
-            shutdown_timeout=orders.grace_seconds,  # type: ignore[arg-type]
-        )
+        super().__init__(spec, logs_specs=where)
         self.ending: Ending = Ending()
         self.before: str = ""
         self._where = where
@@ -330,8 +326,17 @@ class _Agent(LocalElasticAgent):
 
     def _stop(self) -> None:
         """No rank of this machine is left, nor what it has started."""
-        self._shutdown(timeout=self._orders.grace_seconds)  # type: ignore[arg-type]
+        self._shutdown()
         _end_all(self._orders.folder)
+
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None
+    ) -> None:
+        """See torch. Ranks have as long as the orders say to end: torch 2.11 gives them 30 seconds and
+        knows no other time, later ones can be told."""
+        if self._pcontext:
+            self._pcontext.close(death_sig, self._orders.grace_seconds)  # type: ignore[arg-type]
+        super()._shutdown(death_sig)
 
     def _settle(self, attempt: Attempt) -> None:
         """Let ranks end that have failed, and may have been first, but are still on their way out."""

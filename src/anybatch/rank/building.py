@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from anybatch.compute import Replica
 from anybatch.compute.building import checked_optimizer, place
+from anybatch.driver import take_workspaces
 from anybatch.estimate import identify
 from anybatch.parallel import Group
 from anybatch.parallel.told import together
@@ -38,6 +39,7 @@ def build(
     """
 
     def build_model() -> nn.Module:
+        take_workspaces(device)
         model = place(task.build_model(), device)
         plan.check_fits(identify(task, model))
         if frozen is not None and group.rank == 0:

@@ -28,7 +28,7 @@ def test_values_survive_reuse_of_memory():
 
 
 @pytest.mark.gpu
-def test_at_most_one_is_taken_ahead():
+def test_none_is_taken_before_it_is_asked_for():
     taken = []
 
     def batches():
@@ -38,5 +38,19 @@ def test_at_most_one_is_taken_ahead():
 
     moved = on_device(batches(), "cuda")
     next(moved)
+    assert taken == [0]
+    next(moved)
     assert taken == [0, 1]
     moved.close()
+
+
+@pytest.mark.gpu
+def test_there_is_memory_for_two_however_many_there_are():
+    size = 32 << 20
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    product = torch.ones(2048, 2048, device="cuda")
+    for batch in on_device((torch.zeros(size // 4) for _ in range(12)), "cuda"):
+        for _ in range(20):
+            product = product @ product * batch[0]
+    assert torch.cuda.memory_reserved() - before < 5 * size

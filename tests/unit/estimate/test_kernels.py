@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anybatch.estimate.kernels import _SUPPORTS, PRIMITIVE_BYTES, CpuKernels, kernels_on
+from anybatch.estimate.cuda_kernels import CudaKernels
+from anybatch.estimate.kernels import _SUPPORTS, PRIMITIVE_BYTES, CpuKernels
 
 _aten = torch.ops.aten
 KIB = 1 << 10
@@ -205,7 +206,7 @@ def test_pooling_backward_copies_where_layouts_differ(image_last: bool, copied: 
 def test_on_cuda_weights_and_gradients_are_laid_out_as_images_are(
     image_last: bool, gradient_last: bool, forward: int, backward: int
 ):
-    kernels, some = kernels_on("cuda"), ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    kernels, some = CudaKernels(1 << 17), ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     image, weight = laid(image_last, 256, 32, 32, 32), fake(512, 32, 4, 4)  # of 1 MiB
     gradient = laid(gradient_last, 128, 128, 32, 32)  # of 64
     made = kernels.scratch(_aten.convolution.default, (image, weight, None, *some), gradient)
@@ -219,4 +220,4 @@ def test_on_cuda_pooling_backward_copies_its_gradient_where_layouts_differ(last:
     image, gradient = laid(True, 8, 32, 32, 32), laid(last, 8, 32, 16, 16)
     args = (gradient, image, [2, 2], [2, 2], [0, 0], [1, 1], False, fake(8, 32, 16, 16))
     backward = _aten.max_pool2d_with_indices_backward.default
-    assert kernels_on("cuda").scratch(backward, args, image) == (0 if last else gradient.nbytes)
+    assert CudaKernels(1 << 17).scratch(backward, args, image) == (0 if last else gradient.nbytes)
