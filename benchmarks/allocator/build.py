@@ -1,8 +1,7 @@
 """Builds libraries that stand for CUDA's own, so that torch's CUDA build runs where no GPU is.
 
-Each library of `libraries/` defines what torch asks of CUDA and needs an answer to. Whatever else torch's
-libraries import from the same one is generated here: it does nothing and succeeds.
-"""
+Each library of `libraries/` defines what torch asks of CUDA and needs an answer to. Whatever else
+torch's libraries import from the same one is generated here: it does nothing and succeeds."""
 
 from __future__ import annotations
 
@@ -24,9 +23,8 @@ _NAMES = {"driver": "libcuda.so.1"}
 def build(folder: Path) -> list[Path]:
     """The libraries, made in `folder`, in an order in which they can be preloaded.
 
-    Needs a C++ compiler, `nm`, and headers: CUDA's in `$CUDA_HOME` (default: `/usr/local/cuda`), and those
-    that came with torch. Raises `CalledProcessError` where one is missing.
-    """
+    Needs a C++ compiler, `nm`, and headers: CUDA's in `$CUDA_HOME` (default: `/usr/local/cuda`), and
+    those that came with torch. Raises `CalledProcessError` where one is missing."""
     import torch
 
     packages = Path(torch.__file__).parents[1]
@@ -54,10 +52,22 @@ def _built(source: Path, wanted: set[str], folder: Path, includes: list[Path]) -
     object_file, rest = folder / f"{source.stem}.o", folder / f"{source.stem}_rest.c"
     subprocess.run([*compiler, "-c", source, "-o", object_file], check=True)
     defined = {line.split()[-1] for line in _nm("--defined-only", object_file)}
-    rest.write_text("".join(f"long {name}(void) {{ return 0; }}\n" for name in sorted(wanted - defined)))
+    rest.write_text(
+        "".join(f"long {name}(void) {{ return 0; }}\n" for name in sorted(wanted - defined))
+    )
     subprocess.run(
-        ["g++", "-shared", f"-Wl,-soname,{target.name}", object_file]
-        + ["-x", "c", "-fPIC", "-w", rest, "-o", target],
+        [
+            "g++",
+            "-shared",
+            "-fPIC",
+            "-w",
+            f"-Wl,-soname,{target.name}",
+            object_file,
+            "-xc",
+            rest,
+            "-o",
+            target,
+        ],
         check=True,
     )
     return target
@@ -74,4 +84,6 @@ def _imports(folder: Path) -> set[tuple[str, str]]:
 
 
 def _nm(*args: str | Path) -> list[str]:
-    return subprocess.run(["nm", *args], check=True, capture_output=True, text=True).stdout.splitlines()
+    return subprocess.run(
+        ["nm", *args], check=True, capture_output=True, text=True
+    ).stdout.splitlines()

@@ -4,9 +4,8 @@
 
 torch's CUDA build runs here on a runtime that has memory and computes nothing: its operators, what they
 take beside their results, its choice of kernels, its autocast and its caching allocator are the real
-ones; only the kernels are none. Each cell of `benchmarks/memory` trains on it, in a process of its own, and is
-predicted twice: as where such a device is present, and as on any other machine.
-"""
+ones; only the kernels are none. Each cell of `benchmarks/memory` trains on it, in a process of its
+own, and is predicted twice: as where such a device is present, and as on any other machine."""
 
 from __future__ import annotations
 
@@ -57,7 +56,9 @@ def _one(totals: Any) -> Any:
     """Kernels yield zeros, and a step that weighs nothing is not made: a loss and a weight of 1."""
     import torch
 
-    return torch.tensor([1.0, 1.0, *[0.0] * (totals.numel() - 2)], dtype=totals.dtype, device=totals.device)
+    return torch.tensor(
+        [1.0, 1.0, *[0.0] * (totals.numel() - 2)], dtype=totals.dtype, device=totals.device
+    )
 
 
 def table(cells: Sequence[dict[str, Any]]) -> str:
@@ -78,8 +79,8 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
             errors = [_error(cell, way, account) for cell in cells]
             lines.append(
                 f"{account}, predicted {way}: median error {statistics.median(map(abs, errors)):.2%},"
-                f" largest {max(errors, key=abs):+.2%}, lowest {min(errors):+.2%}; below the measured one in"
-                f" {sum(error < 0 for error in errors)} of {len(errors)} cells.\n"
+                f" largest {max(errors, key=abs):+.2%}, lowest {min(errors):+.2%}; below the measured"
+                f" one in {sum(error < 0 for error in errors)} of {len(errors)} cells.\n"
             )
     return "\n".join(lines)
 
@@ -123,7 +124,9 @@ def main() -> None:
     print(text)
     if not given.only:
         (RESULTS / "allocator.md").write_text(text, encoding="utf-8")
-        (RESULTS / "allocator.json").write_text(json.dumps(cells, indent=2) + "\n", encoding="utf-8")
+        (RESULTS / "allocator.json").write_text(
+            json.dumps(cells, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

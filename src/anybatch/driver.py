@@ -1,5 +1,5 @@
-"""Driver: what a process holds on a CUDA device beside the tensors of a run: of the driver, and of torch's
-allocator."""
+"""Driver: what a process holds on a CUDA device beside the tensors of a run: of the driver, and of
+torch's allocator."""
 
 from __future__ import annotations
 
@@ -57,17 +57,27 @@ def context_bytes(index: int) -> int:
 
 
 def release_unused(device: torch.device) -> None:
-    """Let torch's allocator give back to the driver whatever segments nobody uses, so that what is taken
-    next does not depend on what was taken before."""
+    """Let torch's allocator give back to the driver whatever segments nobody uses, so that what is
+    taken next does not depend on what was taken before."""
     gc.collect()
     with torch.cuda.device(device):
         torch.cuda.empty_cache()
 
 
 def take_workspaces(device: torch.device) -> None:
-    """Let cuBLAS have its workspaces on `device`, in forward's thread (this one) and in backward's. It keeps
-    them for good; taken before anything else, they lie beside the tensors of a run, not between them."""
+    """Let cuBLAS and cuBLASLt have their workspaces on `device`, in this thread, which is forward's,
+    and in backward's. They keep them for good; taken before anything else, they lie beside the
+    tensors of a run, not between them."""
     if device.type != "cuda":
         return
     weight = torch.ones(16, 16, device=device, requires_grad=True)
-    torch.nn.functional.linear(weight.detach(), weight, weight.detach()[0]).sum().backward()
+
+    def forward() -> torch.Tensor:
+        return torch.nn.functional.linear(weight, weight, weight[0])
+
+    def again(_gradient: torch.Tensor) -> None:  # in backward's thread, as recompute does
+        forward()
+
+    result = forward()
+    result.register_hook(again)
+    result.sum().backward()

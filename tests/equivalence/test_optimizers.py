@@ -252,7 +252,7 @@ def test_not_divided_over_ranks(crew):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "tolerance"), [("AdamW8bit", 0.05), ("AdamW4bit", 0.1), ("AdamWFp8", 0.35)]
+    ("name", "tolerance"), [("AdamW8bit", 0.1), ("AdamW4bit", 0.1), ("AdamWFp8", 0.35)]
 )
 def test_the_loss_falls_as_with_plain_states(name, tolerance):
     module = pytest.importorskip("torchao.optim")

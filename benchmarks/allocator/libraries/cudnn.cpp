@@ -1,7 +1,7 @@
 // cuDNN: every operation has one engine, which takes no workspace and computes nothing.
 //
 // Descriptors keep what is put into them, which is what torch asks back. An LSTM's reserve is the least
-// that its backward needs, gates and cells; cuDNN's own is larger by what only a device can tell.
+// that its backward needs: gates, cells and outputs of every layer; cuDNN's own is larger by what only a device can tell.
 
 #include <cudnn.h>
 
@@ -199,7 +199,7 @@ API cudnnStatus_t cudnnGetRNNTempSpaceSizes(cudnnHandle_t, cudnnRNNDescriptor_t 
   const size_t states = size_t(sequences.length) * sequences.batch * rnn.hidden * rnn.layers * rnn.directions;
   if (workspace) *workspace = 0;
   if (reserve)
-    *reserve = mode == CUDNN_FWD_MODE_TRAINING ? width_of(rnn.type) * states * (rnn.gates + 1) : 0;
+    *reserve = mode == CUDNN_FWD_MODE_TRAINING ? width_of(rnn.type) * states * (rnn.gates + 2) : 0;
   return CUDNN_STATUS_SUCCESS;
 }
 

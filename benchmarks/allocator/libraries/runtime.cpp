@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -20,6 +21,7 @@
 namespace {
 
 constexpr size_t kPage = 4096;
+constexpr size_t kSegment = size_t(2) << 20;
 constexpr size_t kContext = size_t(400) << 20;  // what the driver tells of as used before any block
 constexpr int kMostDevices = 16;
 
@@ -55,8 +57,11 @@ cudaError_t take(void** address, size_t size, int device) {
     *address = nullptr;
     return failed(cudaErrorMemoryAllocation);
   }
-  void* found = mmap(nullptr, whole, PROT_READ | PROT_WRITE,
-                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  // Of blocks that fit alike torch takes the one at the lowest address, so addresses matter: they rise.
+  static uintptr_t next = uintptr_t(1) << 44;
+  void* found = mmap(reinterpret_cast<void*>(next), whole, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+  next += (whole + kSegment) / kSegment * kSegment;
   if (found == MAP_FAILED) return failed(cudaErrorMemoryAllocation);
   pieces[static_cast<char*>(found)] = {whole, device};
   if (device >= 0) used[device] += whole;

@@ -782,8 +782,8 @@ def _look(wrong: Tensor, targets: Tensor, shape: torch.Size, words: int) -> Tens
 
 
 def _note_wrong(wrong: Tensor, targets: Tensor, words: int) -> Tensor:
-    """Note the first wrong target on its device, and return the factor of the loss. Nothing here waits for
-    the device, as indexing by a number on it would."""
+    """Note the first wrong target on its device, and return the factor of the loss. Nothing here
+    waits for the device, as indexing by a number on it would."""
     places = torch.arange(len(wrong), device=wrong.device)
     place = torch.where(wrong, places, len(wrong) - 1).min().view(1)
     found, target = wrong.index_select(0, place), targets.index_select(0, place)

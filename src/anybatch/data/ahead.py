@@ -24,10 +24,9 @@ _END = object()
 def on_device(batches: Iterator[Any], device: torch.device | str) -> Iterator[Any]:
     """The batches with their tensors on `device`; for the CPU the iterator itself.
 
-    On CUDA there is memory for two batches, however many there are. The next one is fetched and copied once
-    the caller, which has queued what is to be computed with this one, asks for it. Let go of this iterator
-    before a step is redone, so that the batch it holds is freed.
-    """
+    On CUDA there is memory for two batches, however many there are. The next one is fetched and
+    copied once the caller, which has queued what is to be computed with this one, asks for it. Let go
+    of this iterator before a step is redone, so that the batch it holds is freed."""
     target = torch.device(device)
     if target.type == "cpu":
         return batches
@@ -38,7 +37,7 @@ def on_device(batches: Iterator[Any], device: torch.device | str) -> Iterator[An
 
 def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     copies = _stream_of_copies(device)
-    before: torch.cuda.Event | None = None
+    before: torch.Event | None = None
     batch = _copy(batches, device, copies)
     while batch is not _END:
         compute = torch.cuda.current_stream(device)
@@ -48,8 +47,9 @@ def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]
         #    done with it.
         map_leaves(batch, lambda leaf, stream=compute: _record(leaf, stream))
         yield batch
-        # 3. While this one is computed with, the next one is on its way, into the memory of the one before:
-        #    the host may be far ahead of the device, so it waits until that one is not needed any more.
+        # 3. While this one is computed with, the next one is on its way, into the memory of the one
+        #    before: the host may be far ahead of the device, so it waits until that one is not needed
+        #    any more.
         done = compute.record_event()
         if before is not None:
             before.synchronize()

@@ -133,6 +133,7 @@ class Transactions:
         self.wish: Wish = Wish.NOTHING
         self.failed_together: bool = False
         self._step = 0
+        self._has_begun = False
 
     def run(
         self, step: int, source: Source, before_update: Callable[[], None]
@@ -290,6 +291,9 @@ class Transactions:
     def _stage(self, staged: Staged) -> None:
         replica, group, source = self._replica, self._group, staged.source
         replica.drop()  # what the user's own backward passes left between two steps
+        if self._has_begun and self._device.type == "cuda":  # see `_reserve`
+            release_unused(self._device)
+            self._has_begun = False
         replica.phase = "loading"
         choice = self.plan.choice
         with self._watch.running():
@@ -370,9 +374,12 @@ class Transactions:
         need = first if is_first else later
         self._replica.phase = "update"
         if is_first and self._device.type == "cuda":
-            # What the optimizer makes now stays. It shall not lie among what the passes have left free,
-            # or none of that can be given back, or be used for anything larger, any more.
+            # What the optimizer makes now stays. It shall not lie among what the passes have left
+            # free, or none of that can be given back, or be used for anything larger, any more; nor
+            # shall gradients keep what lies around them. So the second step begins with parameters
+            # and states alone.
             release_unused(self._device)
+            self._has_begun = True
         if self._limit.is_ours:  # then it is waived while the update runs, and only has to be kept
             torch.empty(need, dtype=torch.uint8, device=self._device)
         elif need or is_limited():

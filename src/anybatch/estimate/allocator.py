@@ -64,6 +64,7 @@ class _Books:
     def __init__(self) -> None:
         self._curve: list[int] = []
         self._most = (-1, 0, 0)  # allocated, moment, requested
+        self._held = 0
 
     def note(self, moment: int, allocated: int, requested: int, held: int) -> None:
         """The figures of a moment, scratch included."""
@@ -71,10 +72,14 @@ class _Books:
         if allocated > self._most[0]:
             self._most = allocated, moment, requested
 
+    def hold(self, held: int) -> None:
+        """What is held in the end, in steps that are like the last one."""
+        self._held = max(self._held, held)
+
     def taken(self, heap_bytes: int = 0) -> Taken:
         allocated, moment, requested = self._most
         curve = tuple(self._curve)
-        return Taken(max(curve), allocated, moment, requested, curve, heap_bytes)
+        return Taken(max(*curve, self._held), allocated, moment, requested, curve, heap_bytes)
 
 
 class Allocator(ABC):
@@ -125,8 +130,8 @@ class GlibcHeap(Allocator):
 
 
 class CudaCache(Allocator):
-    """torch's CUDA caching allocator, with one stream that computes and one that copies batches (torch's documentation, "CUDA semantics: memory
-    management"; `c10/cuda/CUDACachingAllocator.cpp`).
+    """torch's CUDA caching allocator, with one stream that computes and one that copies batches
+    (torch's documentation, "CUDA semantics: memory management"; `c10/cuda/CUDACachingAllocator.cpp`).
 
     A block is rounded to 512 bytes. Those of up to 1 MiB come from small segments, of 2 MiB; those
     below 10 MiB from segments of 20 MiB; each larger one from a segment of its own, in multiples of
@@ -160,20 +165,24 @@ class CudaCache(Allocator):
         cache = _Cache(self._expandable, self._max_split, self._limit)
         requested = allocated = 0
         books = _Books()
-        for moment, births, deaths in _moments(timeline):
+        for again, moment, births, deaths in _repeated(timeline):
             for block in births:
                 if block.num_bytes:
                     requested += block.num_bytes
                     allocated += cache.take(id(block), block.num_bytes, block.phase == COPIED)
             scratch = timeline.scratch.get(moment, 0)
             taken = cache.take(_SCRATCH, scratch) if scratch else 0
-            books.note(moment, allocated + taken, requested + scratch, cache.reserved_bytes)
+            if not again:
+                books.note(moment, allocated + taken, requested + scratch, cache.reserved_bytes)
             if scratch:
                 cache.give(_SCRATCH)
             for block in deaths:
                 if block.num_bytes:
                     requested -= block.num_bytes
                     allocated -= cache.give(id(block))
+            if moment == timeline.released:
+                cache.release()
+        books.hold(cache.reserved_bytes)
         return books.taken()
 
 
@@ -209,7 +218,9 @@ class _Cache:
         self._max_split = max_split
         self._limit = limit
         self._taken: dict[int, _Chunk] = {}
-        self._free: dict[_Pool, list[tuple[int, int]]] = {pool: [] for pool in _POOLS}  # (size, start)
+        self._free: dict[_Pool, list[tuple[int, int]]] = {
+            pool: [] for pool in _POOLS
+        }  # (size, start)
         self._at: dict[int, _Chunk] = {}  # start -> free chunk
         self._line = 0
         self._last: dict[_Pool, _Chunk] = {}  # of expandable segments
@@ -291,10 +302,10 @@ class _Cache:
 
     def _reserve(self, size: int) -> None:
         if self._limit is not None and self.reserved_bytes + size > self._limit:
-            self._release()
+            self.release()
         self.reserved_bytes += size
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Give back the segments that are wholly free (of expandable ones their free ends)."""
         for chunk in list(self._at.values()):
             if chunk.after is None and (chunk.before is None or self._expandable):
@@ -415,6 +426,24 @@ def _moments(timeline: Timeline) -> Iterator[tuple[int, Sequence[Block], Sequenc
             deaths.setdefault(block.died, []).append(block)
     for moment in range(timeline.num_moments + 2):
         yield moment, births.get(moment, ()), deaths.get(moment, ())
+
+
+def _repeated(
+    timeline: Timeline,
+) -> Iterator[tuple[bool, int, Sequence[Block], Sequence[Block]]]:
+    """The moments, and once more those of the step after what was released: a cache in which a step has
+    left its holes is not the one in which it began. Whether a moment comes again stands before each."""
+    moments = list(_moments(timeline))
+    yield from ((False, *one) for one in moments)
+    if timeline.released is None:
+        return
+    for moment, births, deaths in moments[timeline.released + 1 :]:
+        yield (
+            True,
+            moment,
+            [block for block in births if block.died is not None],
+            [block for block in deaths if block.born > timeline.released],
+        )
 
 
 def _in_heap(size: int) -> int:

@@ -19,8 +19,10 @@ CPUs have not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,39 +31,11 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from anybatch.compute.lm_loss import standing_for
+from anybatch.estimate import cuda_autocast
+from anybatch.estimate.cuda_autocast import PLAIN
 from anybatch.machine import Device
-
-_HALF = (torch.bfloat16, torch.float16)
-
-_IN_FLOAT32: frozenset[Callable[..., Any]] = frozenset(
-    {
-        *(torch.softmax, F.softmax, Tensor.softmax, torch.log_softmax, F.log_softmax),
-        *(Tensor.log_softmax, F.softmin, F.layer_norm, torch.layer_norm, F.group_norm),
-        *(
-            torch.group_norm,
-            torch.norm,
-            Tensor.norm,
-            torch.sum,
-            Tensor.sum,
-            torch.prod,
-            Tensor.prod,
-        ),
-        *(torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, torch.exp, Tensor.exp),
-        *(torch.expm1, Tensor.expm1, torch.log, Tensor.log, torch.log1p, Tensor.log1p, torch.log2),
-        *(torch.log10, torch.pow, Tensor.pow, Tensor.__pow__, torch.rsqrt, Tensor.rsqrt),
-        *(torch.reciprocal, Tensor.reciprocal, torch.acos, torch.asin, torch.cosh, torch.sinh),
-        *(torch.tan, torch.erfinv, torch.cdist, torch.renorm, torch.logsumexp, Tensor.logsumexp),
-        *(F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
-        *(F.kl_div, F.poisson_nll_loss, F.gaussian_nll_loss, F.cosine_embedding_loss),
-        *(F.hinge_embedding_loss, F.margin_ranking_loss, F.multi_margin_loss),
-        *(F.multilabel_margin_loss, F.soft_margin_loss, F.triplet_margin_loss, F.softplus),
-        *(F.binary_cross_entropy_with_logits, F.cosine_similarity, torch.cosine_similarity),
-    }
-)
-"""What CUDA's autocast runs in float32 (torch's documentation, "Autocast op reference")."""
 
 
 def is_overlaid(device: Device) -> bool:
@@ -90,19 +64,34 @@ class _CudaFunctions(TorchFunctionMode):
         if func is Tensor.backward:  # recompute runs forward again inside it
             with self:
                 return _backward(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        if func in (F.dropout, torch.dropout):
-            return _dropout(*args, **kwargs)
-        if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map_only(Tensor, _full, (args, kwargs))
-            with torch.autocast("cpu", enabled=False):
-                return func(*args, **kwargs)
+        if func in _STAND_INS:
+            return _STAND_INS[func](*args, **kwargs)
+        if cuda_autocast.changes(func):
+            return cuda_autocast.run(func, args, kwargs)
+        own = isinstance(func, FunctionType) and func.__globals__ is vars(F)
+        if own and PLAIN.issuperset(types):
+            with self:  # of torch's own, in Python: what it calls is asked for next
+                return _body(func)(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor
+@cache
+def _body(func: FunctionType) -> FunctionType:
+    """`func`, a function of `torch.nn.functional`, without its question whether a mode will take it."""
+    asks = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
+    made = FunctionType(
+        func.__code__,
+        {**func.__globals__, **asks},
+        func.__name__,
+        func.__defaults__,
+        func.__closure__,
+    )
+    made.__kwdefaults__ = func.__kwdefaults__
+    return made
+
+
+def _no(*_: Any) -> bool:
+    return False
 
 
 def _backward(tensor: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
@@ -151,12 +140,106 @@ def _attention(
         )
     if enable_gqa:
         key, value = (t.repeat_interleave(query.size(1) // t.size(1), dim=1) for t in (key, value))
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        attn_mask = attn_mask.to(query.dtype)
-    result, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal, attn_mask=None, scale=scale
-    )
+    if attn_mask is not None:
+        attn_mask = _bias(attn_mask, query)
+    result: Tensor = _Attention.apply(query, key, value, attn_mask, is_causal, scale)
     return result
+
+
+class _Attention(torch.autograd.Function):
+    """The CPU's kernel, with the result laid out as CUDA's kernels have it: the one for half
+    precision like its queries, the memory-efficient one with the heads of a token side by side."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        result, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+        if mask is not None or query.dtype == torch.float32:
+            _, heads, length, width = result.shape
+            row = heads * width
+            result = result.as_strided(result.shape, (length * row, width, row, 1))
+        ctx.save_for_backward(query, key, value, result, sums, mask)
+        ctx.options = is_causal, scale
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        query, key, value, result, sums, mask = ctx.saved_tensors
+        is_causal, scale = ctx.options
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(gradients[0], query, key, value, result, sums, 0.0, is_causal),
+            attn_mask=mask,
+            scale=scale,
+        )
+        return (*found, None, None, None)
+
+
+def _bias(mask: Tensor, query: Tensor) -> Tensor:
+    """What is added to the scores: of the dtype of the queries, its rows padded to a multiple of
+    eight."""
+    bias = (
+        torch.zeros_like(mask, dtype=query.dtype)
+        if mask.dtype == torch.bool
+        else mask.to(query.dtype)
+    )
+    missing = -bias.size(-1) % 8
+    return F.pad(bias, (0, missing))[..., : bias.size(-1)] if missing else bias
+
+
+def _group_norm(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+    """A norm that reads its channels as contiguous, and keeps them so for backward."""
+    return _in_float32(torch.group_norm, tensor.contiguous(), *args, **options)
+
+
+def _in_float32(func: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    changed = cuda_autocast.changes(func)
+    return cuda_autocast.run(func, args, options) if changed else func(*args, **options)
+
+
+def _rms_norm(
+    tensor: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """A norm in one kernel, which keeps its argument and one number for each row."""
+    if weight is not None and weight.dtype != tensor.dtype:
+        return torch.rms_norm(tensor, shape, weight, eps)
+    result: Tensor = _RmsNorm.apply(tensor, len(shape), weight)
+    return result
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The bytes of CUDA's, and as many passes over them."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, num_dims: int, weight: Tensor | None) -> Tensor:
+        tensor = tensor.contiguous()
+        rows = tensor.shape[: tensor.dim() - num_dims]
+        scale = tensor.new_empty((*rows, *[1] * num_dims), dtype=torch.float32)
+        ctx.save_for_backward(tensor, scale, weight)
+        return tensor * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        tensor, _, weight = ctx.saved_tensors
+        return gradients[0] * tensor, None, None if weight is None else torch.empty_like(weight)
+
+
+_STAND_INS: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: _attention,
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+    torch.group_norm: _group_norm,
+    torch.rms_norm: _rms_norm,
+}
+"""What is made of operations that differ on CUDA."""
 
 
 def update_together(optimizer: Optimizer) -> None:

@@ -7,19 +7,20 @@ for themselves is not known without a device, and counts as nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybatch.estimate.images import CONVOLUTION_BACKWARD, IMAGES, scratch_on_cuda
-from anybatch.estimate.kernels import Kernels
+from anybatch.estimate.images import CONVOLUTION_BACKWARD, IMAGES, copies_on_cuda, scratch_on_cuda
+from anybatch.estimate.kernels import Kernels, Scratch
 from anybatch.estimate.reductions import buffer_bytes, reduction_bytes
 from anybatch.machine import Device
 
 _aten: Any = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
+_LSTM = _aten.mkldnn_rnn_layer.default
 
 _RESIDENT = {  # compute capability -> threads that the largest device of it runs at once
     "7.0": 80 * 2048,
@@ -31,8 +32,8 @@ _RESIDENT = {  # compute capability -> threads that the largest device of it run
     "10.0": 148 * 2048,
     "12.0": 188 * 1536,
 }
-"""Multiprocessors (NVIDIA's architecture papers) times threads on each (CUDA Programming Guide, "Technical
-Specifications per Compute Capability")."""
+"""Multiprocessors (NVIDIA's architecture papers) times threads on each (CUDA Programming Guide,
+"Technical Specifications per Compute Capability")."""
 
 _FEW_INDICES = 3072
 """Up to so many an embedding's gradient is added up without sorting them (`cuda/Embedding.cu`)."""
@@ -41,8 +42,8 @@ _ROWS_PER_PART = 10
 """Rows of gradients that one warp adds up (`cuda/EmbeddingBackwardKernel.cu`)."""
 
 _MANY_ROWS, _PART_BYTES = 64 << 10, 4 << 20
-"""From so many rows on, the gradients of a LayerNorm's weights are added up from parts, of at most so many
-bytes for each of the two (`cuda/layer_norm_kernel.cu`)."""
+"""From so many rows on, the gradients of a LayerNorm's weights are added up from parts, of at most so
+many bytes for each of the two (`cuda/layer_norm_kernel.cu`)."""
 
 
 class CudaKernels(Kernels):
@@ -58,17 +59,29 @@ class CudaKernels(Kernels):
     def scratch(self, op: Any, args: tuple[Any, ...], result: Any) -> int:
         """See `Kernels`."""
         if op in IMAGES:
-            copies = scratch_on_cuda(op, args)
+            copied = scratch_on_cuda(op, args)
             if op is CONVOLUTION_BACKWARD and args[10][2]:  # the bias comes last, by a sum
                 gradient = args[0]
                 dims = [0, *range(2, gradient.dim())]
-                return max(copies, buffer_bytes(gradient, dims, 4, self._threads))
-            return copies
+                return max(copied, buffer_bytes(gradient, dims, 4, self._threads))
+            return copied
         if op in _RULES:
             return _RULES[op](*args)
-        if op in _NORM_BACKWARD:
-            return _layer_norm_backward(args, self._threads)
+        if op is _LAYER_NORM_BACKWARD:
+            return _layer_norm_backward(args[1], args[2], self._threads)
         return reduction_bytes(op, args, self._threads)
+
+    def copies(self, op: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """See `Kernels`: of what is not laid out as the operation reads it."""
+        if op in IMAGES:
+            return copies_on_cuda(op, args)
+        read = _READ.get(op)
+        return () if read is None else tuple(filter(None, map(_copied, read(args))))
+
+    def workspace(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
+        """See `Kernels`. Where a layer of oneDNN's LSTM stands for one of cuDNN's: gates and cells,
+        the least that backward needs."""
+        return (result[3], 5 * result[0].nbytes) if op is _LSTM else None
 
 
 def resident_threads(device: Device) -> int:
@@ -79,37 +92,39 @@ def resident_threads(device: Device) -> int:
     return _RESIDENT.get(device.capability, _RESIDENT["9.0"])
 
 
-def _embedding(_weight: Tensor, indices: Tensor, *_: Any) -> int:
-    return _copied(indices)
-
-
 def _embedding_backward(
     gradient: Tensor, indices: Tensor, num_words: int, padding: int = -1, by_frequency: bool = False
 ) -> int:
-    """Indices are sorted, runs of equal ones divided into parts, and each part is added up by itself. How
-    many there are is data; torch takes room for the most that there can be."""
-    num = indices.numel()
-    copies = _copied(gradient) + _copied(indices)
-    if num <= _FEW_INDICES and padding < 0 and not by_frequency:
-        return copies
+    """Indices are sorted, runs of equal ones divided into parts, and each part is added up by itself.
+    How many there are is data; torch takes room for the most that there can be."""
+    alone = padding >= 0 or by_frequency
+    return Scratch(
+        _embedding_backward_bytes,
+        *(indices.numel(), num_words, gradient.size(-1), indices.element_size(), int(alone)),
+    )
+
+
+def _embedding_backward_bytes(
+    num: int, num_words: int, width: int, place_bytes: int, sorted_anyhow: int
+) -> int:
+    if num <= _FEW_INDICES and not sorted_anyhow:
+        return 0
     words = min(num, num_words)
     parts = num // _ROWS_PER_PART + words
-    places = 3 * num + 2 * words + parts
-    return copies + 4 * parts * gradient.size(-1) + indices.element_size() * places
+    return 4 * parts * width + place_bytes * (3 * num + 2 * words + parts)
 
 
-def _flash_backward(gradient: Tensor, query: Tensor, key: Tensor, *rest: Any) -> int:
+def _flash_backward(_gradient: Tensor, query: Tensor, key: Tensor, *_: Any) -> int:
     """Sums over rows, and the gradient of the queries in float32, both with lengths in steps of 128
     (`mha_bwd` in `transformers/cuda/flash_attn/flash_api.cpp`)."""
     batch, heads, length, width = query.shape
     rows = batch * heads * _up(length, 128)
     sums = 4 * rows * (1 + _up(width, 32 if width <= 128 else 64))
     grouped = 2 * batch * heads * key.size(2) * width * query.element_size()
-    copies = _copied(gradient.transpose(1, 2)) + _copied(rest[1].transpose(1, 2))
-    return copies + sums + (grouped if key.size(1) != heads else 0)
+    return sums + (grouped if key.size(1) != heads else 0)
 
 
-def _efficient_backward(gradient: Tensor, query: Tensor, *_: Any) -> int:
+def _efficient_backward(_gradient: Tensor, query: Tensor, *_: Any) -> int:
     """Result times gradient, summed over rows, and then the gradient of the queries, piece by piece in
     float32 with a lock for each (`transformers/cuda/attention_backward.cu`, `kernel_backward.h`)."""
     batch, heads, length, width = query.shape
@@ -119,58 +134,90 @@ def _efficient_backward(gradient: Tensor, query: Tensor, *_: Any) -> int:
     sums = _rounded(4 * batch * heads * length)
     pieces_bytes = batch * heads * pieces * (4 * rows * columns + 16)
     product = 0 if is_half else query.numel() * 4 + sums
-    return _copied(gradient.transpose(1, 2)) + sums + max(product, pieces_bytes)
+    return sums + max(product, pieces_bytes)
 
 
-def _stand_in_backward(gradient: Tensor, query: Tensor, key: Tensor, *rest: Any) -> int:
+def _stand_in_backward(*args: Any) -> int:
     """Of the CPU's kernel, where it stands for one of the two: see `cuda`."""
-    masked = len(rest) > 5 and rest[5] is not None
-    way = _flash_backward if query.dtype in _HALF and not masked else _efficient_backward
-    return way(gradient, query, key, *rest)
+    return _flash_backward(*args) if _stands_for_flash(args) else _efficient_backward(*args)
 
 
-def _layer_norm(tensor: Tensor, *_: Any) -> int:
-    return _copied(tensor)
+def _stands_for_flash(args: tuple[Any, ...]) -> bool:
+    """Whether it does; in half precision under a mask it does not, but a trace does not tell."""
+    return args[1].dtype in _HALF
 
 
-def _layer_norm_backward(args: tuple[Any, ...], threads: int) -> int:
-    gradient, tensor, shape = args[:3]
-    copies = _copied(gradient) + _copied(tensor)
+def _layer_norm_backward(tensor: Tensor, shape: Sequence[int], threads: int) -> int:
+    """Of many narrow rows the gradients of weight and bias are added up in parts, and those by a
+    sum."""
     width = torch.Size(shape).numel()
     if tensor.numel() // max(1, width) <= _MANY_ROWS or 128 * width > threads:
-        return copies
-    return copies + 4 * _PART_BYTES  # the parts, and the buffer in which they are added up
+        return 0
+    return 4 * _PART_BYTES
 
 
-def _group_norm(tensor: Tensor, _weight: Any, _bias: Any, num: int, channels: int, *_: Any) -> int:
-    return _copied(tensor) + 2 * 4 * num * channels
+def _group_norm(_tensor: Tensor, _weight: Any, _bias: Any, num: int, channels: int, *_: Any) -> int:
+    return 2 * 4 * num * channels
 
 
 def _group_norm_backward(
-    gradient: Tensor, tensor: Tensor, _mean: Any, _rstd: Any, _weight: Any, num: int, channels: int, *_: Any
+    _gradient: Tensor,
+    _tensor: Tensor,
+    _mean: Any,
+    _rstd: Any,
+    _weight: Any,
+    num: int,
+    channels: int,
+    *_: Any,
 ) -> int:
-    return _copied(gradient) + _copied(tensor) + 4 * 4 * num * channels
+    return 4 * 4 * num * channels
 
 
 def _softmax_backward(gradient: Tensor, *_: Any) -> int:
     return gradient.nbytes  # times the result, a tensor of its own
 
 
-def _index_put(_tensor: Tensor, indices: Any, _values: Any, accumulate: bool = False, *_: Any) -> int:
+def _index_put(
+    _tensor: Tensor, indices: Any, _values: Any, accumulate: bool = False, *_: Any
+) -> int:
     """Where numbers are added, the places are sorted first."""
     known = [index for index in indices if index is not None]
     return 4 * 8 * max((index.numel() for index in known), default=0) if accumulate else 0
 
 
-_NORM_BACKWARD = (_aten.native_layer_norm_backward.default,)
+_LAYER_NORM_BACKWARD = _aten.native_layer_norm_backward.default
+
+
+def _by_flash(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return args[0].transpose(1, 2), args[4].transpose(1, 2)  # gradient and result
+
+
+def _by_efficient(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return (args[0].transpose(1, 2),)
+
+
+def _by_stand_in(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return _by_flash(args) if _stands_for_flash(args) else _by_efficient(args)
+
+
+_READ: dict[Any, Callable[[tuple[Any, ...]], tuple[Tensor, ...]]] = {  # what is read as contiguous
+    _aten.embedding.default: lambda args: args[1:2],
+    _aten.embedding_dense_backward.default: lambda args: args[:2],
+    _aten.native_layer_norm.default: lambda args: args[:1],
+    _LAYER_NORM_BACKWARD: lambda args: args[:2],
+    _aten.native_group_norm.default: lambda args: args[:1],
+    _aten.native_group_norm_backward.default: lambda args: args[:2],
+    _aten._scaled_dot_product_flash_attention_backward.default: _by_flash,
+    _aten._scaled_dot_product_cudnn_attention_backward.default: _by_flash,
+    _aten._scaled_dot_product_efficient_attention_backward.default: _by_efficient,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _by_stand_in,
+}
 _RULES: dict[Any, Callable[..., int]] = {
-    _aten.embedding.default: _embedding,
     _aten.embedding_dense_backward.default: _embedding_backward,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _aten._scaled_dot_product_cudnn_attention_backward.default: _flash_backward,
     _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _stand_in_backward,
-    _aten.native_layer_norm.default: _layer_norm,
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
     _aten._softmax_backward_data.default: _softmax_backward,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from anybatch.estimate.kernels import ShapeBytes
+from anybatch.estimate.kernels import Scratch, ShapeBytes
 from anybatch.estimate.trace import Block, Operation, Timeline
 
 _ROUNDING_BYTES = 16
@@ -104,15 +104,24 @@ class Family:
 
         one, two = low.timeline, high.timeline
         blocks = [
-            Block(between(a.num_bytes, b.num_bytes), a.born, a.phase, a.died, a.kind, a.module)
+            Block(between(a.num_bytes, b.num_bytes), a.born, a.phase, a.died, *_told(a))
             for a, b in zip(one.blocks, two.blocks, strict=True)
         ]
         moments = one.scratch.keys() | two.scratch.keys()
-        scratch = {m: between(one.scratch.get(m, 0), two.scratch.get(m, 0)) for m in moments}
-        timeline = Timeline(blocks, scratch, one.operations, one.num_moments)
+        none = Scratch(int, 0)
+        scratch: dict[int, int] = {}
+        for moment in moments:
+            less, more = one.scratch.get(moment, none), two.scratch.get(moment, none)
+            told = less.between(more, part) if isinstance(less, Scratch) else between(less, more)
+            scratch[moment] = told
+        timeline = replace(one, blocks=blocks, scratch=scratch)
         kept = max(t.kept_bytes for t in self._traced.values())
         products = max(t.product_bytes for t in self._traced.values())
         return replace(low, timeline=timeline, kept_bytes=kept, product_bytes=products)
+
+
+def _told(block: Block) -> tuple[str, str, int]:
+    return block.kind, block.module, block.item_bytes
 
 
 def _are_alike(one: Timeline, other: Timeline) -> bool:

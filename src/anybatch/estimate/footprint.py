@@ -67,7 +67,7 @@ def footprint(subject: Subject, choice: Choice, device: Device) -> Footprint:
     return Footprint(
         peak=peak_of(traced, beside_training(subject, choice, traced, device), device),
         commit_bytes=traced.commit_bytes,
-        method=method_on(device),
+        method=method_on(subject.as_traced(device)),
         kernel_bytes=traced.shape_bytes.forward + traced.shape_bytes.backward,
     )
 

@@ -100,7 +100,7 @@ def _tried(head: Head, subject: Subject, choice: Choice, device: Device) -> Head
     except Exception:  # whatever the user's code raises
         return None
     left = logits_of(traced)
-    if left is not None and left[1] >= _ITEM_BYTES * head.num_logits(subject.whole):
+    if left is not None and left[1] >= head.num_logits(subject.whole):
         return None  # the softmax of all of them is there as before
     return replace(head, num_computed=len(noted) // num_traced(subject, tried))
 
@@ -111,7 +111,7 @@ def _found(subject: Subject, choice: Choice, device: Device) -> Head | None:
     found = logits_of(traced)
     if found is None:
         return None
-    made_in, softmax_bytes = found
+    made_in, numbers = found
     model: nn.Module = next(iter(subject.stages.values())).model
     name, layer = _layer_of(model, made_in)
     if layer is None or not chunked_loss.can_be_chunked(layer):
@@ -119,7 +119,6 @@ def _found(subject: Subject, choice: Choice, device: Device) -> Head | None:
     weight, bias = layer.weight, getattr(layer, "bias", None)
     words, width = weight.shape
     dtype = weight.dtype
-    numbers = softmax_bytes // (8 if dtype == torch.float64 else _ITEM_BYTES)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(choice.precision.partition("-")[0])
     head = Head(
         name=name,
@@ -145,11 +144,11 @@ def _layer_of(model: nn.Module, made_in: str) -> tuple[str, nn.Linear | nn.Embed
 
 
 def logits_of(traced: Traced) -> tuple[str, int] | None:
-    """The module whose product makes the logits of the largest cross-entropy of a step, and the bytes
-    of their softmax."""
+    """The module whose product makes the logits of the largest cross-entropy of a step, and how many
+    they are."""
     operations = traced.timeline.operations
     sizes = {
-        block.born: block.num_bytes
+        block.born: block.num_bytes // block.item_bytes
         for block in traced.timeline.blocks
         if _is_softmax(block, operations)
     }

@@ -12,6 +12,7 @@ measured.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,15 +65,32 @@ def scratch_on_cpu(op: Any, args: tuple[Any, ...], result: Any) -> int:
     return sum(copies_on_cpu(op, args, result))
 
 
+def copies_on_cuda(op: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Bytes of the copies that `op`, one of `IMAGES`, makes before its result on CUDA."""
+    if op is _POOL_BACKWARD:
+        return ()
+    first = _copied_on_cuda(args[:2] if op is CONVOLUTION else args[:3])[0]
+    return (first,) if first else ()
+
+
 def scratch_on_cuda(op: Any, args: tuple[Any, ...]) -> int:
-    """The same on CUDA."""
+    """Bytes that it takes and gives back once the result is there."""
     if op is _POOL_BACKWARD:
         gradient, image = args[:2]
         return gradient.nbytes if _is_channels_last(gradient) != _is_channels_last(image) else 0
-    tensors = args[:2] if op is CONVOLUTION else args[:3]
+    if op is CONVOLUTION:
+        return _copied_on_cuda(args[:2])[1]
+    _, image, weight = _copied_on_cuda(args[:3])
+    # The copy of the weight is gone when its gradient, which is as large, is made.
+    return max(image, weight - (args[2].nbytes if args[10][1] else 0))
+
+
+def _copied_on_cuda(tensors: Sequence[Tensor]) -> list[int]:
+    """Bytes of a copy of each, where it is not laid out as the kernel computes: an image and a
+    weight, last among the tensors, say how."""
     last = _by_channels_last(*tensors[-2:])
-    layout = _LAST[args[0].dim()] if last else torch.contiguous_format
-    return sum(_num_bytes(t) for t in tensors if not t.is_contiguous(memory_format=layout))
+    layout = _LAST[tensors[0].dim()] if last else torch.contiguous_format
+    return [0 if t.is_contiguous(memory_format=layout) else _num_bytes(t) for t in tensors]
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ come). Three libraries matter:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -103,6 +103,38 @@ class ShapeBytes:
     backward: int = 0
 
 
+class Scratch(int):
+    """Bytes that follow from sizes by a rule, so that what lies between two of them can be told
+    though it does not lie on a line.
+
+    Attributes:
+        rule: makes the bytes of the sizes.
+        sizes: whole numbers.
+    """
+
+    rule: Callable[..., int]
+    sizes: tuple[int, ...]
+
+    def __new__(cls, rule: Callable[..., int], *sizes: int) -> Scratch:
+        """`rule(*sizes)`."""
+        made = super().__new__(cls, rule(*sizes))
+        made.rule, made.sizes = rule, sizes
+        return made
+
+    def between(self, other: int, part: float) -> int:
+        """Bytes for sizes that lie between these (0) and those of `other` (1), or beyond them, at
+        `part`."""
+        if isinstance(other, Scratch) and (self.rule, len(self.sizes)) == (
+            other.rule,
+            len(other.sizes),
+        ):
+            sizes = [
+                round(a + (b - a) * part) for a, b in zip(self.sizes, other.sizes, strict=True)
+            ]
+            return self.rule(*sizes)
+        return max(0, round(self + (other - self) * part))
+
+
 class Kernels(ABC):
     """What the kernels of one kind of device take. One object sees one trace."""
 
@@ -124,7 +156,13 @@ class Kernels(ABC):
 
     @abstractmethod
     def scratch(self, op: Any, args: tuple[Any, ...], result: Any) -> int:
-        """Bytes that `op` takes and gives back while it runs."""
+        """Bytes that `op` takes and gives back while it runs; a `Scratch` where they are not in
+        proportion to the batch."""
+
+    def copies(self, op: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """Bytes of each copy of an argument that `op` makes before its result, and gives back after it,
+        beside its scratch."""
+        return ()
 
     def workspace(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
         """A result whose shape does not tell its bytes, and those."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from anybatch.estimate.family import Traced
 from anybatch.estimate.sharding import GATHERED
-from anybatch.estimate.trace import CASTS, Block, Operation
+from anybatch.estimate.trace import CASTS, SCRATCH, Block, Operation
 from anybatch.estimate.workspaces import WORKSPACES
 
 LOSS = "loss and logits"
@@ -23,7 +23,7 @@ KINDS: tuple[str, ...] = (
     "input batch",
     "buffers",
     "temporary",
-    "kernels' scratch",
+    SCRATCH,
     OVERHEAD,
     WORKSPACES,
     "libraries",

@@ -20,7 +20,7 @@ from anybatch.estimate.kinds import KINDS, LOSS, OVERHEAD, Kinds
 from anybatch.estimate.peak import allocator_of, method_on, not_counted_on, peak_at
 from anybatch.estimate.sharding import GATHERED, STATE, Division
 from anybatch.estimate.subject import Subject
-from anybatch.estimate.trace import CASTS, Block, alive
+from anybatch.estimate.trace import CASTS, SCRATCH, Block, alive
 from anybatch.machine import Device
 from anybatch.plans import Choice
 from anybatch.units import format_bytes
@@ -203,7 +203,7 @@ def ledger(subject: Subject, choice: Choice, device: Device) -> Ledger:
         held=account.held(taken.moment),
         curve=account.curve(),
         loss_in_chunks=in_chunks if in_chunks and in_chunks < peak.num_bytes else None,
-        method=method_on(device),
+        method=method_on(subject.as_traced(device)),
         not_counted=not_counted_on(device, subject.flat or subject.division is not None),
     )
 
@@ -372,7 +372,7 @@ class _Account:
                     change[block.died + 1] -= block.num_bytes
         found = {kind: list(accumulate(change))[:length] for kind, change in changes.items()}
         if scratch := self._timeline.scratch:
-            found["kernels' scratch"] = [scratch.get(i, 0) for i in range(length)]
+            found[SCRATCH] = [scratch.get(i, 0) for i in range(length)]
         return found
 
     def _named_phases(self) -> list[str]:

@@ -25,7 +25,7 @@ from anybatch.estimate.cuda import is_overlaid
 from anybatch.estimate.family import Traced
 from anybatch.estimate.kinds import KINDS, OVERHEAD, Kinds
 from anybatch.estimate.sharding import Division
-from anybatch.estimate.trace import alive
+from anybatch.estimate.trace import SCRATCH, alive
 from anybatch.machine import MMAP_THRESHOLD, Device
 
 _CUDNN = (
@@ -72,7 +72,7 @@ def peak_at(traced: Traced, taken: Taken, beside: Mapping[str, int], device: Dev
     kinds = Kinds(traced)
     for block in alive(traced.timeline, taken.moment):
         sizes[kinds.of(block)] += block.num_bytes
-    sizes["kernels' scratch"] += traced.timeline.scratch.get(taken.moment, 0)
+    sizes[SCRATCH] += traced.timeline.scratch.get(taken.moment, 0)
     sizes[OVERHEAD] += taken.overhead_bytes
     totals = {"allocated": taken.allocated_bytes}
     if device.kind == "cuda":

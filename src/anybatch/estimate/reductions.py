@@ -6,25 +6,29 @@ come adds them up. With columns to be added up, as in the gradient of a bias, th
 than the matrix itself: torch counts each thread of a block where one result would do.
 
 How torch divides the work is a matter of shape, strides and dtype alone (`setReduceConfig` and
-`ReduceConfig::global_memory_size` in `aten/src/ATen/native/cuda/Reduce.cuh`, of torch 2.11); this is its
-arithmetic.
-"""
+`ReduceConfig::global_memory_size` in `aten/src/ATen/native/cuda/Reduce.cuh`, of torch 2.11); this is
+its arithmetic."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from anybatch.estimate.kernels import Scratch
+
 _aten: Any = torch.ops.aten
 _WARP, _MOST_THREADS, _VECTOR = 32, 512, 4
 _LEAST_VALUES, _MOST_VALUES = 16, 256
-"""That a thread adds up: with fewer no more threads are put to it, with more there are blocks beside."""
+"""That a thread adds up: with fewer no more threads are put to it, with more there are blocks
+beside."""
 
 _FLOAT, _PAIR, _MOMENTS = 4, 16, 16
-"""Bytes of a part, of numbers in float32 or less: a sum; a number and its place; mean, squares and counts."""
+"""Bytes of a part, of numbers in float32 or less: a sum; a number and its place; mean, squares and
+counts."""
 
 _OWN = 0
 """As large as a number of the argument."""
@@ -74,8 +78,17 @@ def buffer_bytes(
     wide = tensor.element_size() // _FLOAT if tensor.is_floating_point() else 1
     part_bytes = part_bytes * max(1, wide) or tensor.element_size()
     given = range(tensor.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
-    reduced = {dim % tensor.dim() for dim in given or range(tensor.dim())} if tensor.dim() else set()
+    reduced = (
+        {dim % tensor.dim() for dim in given or range(tensor.dim())} if tensor.dim() else set()
+    )
     geometry = _Geometry.of(tensor, reduced)
+    sizes = itertools.chain(*geometry.reduced, *geometry.kept)
+    return Scratch(_bytes, len(geometry.reduced), part_bytes, resident_threads, *sizes)
+
+
+def _bytes(num_reduced: int, part_bytes: int, resident_threads: int, *sizes: int) -> int:
+    pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
+    geometry = _Geometry(pairs[:num_reduced], pairs[num_reduced:])
     return _divided(geometry, part_bytes, resident_threads)
 
 
@@ -109,7 +122,12 @@ def _divided(geometry: _Geometry, part_bytes: int, resident_threads: int) -> int
     vector = 1
     width, height = (inputs, outputs) if along else (outputs, inputs)
     if along:
-        if geometry.reduced and geometry.reduced[0][0] == 1 and len(geometry.reduced) == 1 and width >= 128:
+        if (
+            geometry.reduced
+            and geometry.reduced[0][0] == 1
+            and len(geometry.reduced) == 1
+            and width >= 128
+        ):
             width //= _VECTOR
     elif geometry.kept[0][0] == 1:
         vector = _vector(geometry)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from anybatch.estimate.calibration import Speeds, product_rate, rate_at
+from anybatch.estimate.cuda import is_overlaid
 from anybatch.estimate.head import Head, LossWork, in_chunks, whole_loss
 from anybatch.estimate.seconds_operations import Operation
 from anybatch.estimate.seconds_work import Counting, Work, work_of
@@ -121,18 +122,19 @@ class Pace:
         self._tf32 = precision == "tf32"
         self._halved = False
         self._mapped_from = MMAP_THRESHOLD if mapped else _ALWAYS_MAPPED
-        self._stands_in = device.kind == "cuda" and not device.present
         unit = min(subject.identity.ghost_batch or 1, subject.whole)
         few = min(max(unit, -(-8 // unit) * unit), subject.whole)
         many = min(4 * few, subject.whole)
         choice = Choice(micro_batch=few, evaluation_batch=1, precision=precision)
 
-        def count() -> tuple[Counting, Work, Work]:
-            counting = Counting(subject, choice, device)
+        def count(on: Device) -> tuple[Counting, Work, Work]:
+            counting = Counting(subject, choice, on)
             first = counting.at(few)
             return counting, first, first if many == few else counting.at(many)
 
-        counting, self._first, self._second = subject.following(count)
+        counting, self._first, self._second = subject.following(device, count)
+        device = subject.as_traced(device)
+        self._stands_in = is_overlaid(device)
         self.update: Update = counting.update
         self._can_part = counting.can_part
         if not _are_alike(self._first, self._second):

@@ -61,7 +61,8 @@ def growth(timeline: Timeline, start: int) -> int:
 def moved(block: Block, by: int) -> Block:
     """A copy of `block`, so many moments later."""
     died = None if block.died is None else block.died + by
-    return Block(block.num_bytes, block.born + by, block.phase, died, block.kind, block.module)
+    told = block.kind, block.module, block.item_bytes
+    return Block(block.num_bytes, block.born + by, block.phase, died, *told)
 
 
 def since(end: int, died: int | None) -> int:

@@ -52,13 +52,13 @@ def trace_step(subject: Subject, choice: Choice, device: Device) -> Traced:
 
     Raises whatever the model or loss raises on fake tensors.
     """
-    return subject.following(lambda: _on_stage(Stage.step, subject, choice, device))
+    return subject.following(device, lambda on: _on_stage(Stage.step, subject, choice, on))
 
 
 def trace_evaluation(subject: Subject, choice: Choice, device: Device) -> Traced:
     """Trace an update that makes the optimizer's state, and then two batches of evaluation. Raises as
     `trace_step` does."""
-    return subject.following(lambda: _on_stage(Stage.evaluation, subject, choice, device))
+    return subject.following(device, lambda on: _on_stage(Stage.evaluation, subject, choice, on))
 
 
 def num_traced(subject: Subject, choice: Choice) -> int:
@@ -109,7 +109,8 @@ class Stage:
         self._device = device
         self._kernels = kernels_on(device)
         self._fake = fake_mode()
-        self._tracer = tracer = Tracer(self._kernels, self._fake, subject.recall)
+        home = fake_device(device).type
+        self._tracer = tracer = Tracer(self._kernels, self._fake, subject.recall, home)
         plain = choice.model_copy(update={"recompute": Recompute(), "chunked_head": ""})
         self._plain = plain
         layout = layout_on(device, subject)
@@ -319,6 +320,7 @@ class Stage:
             {**self._head.scratch, **passes.scratch},
             [*self._head.operations, *passes.operations],
             passes.num_moments,
+            released=self._head.num_moments,
         )
 
     def _traced(self, timeline: Timeline, commit: int, count: int) -> Traced:

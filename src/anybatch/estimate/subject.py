@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -39,6 +39,7 @@ from anybatch.estimate.family import Family
 from anybatch.estimate.recall import Recall, Recalling, fake_mode
 from anybatch.estimate.sharding import Division
 from anybatch.estimate.values import UNKNOWN
+from anybatch.machine import Device
 from anybatch.plans import TaskIdentity
 from anybatch.task import LossFunction, Task, parameters_in
 
@@ -72,6 +73,7 @@ class Subject:
         stages: what they were made on; see `stage`.
         heads: layers that make the logits, by precision and device; see `head`.
         convolutions: what the model has of them, once it is known; see `layout`.
+        stood_for: CUDA devices that are here and whose traces are of CPU tensors all the same.
         left: bytes that training leaves free in the heap, of each way it was made.
         recall: results of operations, for all of them.
     """
@@ -96,6 +98,7 @@ class Subject:
     left: dict[Hashable, int] = field(default_factory=dict, compare=False, repr=False)
     heads: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
     convolutions: list[Any] = field(default_factory=list, compare=False, repr=False)
+    stood_for: set[Device] = field(default_factory=set, compare=False, repr=False)
     recall: Recall = field(default_factory=Recall, compare=False, repr=False)
 
     @property
@@ -108,9 +111,28 @@ class Subject:
         """What traces took for granted of numbers on which shapes depend, in sentences."""
         return self.recall.values.notices if self.recall.values is not None else ()
 
-    def following(self, trace: Callable[[], T]) -> T:
+    def as_traced(self, device: Device) -> Device:
+        """`device`, as if it were not here if it is one that the task's fake tensors cannot be on."""
+        return replace(device, present=False) if device in self.stood_for else device
+
+    def following(self, device: Device, trace: Callable[[Device], T]) -> T:
+        """What `trace` of a device returns, for `device` as it can be traced: what cannot be done
+        with fake tensors of CUDA (torch lays the weights of recurrent layers together, by their
+        addresses) is done with those of a CPU. Raises what `trace` raises."""
+        device = self.as_traced(device)
+        try:
+            return self._following(lambda: trace(device))
+        except RuntimeError:
+            if device.kind == "cpu" or not device.present:
+                raise
+            self.stages.clear()
+            found = self._following(lambda: trace(replace(device, present=False)))
+        self.stood_for.add(device)
+        return found
+
+    def _following(self, trace: Callable[[], T]) -> T:
         """What `trace` returns; where shapes depend on numbers that it does not know, it is made again,
-        and they are followed from then on. Raises what `trace` raises."""
+        and they are followed from then on."""
         try:
             return trace()
         except UNKNOWN:

@@ -47,6 +47,9 @@ CASTS = "weights in half precision"
 """The kind of autocast's copies of weights."""
 
 
+SCRATCH = "kernels' scratch"
+"""The kind of what is taken and given back inside one operation."""
+
 COPIED = "input"
 """The phase in which batches come to the device."""
 
@@ -60,6 +63,7 @@ class Block:
         phase: of the trace, when it was born.
         kind: what it was said to hold; empty: nothing was said.
         module: name of the module whose operation made it, or that it is a parameter of.
+        item_bytes: of one number in the tensor that came with it.
     """
 
     num_bytes: int
@@ -68,6 +72,7 @@ class Block:
     died: int | None = None
     kind: str = ""
     module: str = ""
+    item_bytes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +94,18 @@ class Operation:
 
 @dataclass
 class Timeline:
-    """Everything that a trace saw. Moments are numbered by operation."""
+    """Everything that a trace saw. Moments are numbered by operation.
+
+    Attributes:
+        released: the moment after which an allocator that keeps what nobody uses is made to give it
+            back.
+    """
 
     blocks: list[Block] = field(default_factory=list)
     scratch: dict[int, int] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
     num_moments: int = 0
+    released: int | None = None
 
 
 class _Life(weakref.ref):
@@ -106,7 +117,8 @@ class _Life(weakref.ref):
 
 
 class Tracer(TorchDispatchMode):
-    """Records operations on fake tensors into a `Timeline`. Use `tracing`.
+    """Records operations on fake tensors into a `Timeline`. Use `tracing`. Bytes are those of tensors
+    on devices of the type `home`.
 
     Attributes:
         timeline: what was recorded.
@@ -116,8 +128,11 @@ class Tracer(TorchDispatchMode):
         disturbed: whether something was freed that was said to stay; see `settle`.
     """
 
-    def __init__(self, kernels: Kernels, fake: FakeTensorMode, recall: Recall) -> None:
+    def __init__(
+        self, kernels: Kernels, fake: FakeTensorMode, recall: Recall, home: str = "cpu"
+    ) -> None:
         super().__init__()
+        self._home = home
         self._fake = fake
         self._recall = recall
         self.timeline: Timeline = Timeline()
@@ -184,8 +199,9 @@ class Tracer(TorchDispatchMode):
         if life is not None:
             block = life.block
         else:
-            size = 0 if _is_in_host_memory(tensor) else storage.nbytes()
+            size = storage.nbytes() if self._is_at_home(tensor) else 0
             block = Block(size, self.timeline.num_moments, self.phase, module=module)
+            block.item_bytes = tensor.element_size()
             life = _Life(storage, self._free)
             life.block, life.key = block, id(storage)
             self._known[life.key] = life
@@ -250,6 +266,10 @@ class Tracer(TorchDispatchMode):
         if life is not None and life.block.kind == "parameters":
             self.block_of(copied).kind = CASTS
 
+    def _is_at_home(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is in the memory that is traced, and not in that of a host."""
+        return type(tensor) is not FakeTensor or tensor.fake_device.type == self._home
+
     def _free(self, life: _Life) -> None:
         del self._known[life.key]
         block = life.block
@@ -269,7 +289,11 @@ class Tracer(TorchDispatchMode):
         timeline.operations.append(operation)
         if func.is_view:
             return module
-        if extra := self._kernels.scratch(func, args, result):
+        now = timeline.num_moments
+        for size in self._kernels.copies(func, args):
+            timeline.blocks.append(Block(size, now, self.phase, now, SCRATCH, module))
+        extra = self._kernels.scratch(func, args, result)
+        if extra or type(extra) is not int:  # in a larger batch it may be more than nothing
             timeline.scratch[timeline.num_moments] = extra
         return module
 
@@ -304,11 +328,6 @@ def recording(tracer: Tracer, fake: FakeTensorMode) -> Iterator[None]:
     finally:
         entering.remove()
         leaving.remove()
-
-
-def _is_in_host_memory(tensor: Tensor) -> bool:
-    """Whether `tensor` is no part of the device: `meta` stands for the host's memory in a trace."""
-    return type(tensor) is FakeTensor and tensor.fake_device.type == "meta"
 
 
 def alive(timeline: Timeline, moment: int) -> list[Block]:

@@ -2,10 +2,11 @@
 
 **cuBLAS** has its own of torch's allocator. torch gives each of its handles a workspace when it first
 multiplies on a stream, and keeps it. A handle belongs to a thread: forward has one, and backward, which
-runs on autograd's, has another; and forward's has a third of 1 MiB (`CUBLASLT_WORKSPACE_SIZE`) for products to
-which a bias is added. A run takes all of them first (`driver.take_workspaces`). Sizes of the others are torch's (`aten/src/ATen/cuda/CublasHandlePool.cpp`; its
-documentation, "CUDA semantics: cuBLAS workspaces"): 32 MiB from compute capability 9 on, 8.125 MiB
-before; on ROCm 128 MiB for the MI300 and its followers, and 32 MiB for others.
+runs on autograd's, has another; and forward's has a third of 1 MiB (`CUBLASLT_WORKSPACE_SIZE`) for
+products to which a bias is added. A run takes all of them first (`driver.take_workspaces`). Sizes of
+the others are torch's (`aten/src/ATen/cuda/CublasHandlePool.cpp`; its documentation, "CUDA semantics:
+cuBLAS workspaces"): 32 MiB from compute capability 9 on, 8.125 MiB before; on ROCm 128 MiB for the
+MI300 and its followers, and 32 MiB for others.
 
 **NCCL** has them of the driver, beside the allocator. A connection to a neighbour takes 12 MiB on each
 channel: three protocols of 4 MiB (`NCCL_BUFFSIZE`), 4.7 and 0.5 MiB, each side in units of 2 MiB
@@ -47,7 +48,7 @@ def with_workspaces(traced: Traced, device: Device) -> Traced:
     if device.kind != "cuda":
         return traced
     one = workspace_bytes(device)
-    blocks = [Block(size, 0, "setup", None, WORKSPACES) for size in (one, LT_BYTES, one)]
+    blocks = [Block(size, 0, "setup", None, WORKSPACES) for size in (one, LT_BYTES) * 2]
     timeline = replace(traced.timeline, blocks=[*blocks, *traced.timeline.blocks])
     return replace(traced, timeline=timeline)
 

@@ -9,6 +9,7 @@ from anybatch.estimate import Subject
 
 _LARGEST_EVALUATION_BATCH = 1024
 _MOST_PASSES_MORE = 64
+_FRACTIONS = (1, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 _MOST_BETWEEN = 6
 """Micro-batches for which subsets of the blocks are looked at."""
 
@@ -54,11 +55,13 @@ class Sizes:
 
     def worth_weighing(self, largest: int) -> list[int]:
         """The largest, evened out over the step, and fractions of it, whose data may stay in caches;
-        and near each of them the one that leaves no pass short."""
+        and near each of them the one that leaves no pass short. Three quarters, too: what an allocator
+        makes of a size goes up and down, so the largest that fits may do so when the evened does
+        not."""
         # All samples at once may be no whole number of ghost batches.
         sizes = [self.evened(largest)]
-        for part in (1, 2, 4, 8, 16):
-            if smaller := self.in_units(largest // part):
+        for part in _FRACTIONS:
+            if smaller := self.in_units(int(largest * part)):
                 sizes += [self.evened(smaller), self.whole_part(smaller)]
         return list(dict.fromkeys(sizes))
 

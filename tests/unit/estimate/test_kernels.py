@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -201,7 +203,7 @@ def test_pooling_backward_copies_where_layouts_differ(image_last: bool, copied: 
 
 @pytest.mark.parametrize(
     ("image_last", "gradient_last", "forward", "backward"),
-    [(False, False, 0, 0), (True, True, 1, 1), (True, False, 1, 1 + 64)],
+    [(False, False, 0, 0), (True, True, 1, 0), (True, False, 1, 64), (False, True, 0, 64)],
 )
 def test_on_cuda_weights_and_gradients_are_laid_out_as_images_are(
     image_last: bool, gradient_last: bool, forward: int, backward: int
@@ -209,10 +211,15 @@ def test_on_cuda_weights_and_gradients_are_laid_out_as_images_are(
     kernels, some = CudaKernels(1 << 17), ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     image, weight = laid(image_last, 256, 32, 32, 32), fake(512, 32, 4, 4)  # of 1 MiB
     gradient = laid(gradient_last, 128, 128, 32, 32)  # of 64
-    made = kernels.scratch(_aten.convolution.default, (image, weight, None, *some), gradient)
-    assert made == forward << 20
-    args = (gradient, image, weight, None, *some, [True, True, False])
-    assert kernels.scratch(_aten.convolution_backward.default, args, None) == backward << 20
+
+    def taken(op: Any, *args: Any) -> int:
+        return kernels.scratch(op, args, None) + sum(kernels.copies(op, args))
+
+    assert taken(_aten.convolution.default, image, weight, None, *some) == forward << 20
+    args = (_aten.convolution_backward.default, gradient, image, weight, None, *some)
+    assert taken(*args, [True, True, False]) == backward << 20
+    # The copy of a weight is gone when its gradient is made, if there is one.
+    assert taken(*args, [True, False, False]) == (backward + forward) << 20
 
 
 @pytest.mark.parametrize("last", [False, True])

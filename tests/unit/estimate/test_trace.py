@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.estimate import Subject, footprint, subject_of
-from anybatch.estimate.footprint import evaluation_peak
 from anybatch.estimate.cuda_kernels import CudaKernels
+from anybatch.estimate.footprint import evaluation_peak
 from anybatch.estimate.trace import alive, tracing
 from anybatch.machine import Device, Machine
 from anybatch.plans import Choice

@@ -40,7 +40,7 @@ def test_among_equals_full_passes_of_eights_are_taken():
         global_batch=512,
         last="wrap",
     )
-    machine = Machine.describe("h100-80gb").with_budget("5GiB")
+    machine = Machine.describe("h100-80gb").with_budget("8GiB")
     plan = ab.plan(task, machine, precision="bf16", recompute="none")
     assert 8 <= plan.choice.micro_batch < 512
     assert plan.choice.micro_batch % 8 == 0

@@ -1,0 +1,136 @@
+"""CUDA's autocast, for traces of CPU tensors: what it runs in which dtype, where a CPU's has it
+otherwise.
+
+By torch's documentation ("Autocast op reference") and, function by function, by the dtypes that
+torch's CUDA build returns (`tests/gpu/test_autocast.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+Function = Callable[..., Any]
+
+PLAIN = frozenset((Tensor, nn.Parameter, nn.Buffer, FakeTensor))
+"""Tensors that take no function for themselves."""
+
+_HALF = (torch.bfloat16, torch.float16)
+_NATIVE: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _named(places: Iterable[Any], names: str) -> frozenset[Function]:
+    """The functions of these names, wherever there are such."""
+    return frozenset(
+        getattr(place, name) for place in places for name in names.split() if hasattr(place, name)
+    )
+
+
+_IN_FLOAT32 = (
+    _named(
+        (torch, Tensor),
+        "acos asin cosh sinh tan erfinv exp expm1 log log10 log1p log2 pow square reciprocal rsqrt dist"
+        " renorm logsumexp softmax log_softmax",
+    )
+    | _named((Tensor,), "__pow__ __rpow__")
+    | _named((torch,), "layer_norm group_norm cdist cosine_similarity pairwise_distance")
+    | _named(
+        (F,),
+        "softmax log_softmax softmin layer_norm group_norm cross_entropy nll_loss mse_loss l1_loss"
+        " smooth_l1_loss huber_loss kl_div poisson_nll_loss gaussian_nll_loss cosine_embedding_loss"
+        " hinge_embedding_loss margin_ranking_loss multi_margin_loss multilabel_margin_loss"
+        " soft_margin_loss triplet_margin_loss softplus binary_cross_entropy_with_logits"
+        " cosine_similarity pairwise_distance pdist",
+    )
+    | _named(
+        (_NATIVE,),
+        "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d"
+        " upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+    )
+)
+
+_INTO_FLOAT32 = _named((torch, Tensor), "sum prod cumsum cumprod norm") | _named(
+    (torch.linalg,), "norm vector_norm matrix_norm"
+)
+"""What reads half precision and adds up in float32, without a copy."""
+
+_SOFTMAX: dict[Function, Function] = {
+    **dict.fromkeys(_named((torch, Tensor, F), "softmax"), torch.ops.aten._softmax),
+    **dict.fromkeys(_named((torch, Tensor, F), "log_softmax"), torch.ops.aten._log_softmax),
+}
+"""What reads float16, but not bfloat16, without a copy."""
+
+_IN_HALF = _named((torch, Tensor), "mv addmv lstm_cell gru_cell")
+
+_IN_FLOAT16 = _named((torch,), "lstm gru rnn_tanh rnn_relu")
+"""Whatever the dtype of autocast: cuDNN's recurrent layers (`aten/src/ATen/cudnn/AutocastRNN.cpp`)."""
+
+_WIDEST = _named(
+    (torch, Tensor), "dot tensordot inner cross index_put scatter_add bilinear addcmul addcdiv"
+)
+"""In the widest dtype of the arguments."""
+
+_AS_GIVEN = _named((F, _NATIVE), "pad avg_pool3d")
+"""In that of the argument, where a CPU's autocast has float32."""
+
+
+def changes(func: Function) -> bool:
+    """Whether CUDA's autocast runs `func` otherwise than a CPU's."""
+    return func in _ALL and torch.is_autocast_enabled("cpu")
+
+
+def run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func`, one for which `changes` holds, as CUDA's autocast runs it."""
+    with torch.autocast("cpu", enabled=False):
+        if func in _INTO_FLOAT32:
+            if args[0].dtype in _HALF and kwargs.get("dtype") is None:
+                kwargs = {**kwargs, "dtype": torch.float32}
+            return func(*args, **kwargs)
+        if func in _SOFTMAX and args[0].dtype == torch.float16 and kwargs.get("dtype") is None:
+            dim = kwargs["dim"] if "dim" in kwargs else args[1]
+            return _SOFTMAX[func](args[0], dim, True)
+        if func is F.cross_entropy and type(args[0]) in PLAIN and args[0].dtype in _HALF:
+            return _cross_entropy(*args, **kwargs)
+        dtype = _dtype(func, args, kwargs)
+        if dtype is not None:
+            args, kwargs = tree_map_only(
+                Tensor, lambda tensor: _cast(tensor, dtype), (args, kwargs)
+            )
+        return func(*args, **kwargs)
+
+
+def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Of logits in half precision: their softmax stays in it, and the loss alone is in float32."""
+    if args or target.is_floating_point() or options.get("label_smoothing"):
+        return F.cross_entropy(input.float(), target, *args, **options)
+    options.pop("label_smoothing", None)
+    logs = torch.log_softmax(input, 1 if input.dim() > 1 else 0)
+    return F.nll_loss(logs.float(), target, **options)
+
+
+def _dtype(func: Function, args: Any, kwargs: Any) -> torch.dtype | None:
+    """To which its floating-point arguments are cast; None: to none."""
+    if func in _IN_FLOAT32:
+        return torch.float32
+    if func in _IN_HALF:
+        return torch.get_autocast_dtype("cpu")
+    if func in _IN_FLOAT16:
+        return torch.float16
+    if func in _WIDEST:
+        given = [t.dtype for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        return torch.float32 if torch.float32 in given else None
+    return None
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    castable = tensor.dtype in _HALF or tensor.dtype == torch.float32
+    return tensor.to(dtype) if castable else tensor
+
+
+_ALL = _IN_FLOAT32 | _INTO_FLOAT32 | _IN_HALF | _IN_FLOAT16 | _WIDEST | _AS_GIVEN
