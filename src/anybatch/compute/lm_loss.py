@@ -672,8 +672,12 @@ def _fall(
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    else:
+    elif total.device.type == "cpu":
         total.add_(left @ right)
+    else:  # in halves: the product is the largest tensor beside the chunk of logits
+        middle = len(left) // 2
+        for part in (slice(middle), slice(middle, None)):
+            total[part].add_(left[part] @ right)
 
 
 # --------------------------------------------------------------------------------------- inputs

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from anybatch.estimate.allocator import PAGE, CudaCache, GlibcHeap
-from anybatch.estimate.trace import Block, Timeline
+from anybatch.estimate.trace import COPIED, Block, Timeline
 
 MAPPED_FROM = 128 << 10
 MIB = 1 << 20
@@ -237,3 +239,42 @@ def test_what_a_heap_has_allocated_is_told_without_its_holes():
     assert taken.allocated_bytes == on_heap(100) + on_heap(5000) + mapped
     assert taken.peak_bytes == taken.allocated_bytes + on_heap(4000)
     assert taken.requested_bytes == 100 + 5000 + MAPPED_FROM
+
+
+def test_batches_come_from_the_memory_of_the_stream_that_copies_them():
+    lives = timeline((30 * MIB, 0, 1), (30 * MIB, 2, 3))
+    assert CudaCache().replay(lives).peak_bytes == 30 * MIB
+    lives.blocks[1].phase = COPIED
+    assert CudaCache().replay(lives).peak_bytes == 60 * MIB
+
+
+def test_what_nobody_uses_is_given_back_where_a_timeline_says_so():
+    lives = timeline((30 * MIB, 0, 1), (40 * MIB, 3, 4))
+    assert CudaCache().replay(lives).peak_bytes == 70 * MIB
+    lives.released = 2
+    assert CudaCache().replay(lives).peak_bytes == 40 * MIB
+
+
+SIZE = st.integers(1, 40 * MIB)
+LIFE = st.tuples(SIZE, st.integers(2, 30), st.integers(0, 8))
+
+
+@given(states=st.lists(SIZE, max_size=4), lives=st.lists(LIFE, min_size=1, max_size=30))
+def test_the_step_after_that_comes_once_more(states: list[int], lives: list[tuple[int, int, int]]):
+    stay = [(size, 0, None) for size in states]
+    step = [(size, born, min(born + length, 30)) for size, born, length in lives]
+    once = timeline(*stay, *step)
+    once.released, once.num_moments = 1, 31
+    twice = timeline(*stay, *step, *((size, born + 30, died + 30) for size, born, died in step))
+    wanted = CudaCache().replay(twice)
+    taken = CudaCache().replay(once)
+    assert taken.peak_bytes == wanted.peak_bytes
+    assert taken.allocated_bytes == wanted.allocated_bytes
+    assert taken.moment <= 31
+
+
+def test_scratch_is_a_block_of_its_own():
+    lives = timeline((4 * MIB, 0, 2), scratch={1: 17 * MIB})
+    taken = CudaCache().replay(lives)
+    assert taken.peak_bytes == (20 + 18) * MIB  # a segment of 20, and one in multiples of 2
+    assert taken.allocated_bytes == 21 * MIB + MIB  # what is left of 18 is not worth splitting off

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.estimate import subject_of
+from anybatch.machine import Device, Machine
 
 
 def squares(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -121,3 +123,33 @@ def test_a_model_function_that_fails_is_told_by_its_own_error():
         ab.plan(task_of(build))
     with pytest.raises(ab.InputError, match="returned a value of type int"):
         ab.plan(task_of(lambda: 3))
+
+
+def test_what_fake_tensors_of_cuda_cannot_do_those_of_a_cpu_do():
+    device = replace(Machine.describe("24GiB").device, present=True)
+    subject = subject_of(task_of(nn.Linear(3, 1)))
+    asked: list[Device] = []
+
+    def trace(on: Device) -> str:
+        asked.append(on)
+        if on.present:
+            raise RuntimeError("Cannot access data pointer of Tensor")
+        return "traced"
+
+    assert subject.following(device, trace) == "traced"
+    assert [on.present for on in asked] == [True, False]
+    assert subject.as_traced(device) == replace(device, present=False)
+    assert subject.following(device, trace) == "traced"  # and is not asked again
+    assert [on.present for on in asked] == [True, False, False]
+
+
+def test_what_fails_on_both_is_told():
+    device = replace(Machine.describe("24GiB").device, present=True)
+    subject = subject_of(task_of(nn.Linear(3, 1)))
+
+    def trace(on: Device) -> str:
+        raise RuntimeError(f"shapes do not agree, {on.present}")
+
+    with pytest.raises(RuntimeError, match="shapes do not agree, False"):
+        subject.following(device, trace)
+    assert subject.as_traced(device) == device
