@@ -195,8 +195,7 @@ def _beside(
 ) -> dict[str, int]:
     constant = constant_bytes(device)
     if device.kind != "cpu":
-        several = subject.flat or subject.division is not None
-        spoken = communicator_bytes(device) if several else 0
+        spoken = communicator_bytes(device) if subject.speaks else 0
         return {"libraries": libraries + spoken, "device context": constant}
     # What comes and goes in the heap does not find its old places again. Objects and kernels that stay
     # have come to lie between them, and what is left is too small for another block of the same size:

@@ -204,7 +204,7 @@ def ledger(subject: Subject, choice: Choice, device: Device) -> Ledger:
         curve=account.curve(),
         loss_in_chunks=in_chunks if in_chunks and in_chunks < peak.num_bytes else None,
         method=method_on(subject.as_traced(device)),
-        not_counted=not_counted_on(device, subject.flat or subject.division is not None),
+        not_counted=not_counted_on(device, subject.speaks),
     )
 
 

@@ -71,17 +71,20 @@ def set_up(
     )
     if subject.division is not None:
         check_whole(replica.optimizer)
+    copies: list[torch.Tensor] = []  # of buffers, kept for putting back, and of gradients
     if subject.flat:
         buckets = replica.flatten()
         for flat in buckets.flats:
             tracer.see(flat, "gradients")
+        if subject.staged and device.kind == "cuda":  # of rank 0, see `parallel.in_process`
+            copies.append(torch.empty_like(max(buckets.flats, key=lambda flat: flat.nbytes)))
+            tracer.see(copies[-1], "gradients")
         buckets.attach()
     # Where the optimizer works on float32 copies, they stand in the places of what they are copies of.
     for copied, param in zip(trained, replica.parameters, strict=True):
         owners.setdefault(param, owners.get(copied, ""))
     for param, owner in owners.items():
         tracer.see(param, "parameters", owner)
-    copies: list[torch.Tensor] = []  # kept for putting back
     for buffer, owner in buffers.items():
         copies.append(buffer.detach().clone())
         tracer.see(copies[-1], "buffers", owner)

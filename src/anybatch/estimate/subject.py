@@ -63,6 +63,7 @@ class Subject:
         clip_norm: see `Task`.
         blocks, chains: names of what can be recomputed block by block, and as a tree.
         flat: gradients are kept in buckets, for several ranks.
+        staged: there is room for the largest of them from another device.
         course: what a run does beside full micro-batches.
         division: how the model is divided over ranks, or None.
         padded: where samples differ in length, the padded size of a mean global batch, in samples of
@@ -89,6 +90,7 @@ class Subject:
     chains: tuple[str, ...]
     course: Course = field(default_factory=Course)
     flat: bool = False
+    staged: bool = False
     division: Division | None = None
     padded: int | None = None
     long: str = ""
@@ -105,6 +107,11 @@ class Subject:
     def whole(self) -> int:
         """Samples of a step: of a full one, or as many of the longest as have a mean one's size."""
         return min(self.padded or self.identity.global_batch, self.identity.global_batch)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it is one of several processes, which tell each other gradients or weights."""
+        return self.division is not None or (self.flat and not self.staged)
 
     @property
     def assumptions(self) -> tuple[str, ...]:

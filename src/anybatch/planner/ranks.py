@@ -107,7 +107,8 @@ def of_one_rank(subject: Subject, layout: Layout) -> Subject:
         padded=subject.padded and _part_of_padded(subject.padded, layout, unit),
         num_valid=valid and max(_parts(valid, layout, 1)),
         # Of a divided model too: its gradients are there all the time, and both are traced at once.
-        flat=layout.parallel in ("replicate", "shard"),
+        flat=layout.parallel in ("replicate", "shard", "in-process"),
+        staged=layout.parallel == "in-process",
         families={},  # traces of the whole say nothing of a part
         stages={},
         heads={},
