@@ -58,7 +58,7 @@ def run(seed: int) -> dict[str, Any]:
     found = {"pair": pair.to_dict(), "least": least, "whole": needed, "budget": budget}
     if pair.below:
         return found | _refused(task, pair.precision, budget, least)
-    return found | _trained(task, pair.precision, budget)
+    return found | trained(task, pair.precision, budget)
 
 
 def _refused(task: Any, precision: str, budget: int, least: int) -> dict[str, Any]:
@@ -75,14 +75,15 @@ def _refused(task: Any, precision: str, budget: int, least: int) -> dict[str, An
         told = error.exit_status == 3 and error.least_bytes == least
     else:
         told = False
-    done = _trained(task, precision, least)
+    done = trained(task, precision, least)
     # What a run may take, and this one perhaps did not.
     needed = done["measured"] + CPU_CONSTANT_BYTES
     true = told and not done["failures"] and needed > budget - reserve_of(budget, "cpu")
     return {**done, "budget": least, "refused": budget, "refusal_is_true": true}
 
 
-def _trained(task: Any, precision: str, budget: int) -> dict[str, Any]:
+def trained(task: Any, precision: str, budget: int) -> dict[str, Any]:
+    """`task` under a budget: what was predicted and measured, and each time that memory ran out."""
     import anybatch as ab
     from anybatch.events import Event, OutOfMemory, Replanned
 
@@ -107,6 +108,8 @@ def _trained(task: Any, precision: str, budget: int) -> dict[str, Any]:
         "passes": -(-task.global_batch // plan.choice.micro_batch),
         "predicted": peak,
         "measured": ended.measured_peak_bytes,
+        "predicted_totals": dict(ended.predicted_totals),
+        "measured_totals": dict(ended.measured_totals),
         "steps": ended.steps,
         "failures": failures,
         "next": min(faster, default=None),
