@@ -68,8 +68,11 @@ _SOFTMAX: dict[Function, Function] = {
 
 _IN_HALF = _named((torch, Tensor), "mv addmv lstm_cell gru_cell")
 
-_IN_FLOAT16 = _named((torch,), "lstm gru rnn_tanh rnn_relu")
+_IN_FLOAT16 = _named((torch,), "gru rnn_tanh rnn_relu")
 """Whatever the dtype of autocast: cuDNN's recurrent layers (`aten/src/ATen/cudnn/AutocastRNN.cpp`)."""
+
+_IN_BFLOAT16 = _named((torch,), "lstm")
+"""For float16, which is as large: oneDNN has a kernel for it, and would have none."""
 
 _WIDEST = _named(
     (torch, Tensor), "dot tensordot inner cross index_put scatter_add bilinear addcmul addcdiv"
@@ -122,6 +125,8 @@ def _dtype(func: Function, args: Any, kwargs: Any) -> torch.dtype | None:
         return torch.get_autocast_dtype("cpu")
     if func in _IN_FLOAT16:
         return torch.float16
+    if func in _IN_BFLOAT16:
+        return torch.bfloat16
     if func in _WIDEST:
         given = [t.dtype for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         return torch.float32 if torch.float32 in given else None
@@ -133,4 +138,4 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if castable else tensor
 
 
-_ALL = _IN_FLOAT32 | _INTO_FLOAT32 | _IN_HALF | _IN_FLOAT16 | _WIDEST | _AS_GIVEN
+_ALL = _IN_FLOAT32 | _INTO_FLOAT32 | _IN_HALF | _IN_FLOAT16 | _IN_BFLOAT16 | _WIDEST | _AS_GIVEN
