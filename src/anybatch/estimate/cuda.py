@@ -1,20 +1,20 @@
 """CUDA's rules laid over a trace of CPU tensors, for a device that is not here.
 
-Fake CUDA tensors do not carry through a backward pass on a machine without CUDA. Five things differ
+Fake CUDA tensors do not carry through a backward pass on a machine without CUDA. Six things differ
 between the devices so much that bytes are wrong by tens of percent, and they are made as CUDA has
 them:
 
-1. Autocast. The lists of what runs in half precision and what in float32 are CUDA's: softmax, norms,
-   sums and losses run in float32 there.
+1. Autocast. What runs in half precision and what in float32: see `cuda_autocast`.
 2. Attention. CUDA's fused kernels (flash, memory-efficient) keep one number per query for backward,
    also under dropout or a mask, where a CPU falls back to keeping the scores.
 3. Dropout. CUDA's keeps a mask of one byte per number.
-4. Optimizers. Where nothing is said, they update all tensors at once on CUDA (`foreach`), with
+4. Norms. Group norms keep their argument with its channels first; RMS norms are one kernel.
+5. Optimizers. Where nothing is said, they update all tensors at once on CUDA (`foreach`), with
    temporaries as large as the parameters; on a CPU one after the other.
-5. Chunks of `lm_loss`, which are larger on CUDA.
+6. Chunks of `lm_loss`, which are larger on CUDA.
 
-What remains: workspaces of cuDNN (those of cuBLAS: see `workspaces`), and kernels that CUDA has and
-CPUs have not.
+What CUDA's kernels take beside arguments and results: see `cuda_kernels`; cuBLAS's workspaces:
+`workspaces`. What remains: workspaces of cuDNN, and kernels that CUDA has and CPUs have not.
 """
 
 from __future__ import annotations

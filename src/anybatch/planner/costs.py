@@ -86,6 +86,12 @@ class Costs:
             chunked_head=self.head.name if self.head else "",
         )
 
+    def under(self, budget_bytes: int) -> Costs:
+        """The same under another budget."""
+        device = replace(self.setting.device, budget_bytes=budget_bytes)
+        setting = replace(self.setting, device=device)
+        return Costs(self.subject, setting, self.states_on, self.head)
+
     # -------------------------------------------------------------------------------------- bytes
 
     def footprint(self, choice: Choice) -> Footprint:

@@ -11,6 +11,8 @@ from anybatch.planner.reserve import budget_for
 from anybatch.plans import Choice, Recompute
 from anybatch.units import format_bytes, format_seconds
 
+_MOST_TRIES = 8
+
 
 def nothing_fits(searched: Sequence[tuple[Costs, Sequence[Recompute]]]) -> NoPlanFits:
     """The error that names the least budget under which some choice would fit, of all ways of all costs
@@ -19,8 +21,7 @@ def nothing_fits(searched: Sequence[tuple[Costs, Sequence[Recompute]]]) -> NoPla
         (costs, costs.choice(way, costs.sizes.smallest)) for costs, ways in searched for way in ways
     ]
     costs, leanest = min(every, key=lambda each: each[0].least(each[1]))
-    peak = costs.learned_bytes(costs.least(leanest))
-    least = budget_for(peak, costs.setting.device.kind)
+    peak, least = _enough(costs, leanest)
     budget = format_bytes(costs.setting.device.budget_bytes)
     ghost, long = costs.subject.identity.ghost_batch, costs.subject.long
     smaller = (
@@ -38,6 +39,21 @@ def nothing_fits(searched: Sequence[tuple[Costs, Sequence[Recompute]]]) -> NoPla
         f"{smaller}{_knobs(leanest, costs)}",
         least_bytes=least,
     )
+
+
+def _enough(costs: Costs, choice: Choice) -> tuple[int, int]:
+    """What `choice` is predicted to need, and the least budget for it, under which it still is. CUDA's
+    allocator gives back what nobody uses where it meets its limit, so under a larger one it may hold
+    more."""
+    kind = costs.setting.device.kind
+    peak = costs.learned_bytes(costs.least(choice))
+    for _ in range(_MOST_TRIES if kind == "cuda" else 0):
+        there = costs.under(budget_for(peak, kind))
+        needed = there.learned_bytes(there.least(choice))
+        if needed <= peak:
+            break
+        peak = needed
+    return peak, budget_for(peak, kind)
 
 
 def _divided(costs: Costs) -> str:
