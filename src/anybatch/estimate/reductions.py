@@ -60,8 +60,8 @@ _AT = {_aten.linalg_vector_norm.default: 2}
 
 
 def reduction_bytes(op: Any, args: tuple[Any, ...], resident_threads: int) -> int:
-    """Bytes of the buffer of `op`, with its semaphores, on a device that runs so many threads at once;
-    0 for what is no reduction."""
+    """Bytes of the buffer of `op` on a device that runs so many threads at once; 0 for what is no
+    reduction. (Its semaphores, four bytes for each block of results, are not counted.)"""
     part = _REDUCTIONS.get(op)
     if part is None:
         return 0
@@ -152,8 +152,7 @@ def _divided(geometry: _Geometry, part_bytes: int, resident_threads: int) -> int
     shares = max(min(-(-blocks // grid), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
     if shares <= 1:
         return 0
-    size = part_bytes * outputs * shares
-    return (size if along else size * block_width * vector) + 4 * grid
+    return part_bytes * outputs * shares * (1 if along else block_width * vector)
 
 
 def _is_along_the_fastest(geometry: _Geometry) -> bool:
