@@ -147,6 +147,13 @@ def main() -> None:
     if given.pair is not None:
         print(json.dumps(under_budget(given.pair)))
         return
+    import torch
+
+    if torch.version.cuda is None or torch.cuda.is_available():
+        print(
+            "Nothing is measured: this needs torch's CUDA build, on a machine without a CUDA device."
+        )
+        return
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
         libraries = os.pathsep.join(map(str, build(Path(folder))))
 
