@@ -36,6 +36,18 @@ const int processors = int(setting("NULL_CUDA_PROCESSORS", 108));
 const int major_version = int(setting("NULL_CUDA_MAJOR", 8));
 const int minor_version = int(setting("NULL_CUDA_MINOR", 0));
 
+// Shared memory that a block may ask for, by compute capability (CUDA Programming Guide, "Technical
+// Specifications per Compute Capability"): torch chooses kernels by it.
+int shared_kilobytes() {
+  switch (10 * major_version + minor_version) {
+    case 70: return 96;
+    case 75: return 64;
+    case 80: case 87: return 163;
+    case 86: case 89: case 120: return 99;
+    default: return 227;
+  }
+}
+
 struct Piece {
   size_t size;
   int device;  // -1: pinned memory of the host
@@ -133,8 +145,8 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int device) {
   found->maxThreadsPerBlock = 1024;
   found->warpSize = 32;
   found->sharedMemPerBlock = 48 << 10;
-  found->sharedMemPerBlockOptin = 163 << 10;
-  found->sharedMemPerMultiprocessor = 164 << 10;
+  found->sharedMemPerBlockOptin = size_t(shared_kilobytes()) << 10;
+  found->sharedMemPerMultiprocessor = size_t(shared_kilobytes() + 1) << 10;
   found->regsPerBlock = found->regsPerMultiprocessor = 64 << 10;
   found->l2CacheSize = 40 << 20;
   found->memoryBusWidth = 5120;
@@ -335,7 +347,7 @@ API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
   found->maxThreadsPerBlock = 1024;
   found->numRegs = 32;
   found->binaryVersion = found->ptxVersion = 10 * major_version + minor_version;
-  found->maxDynamicSharedSizeBytes = 163 << 10;
+  found->maxDynamicSharedSizeBytes = shared_kilobytes() << 10;
   return cudaSuccess;
 }
 API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int threads,
