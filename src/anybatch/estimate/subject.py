@@ -7,6 +7,7 @@ batch of any size is made from the shape of a few real samples.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -128,7 +129,9 @@ class Subject:
         addresses) is done with those of a CPU. Raises what `trace` raises."""
         device = self.as_traced(device)
         try:
-            return self._following(lambda: trace(device))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+                return self._following(lambda: trace(device))
         except RuntimeError:
             if device.kind == "cpu" or not device.present:
                 raise
