@@ -79,9 +79,9 @@ class CudaKernels(Kernels):
         return () if read is None else tuple(filter(None, map(_copied, read(args))))
 
     def workspace(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
-        """See `Kernels`. Where a layer of oneDNN's LSTM stands for one of cuDNN's: gates and cells,
-        the least that backward needs."""
-        return (result[3], 5 * result[0].nbytes) if op is _LSTM else None
+        """See `Kernels`. Where a layer of oneDNN's LSTM stands for one of cuDNN's: gates, cells and
+        outputs, the least that its backward needs."""
+        return (result[3], 6 * result[0].nbytes) if op is _LSTM else None
 
 
 def resident_threads(device: Device) -> int:
