@@ -1,6 +1,7 @@
 """What the CPU tests prove, once more where it is meant to run."""
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -148,3 +149,27 @@ def test_the_budget_is_enforced():
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
     torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_after_the_second_step_no_more_is_reserved_and_nothing_is_given_back(name, monkeypatch):
+    task = dataclasses.replace(
+        make_task(), optimizer=lambda params: getattr(torch.optim, name)(params, lr=1e-3), steps=8
+    )
+    choice = Choice(micro_batch=32, evaluation_batch=32)
+    plan = Plan(task=identify(task, task.build_model()), device="cuda:0", choice=choice)
+    given_back = []
+    empty_cache = torch.cuda.empty_cache
+
+    def noted():
+        given_back.append(1)
+        empty_cache()
+
+    reserved, emptied = [], []
+    with ab.Session(task, plan) as session:
+        monkeypatch.setattr(torch.cuda, "empty_cache", noted)
+        for _ in session.steps():
+            reserved.append(torch.cuda.memory_reserved())
+            emptied.append(len(given_back))
+    assert emptied == [1] + [2] * 7
+    assert len(set(reserved[3:])) == 1

@@ -133,7 +133,7 @@ class Transactions:
         self.wish: Wish = Wish.NOTHING
         self.failed_together: bool = False
         self._step = 0
-        self._has_begun = False
+        self._releases = 2 if device.type == "cuda" else 0  # still to come
 
     def run(
         self, step: int, source: Source, before_update: Callable[[], None]
@@ -291,9 +291,8 @@ class Transactions:
     def _stage(self, staged: Staged) -> None:
         replica, group, source = self._replica, self._group, staged.source
         replica.drop()  # what the user's own backward passes left between two steps
-        if self._has_begun and self._device.type == "cuda":  # see `_reserve`
-            release_unused(self._device)
-            self._has_begun = False
+        if self._releases == 1:  # see `_reserve`
+            self._release()
         replica.phase = "loading"
         choice = self.plan.choice
         with self._watch.running():
@@ -370,16 +369,14 @@ class Transactions:
     def _reserve(self) -> None:
         """Fail now, while failing is harmless, if the update would not have room."""
         first, later = self._commit_bytes
-        is_first = not self._replica.optimizer.state
-        need = first if is_first else later
+        need = later if self._replica.optimizer.state else first
         self._replica.phase = "update"
-        if is_first and self._device.type == "cuda":
+        if self._releases == 2:
             # What the optimizer makes now stays. It shall not lie among what the passes have left
             # free, or none of that can be given back, or be used for anything larger, any more; nor
             # shall gradients keep what lies around them. So the second step begins with parameters
             # and states alone.
-            release_unused(self._device)
-            self._has_begun = True
+            self._release()
         if self._limit.is_ours:  # then it is waived while the update runs, and only has to be kept
             torch.empty(need, dtype=torch.uint8, device=self._device)
         elif need or is_limited():
@@ -387,6 +384,12 @@ class Transactions:
             on_host = self._device.type == "cpu"
             pieces = [parameter.nbytes for parameter in self._replica.parameters]
             self._room.take(need or (about if on_host else 0), generously, pieces)
+
+    def _release(self) -> None:
+        """Have the allocator give back what nobody uses: twice in a run, since the device waits for
+        it."""
+        release_unused(self._device)
+        self._releases -= 1
 
     def _clear(self) -> None:
         """After a failure: what it left in autograd's queue, so that there is room to tell of it."""
