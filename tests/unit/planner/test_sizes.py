@@ -49,3 +49,9 @@ def test_among_equals_full_passes_of_eights_are_taken():
 
 def test_all_samples_at_once_are_weighed_though_the_last_ghost_batch_is_smaller():
     assert Sizes(whole=20, smallest=8).worth_weighing(20)[0] == 20
+
+
+def test_three_quarters_of_the_largest_are_weighed_though_the_evened_may_not_fit():
+    weighed = Sizes(whole=512, smallest=1).worth_weighing(53)
+    assert weighed[0] == 52
+    assert {37, 32} <= set(weighed)  # in 14 passes, and in 16 full ones
