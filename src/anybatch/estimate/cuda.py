@@ -142,8 +142,15 @@ def _attention(
         key, value = (t.repeat_interleave(query.size(1) // t.size(1), dim=1) for t in (key, value))
     if attn_mask is not None:
         attn_mask = _bias(attn_mask, query)
-    result: Tensor = _Attention.apply(query, key, value, attn_mask, is_causal, scale)
-    return result
+    result, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    )
+    flash = attn_mask is None and query.dtype != torch.float32
+    if flash or result.transpose(1, 2).is_contiguous():
+        return result
+    del result
+    laid: Tensor = _Attention.apply(query, key, value, attn_mask, is_causal, scale)
+    return laid
 
 
 class _Attention(torch.autograd.Function):
@@ -163,10 +170,9 @@ class _Attention(torch.autograd.Function):
         result, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
         )
-        if mask is not None or query.dtype == torch.float32:
-            _, heads, length, width = result.shape
-            row = heads * width
-            result = result.as_strided(result.shape, (length * row, width, row, 1))
+        _, heads, length, width = result.shape
+        row = heads * width
+        result = result.as_strided(result.shape, (length * row, width, row, 1))
         ctx.save_for_backward(query, key, value, result, sums, mask)
         ctx.options = is_causal, scale
         return result

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anybatch.estimate.images import CONVOLUTION_BACKWARD, IMAGES, copies_on_cuda, scratch_on_cuda
 from anybatch.estimate.kernels import Kernels, Scratch
-from anybatch.estimate.reductions import buffer_bytes, reduction_bytes
+from anybatch.estimate.reductions import REDUCTIONS, buffer_bytes, reduction_bytes
 from anybatch.machine import Device
 
 _aten: Any = torch.ops.aten
@@ -58,6 +58,8 @@ class CudaKernels(Kernels):
 
     def scratch(self, op: Any, args: tuple[Any, ...], result: Any) -> int:
         """See `Kernels`."""
+        if op not in _TAKING:  # asked for every operation of a trace
+            return 0
         if op in IMAGES:
             copied = scratch_on_cuda(op, args)
             if op is CONVOLUTION_BACKWARD and args[10][2]:  # the bias comes last, by a sum
@@ -225,6 +227,9 @@ _RULES: dict[Any, Callable[..., int]] = {
     _aten.index_put_.default: _index_put,
     _aten._index_put_impl_.default: _index_put,
 }
+
+_TAKING = frozenset((*IMAGES, *_RULES, _LAYER_NORM_BACKWARD, *REDUCTIONS))
+"""Operations that take anything beside copies."""
 
 
 def _copied(tensor: Tensor) -> int:

@@ -33,7 +33,7 @@ counts."""
 _OWN = 0
 """As large as a number of the argument."""
 
-_REDUCTIONS: dict[Any, int] = {  # operation -> bytes of a part
+REDUCTIONS: dict[Any, int] = {  # operation -> bytes of a part
     _aten.sum.default: _FLOAT,
     _aten.sum.dim_IntList: _FLOAT,
     _aten.mean.default: _FLOAT,
@@ -55,6 +55,8 @@ _REDUCTIONS: dict[Any, int] = {  # operation -> bytes of a part
     _aten.var_mean.correction: _MOMENTS,
     _aten.std_mean.correction: _MOMENTS,
 }
+"""The operations."""
+
 _AT = {_aten.linalg_vector_norm.default: 2}
 """Where the dims stand among the arguments, if not in the second place."""
 
@@ -62,7 +64,7 @@ _AT = {_aten.linalg_vector_norm.default: 2}
 def reduction_bytes(op: Any, args: tuple[Any, ...], resident_threads: int) -> int:
     """Bytes of the buffer of `op` on a device that runs so many threads at once; 0 for what is no
     reduction. (Its semaphores, four bytes for each block of results, are not counted.)"""
-    part = _REDUCTIONS.get(op)
+    part = REDUCTIONS.get(op)
     if part is None:
         return 0
     at = _AT.get(op, 1)
