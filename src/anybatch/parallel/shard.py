@@ -12,8 +12,8 @@ What is different from `Replicate`, and what is done about it here:
 - Ranks meet inside passes, so all must run equally many (`lockstep`). A rank with fewer micro-batches
   repeats one of its own with a backward seed of zero: what is finite times zero adds nothing.
 - A rank that fails inside a pass leaves the others waiting in it: see `wire.py`.
-- Ranks must add up the same gradients, though a parameter may be used on some of them only: FSDP puts
-  zeros for the missing ones, and the vote tells which parameters no rank has used at all.
+- Ranks must add up the same gradients, though a parameter may be used on some of them only: zeros stand
+  for the missing ones (`unused.py`), and the vote tells which parameters no rank has used at all.
 - Every micro-batch is added up at once. Adding up once per step would save communication, and would
   keep whole gradients on every rank: what sharding is to avoid. It can be had (`reduce="last pass"`).
 
@@ -51,6 +51,7 @@ from anybatch.compute.precision import FORMATS, NORMS
 from anybatch.errors import InputError, PeerFailed, PeerLost
 from anybatch.parallel.buffers import BuffersOverGroup, Held
 from anybatch.parallel.group import Agreed, Group, Wish
+from anybatch.parallel.unused import add_zeros_for_unused
 from anybatch.parallel.vote import Vote, calling, exchange
 from anybatch.parallel.whole import fill, reshard
 from anybatch.parallel.wire import DEADLINE, Wire
@@ -286,9 +287,7 @@ class Shard(Group):
             module.register_forward_pre_hook(_Notes(module, names, self._gathered, self._used))
             module.register_forward_hook(_own_memory, prepend=True)
         model.register_forward_pre_hook(self._begins_to_run, prepend=True)
-        zeros = getattr(model, "set_reduce_scatter_unused_params", None)
-        if zeros is not None:  # from torch 2.13 on; before, all ranks must use the same parameters
-            zeros(True)
+        add_zeros_for_unused(model)
 
     def _begins_to_run(self, *_: object) -> None:
         self._has_run = True
