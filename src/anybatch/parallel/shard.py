@@ -13,7 +13,7 @@ What is different from `Replicate`, and what is done about it here:
   repeats one of its own with a backward seed of zero: what is finite times zero adds nothing.
 - A rank that fails inside a pass leaves the others waiting in it: see `wire.py`.
 - Ranks must add up the same gradients, though a parameter may be used on some of them only: zeros stand
-  for the missing ones (`unused.py`), and the vote tells which parameters no rank has used at all.
+  for the missing ones, and the vote tells which parameters no rank has used at all.
 - Every micro-batch is added up at once. Adding up once per step would save communication, and would
   keep whole gradients on every rank: what sharding is to avoid. It can be had (`reduce="last pass"`).
 
@@ -50,8 +50,8 @@ from anybatch.compute.dividing import check_divisible
 from anybatch.compute.precision import FORMATS, NORMS
 from anybatch.errors import InputError, PeerFailed, PeerLost
 from anybatch.parallel.buffers import BuffersOverGroup, Held
+from anybatch.parallel.earlier_fsdp import add_zeros_for_unused, forget_pass
 from anybatch.parallel.group import Agreed, Group, Wish
-from anybatch.parallel.unused import add_zeros_for_unused
 from anybatch.parallel.vote import Vote, calling, exchange
 from anybatch.parallel.whole import fill, reshard
 from anybatch.parallel.wire import DEADLINE, Wire
@@ -306,9 +306,8 @@ class Shard(Group):
         self._wire.lay()
         for param in self._gathered.values():
             param.grad = None  # FSDP's own reset leaves what an unfinished backward put there
-        reset = getattr(self._root, "reset_iter_state", None)
-        if reset is not None and self._has_run:  # from torch 2.13 on
-            reset()
+        if self._root is not None and self._has_run:
+            forget_pass(self._root)
 
     def _add_up(self, at_once: bool) -> None:
         assert isinstance(self._root, FSDPModule)
