@@ -101,17 +101,24 @@ def fresh_state(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
 
 
 def state_kinds(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
-    """Names of the states that `optimizer` keeps of a parameter of `group`, in its shape, as far as an
-    update of a small one shows."""
+    """Names of the states that `optimizer` keeps of a parameter of `group`, in its shape, as far as
+    those that are there show, or an update of a small one."""
+    for param in group["params"]:
+        state = optimizer.state.get(param)  # some optimizers make theirs when they are made
+        if state and param.dim():  # a count of steps has no dims either
+            return _kinds(state, param)
     twin = nn.Parameter(torch.zeros(2, 2))
     twin.grad = torch.zeros_like(twin)
     other = _like(optimizer, {**group, "params": [twin]})
     other.step()
-    state = other.state[twin]
+    return _kinds(other.state[twin], twin)
+
+
+def _kinds(state: Mapping[str, Any], param: Tensor) -> list[str]:
     return [
         name
         for name, value in state.items()
-        if isinstance(value, Tensor) and value.shape == twin.shape
+        if isinstance(value, Tensor) and value.shape == param.shape
     ]
 
 
