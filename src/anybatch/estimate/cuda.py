@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -47,10 +47,26 @@ def is_overlaid(device: Device) -> bool:
 def laid_over(device: Device) -> Iterator[None]:
     """Where a trace for `device` runs."""
     if is_overlaid(device):
-        with _CudaFunctions(), standing_for(device.kind):
+        with _CudaFunctions(), _regions_of_cpu(), standing_for(device.kind):
             yield
     else:
         yield
+
+
+@contextmanager
+def _regions_of_cpu() -> Iterator[None]:
+    """A model's own `torch.autocast("cuda", ...)` is one of the tensors that are there."""
+    regions: Any = torch.autocast
+    real = regions.__init__
+
+    def made(region: Any, device_type: str, *args: Any, **options: Any) -> None:
+        real(region, "cpu" if device_type == "cuda" else device_type, *args, **options)
+
+    regions.__init__ = made
+    try:
+        yield
+    finally:
+        regions.__init__ = real
 
 
 class _CudaFunctions(TorchFunctionMode):
@@ -115,8 +131,9 @@ def _dropout(
     """Dropout with a mask of one byte per number; a CPU's has the dtype of the input."""
     if not (training and train) or p == 0:
         return input
-    result = torch.native_dropout(input, p, True)[0]
-    return input.copy_(result) if inplace else result
+    if inplace:  # has no such kernel
+        return input.mul_(torch.empty_like(input).bernoulli_(1 - p).div_(1 - p))
+    return torch.native_dropout(input, p, True)[0]
 
 
 def _attention(
@@ -129,33 +146,76 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention by a kernel that keeps its result and one number per query. The CPU's flash attention
-    has those very outputs; dropout, which it does not know, draws its mask again in backward."""
+    """Attention by a kernel that keeps its result and one number per query, where CUDA has one. The
+    CPU's flash attention has those very outputs; dropout, which it does not know, draws its mask again
+    in backward."""
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu")
-        query, key, value = (t.to(half) for t in (query, key, value))
-    if query.dim() != 4 or (query.requires_grad is False and not torch.is_grad_enabled()):
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if enable_gqa:
+        query, key, value = (cuda_autocast.cast(t, half) for t in (query, key, value))
+    kernel = _kernel_for(query, key, value, attn_mask, enable_gqa)
+    if kernel == "math":
+        with torch.autocast("cpu", enabled=False):
+            return torch.ops.aten._scaled_dot_product_attention_math(
+                *(query, key, value, attn_mask, dropout_p, is_causal),
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )[0]
+    if key.size(1) != query.size(1):
         key, value = (t.repeat_interleave(query.size(1) // t.size(1), dim=1) for t in (key, value))
+    width = max(t.size(3) for t in (query, key, value))
+    if kernel == "flash":
+        width += -width % 8
+    wanted = value.size(3)
+    query, key, value = (_padded(t, width) for t in (query, key, value))
     if attn_mask is not None:
         attn_mask = _bias(attn_mask, query)
-    result, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
-    )
-    flash = attn_mask is None and query.dtype != torch.float32
-    if flash or result.transpose(1, 2).is_contiguous():
-        return result
-    del result
-    laid: Tensor = _Attention.apply(query, key, value, attn_mask, is_causal, scale)
-    return laid
+    result: Tensor
+    learned = attn_mask is not None and attn_mask.requires_grad
+    if not learned and (kernel == "flash" or _is_by_token(query)):
+        result, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+        )
+    else:
+        result = _Attention.apply(query, key, value, attn_mask, is_causal, scale)
+    return result if wanted == width else result[..., :wanted]
+
+
+def _kernel_for(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
+) -> Literal["flash", "efficient", "math"]:
+    """The kernel that CUDA takes, from compute capability 8.0 on
+    (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`). That by the name of math computes all
+    scores."""
+    given = query, key, value
+    if any(t.dim() != 4 or t.stride(3) != 1 for t in given):
+        return "math"
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    batches, heads, widths = ({t.size(dim) for t in given} for dim in (0, 1, 3))
+    if len(batches) > 1 or not (half or query.dtype == torch.float32):
+        return "math"
+    if half and mask is None and len(widths) == 1 and max(widths) <= 256:
+        return "flash" if len(heads) == 1 or enable_gqa else "math"
+    aligned = not any(width % (8 if half else 4) for width in widths)
+    if len(heads) == 1 and query.size(3) == key.size(3) and aligned:
+        return "efficient"
+    return "math"
+
+
+def _padded(tensor: Tensor, width: int) -> Tensor:
+    missing = width - tensor.size(3)
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _is_by_token(tensor: Tensor) -> bool:
+    """Whether what is made like `tensor`, of shape [batch, heads, tokens, width], has the heads of a
+    token side by side."""
+    strides = [tensor.stride(dim) for dim in (0, 2, 1, 3) if tensor.size(dim) > 1]
+    return strides == sorted(strides, reverse=True)
 
 
 class _Attention(torch.autograd.Function):
-    """The CPU's kernel, with the result laid out as CUDA's kernels have it: the one for half
-    precision like its queries, the memory-efficient one with the heads of a token side by side."""
+    """The CPU's kernel, with the result laid out as CUDA's memory-efficient one has it: the heads of a
+    token side by side. A bias that learns has a gradient of the shape of the scores first."""
 
     @staticmethod
     def forward(
@@ -186,7 +246,11 @@ class _Attention(torch.autograd.Function):
             attn_mask=mask,
             scale=scale,
         )
-        return (*found, None, None, None)
+        learned = None
+        if ctx.needs_input_grad[3]:
+            scores = *query.shape[:3], key.size(2)
+            learned = query.new_empty(scores).sum_to_size(mask.shape)
+        return (*found, learned, None, None)
 
 
 def _bias(mask: Tensor, query: Tensor) -> Tensor:
@@ -201,9 +265,9 @@ def _bias(mask: Tensor, query: Tensor) -> Tensor:
     return F.pad(bias, (0, missing))[..., : bias.size(-1)] if missing else bias
 
 
-def _group_norm(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+def _group_norm(input: Tensor, *args: Any, **options: Any) -> Tensor:
     """A norm that reads its channels as contiguous, and keeps them so for backward."""
-    return _in_float32(torch.group_norm, tensor.contiguous(), *args, **options)
+    return _in_float32(torch.group_norm, input.contiguous(), *args, **options)
 
 
 def _in_float32(func: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -212,12 +276,18 @@ def _in_float32(func: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def _rms_norm(
-    tensor: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Tensor:
     """A norm in one kernel, which keeps its argument and one number for each row."""
-    if weight is not None and weight.dtype != tensor.dtype:
-        return torch.rms_norm(tensor, shape, weight, eps)
-    result: Tensor = _RmsNorm.apply(tensor, len(shape), weight)
+    if cuda_autocast.changes(torch.rms_norm):
+        input = cuda_autocast.cast(input, torch.float32)
+        weight = None if weight is None else cuda_autocast.cast(weight, torch.float32)
+    if weight is not None and weight.dtype != input.dtype:
+        return torch.rms_norm(input, normalized_shape, weight, eps)
+    result: Tensor = _RmsNorm.apply(input, len(normalized_shape), weight)
     return result
 
 

@@ -24,6 +24,9 @@ PLAIN = frozenset((Tensor, nn.Parameter, nn.Buffer, FakeTensor))
 _HALF = (torch.bfloat16, torch.float16)
 _NATIVE: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
 
+_NORMS_RMS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+"""Whether autocast runs RMS norms in float32 (`aten/src/ATen/autocast_mode.h`)."""
+
 
 def _named(places: Iterable[Any], names: str) -> frozenset[Function]:
     """The functions of these names, wherever there are such."""
@@ -35,11 +38,16 @@ def _named(places: Iterable[Any], names: str) -> frozenset[Function]:
 _IN_FLOAT32 = (
     _named(
         (torch, Tensor),
-        "acos asin cosh sinh tan erfinv exp expm1 log log10 log1p log2 pow square reciprocal rsqrt dist"
-        " renorm logsumexp softmax log_softmax",
+        "acos arccos asin arcsin cosh sinh tan erfinv exp expm1 log log10 log1p log2 pow square"
+        " reciprocal rsqrt dist renorm logsumexp softmax log_softmax",
     )
-    | _named((Tensor,), "__pow__ __rpow__")
-    | _named((torch,), "layer_norm group_norm cdist cosine_similarity pairwise_distance")
+    | _named((Tensor,), "__pow__ __rpow__ __rdiv__ __rtruediv__")
+    | _named((torch.special,), "erfinv expm1 log1p logsumexp softmax log_softmax")
+    | _named(
+        (torch,),
+        "layer_norm native_layer_norm group_norm cdist cosine_similarity pairwise_distance",
+    )
+    | (_named((torch,), "rms_norm") if _NORMS_RMS else frozenset())
     | _named(
         (F,),
         "softmax log_softmax softmin layer_norm group_norm cross_entropy nll_loss mse_loss l1_loss"
@@ -51,7 +59,8 @@ _IN_FLOAT32 = (
     | _named(
         (_NATIVE,),
         "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d"
-        " upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+        " upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
+        " _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d",
     )
 )
 
@@ -66,7 +75,7 @@ _SOFTMAX: dict[Function, Function] = {
 }
 """What reads float16, but not bfloat16, without a copy."""
 
-_IN_HALF = _named((torch, Tensor), "mv addmv lstm_cell gru_cell")
+_IN_HALF = _named((torch, Tensor), "mv addmv addr lstm_cell gru_cell")
 
 _IN_FLOAT16 = _named((torch,), "gru rnn_tanh rnn_relu")
 """Whatever the dtype of autocast: cuDNN's recurrent layers (`aten/src/ATen/cudnn/AutocastRNN.cpp`)."""
@@ -75,11 +84,17 @@ _IN_BFLOAT16 = _named((torch,), "lstm")
 """For float16, which is as large: oneDNN has a kernel for it, and would have none."""
 
 _WIDEST = _named(
-    (torch, Tensor), "dot tensordot inner cross index_put scatter_add bilinear addcmul addcdiv"
+    (torch, Tensor),
+    "dot vdot tensordot inner cross index_put scatter_add bilinear addcmul addcdiv atan2 grid_sampler",
 )
 """In the widest dtype of the arguments."""
 
-_AS_GIVEN = _named((F, _NATIVE), "pad avg_pool3d")
+_AS_GIVEN = _named(
+    (torch, F, _NATIVE),
+    "pad avg_pool3d max_pool3d _max_pool3d max_pool3d_with_indices adaptive_avg_pool3d"
+    " adaptive_max_pool3d _adaptive_max_pool3d adaptive_max_pool3d_with_indices max_unpool2d"
+    " max_unpool3d",
+)
 """In that of the argument, where a CPU's autocast has float32."""
 
 
@@ -90,21 +105,22 @@ def changes(func: Function) -> bool:
 
 def run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func`, one for which `changes` holds, as CUDA's autocast runs it."""
+    first = args[0] if args else kwargs.get("input")
+    given = first.dtype if isinstance(first, Tensor) else None
     with torch.autocast("cpu", enabled=False):
         if func in _INTO_FLOAT32:
-            if args[0].dtype in _HALF and kwargs.get("dtype") is None:
+            if given in _HALF and kwargs.get("dtype") is None and "out" not in kwargs:
                 kwargs = {**kwargs, "dtype": torch.float32}
             return func(*args, **kwargs)
-        if func in _SOFTMAX and args[0].dtype == torch.float16 and kwargs.get("dtype") is None:
-            dim = kwargs["dim"] if "dim" in kwargs else args[1]
-            return _SOFTMAX[func](args[0], dim, True)
-        if func is F.cross_entropy and type(args[0]) in PLAIN and args[0].dtype in _HALF:
+        if func in _SOFTMAX and given == torch.float16 and kwargs.get("dtype") is None:
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            if dim is not None:
+                return _SOFTMAX[func](first, dim, True)
+        if func is F.cross_entropy and type(first) in PLAIN and given in _HALF:
             return _cross_entropy(*args, **kwargs)
         dtype = _dtype(func, args, kwargs)
         if dtype is not None:
-            args, kwargs = tree_map_only(
-                Tensor, lambda tensor: _cast(tensor, dtype), (args, kwargs)
-            )
+            args, kwargs = tree_map_only(Tensor, lambda tensor: cast(tensor, dtype), (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -133,7 +149,8 @@ def _dtype(func: Function, args: Any, kwargs: Any) -> torch.dtype | None:
     return None
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor` in `dtype`, if it is of those dtypes that autocast knows."""
     castable = tensor.dtype in _HALF or tensor.dtype == torch.float32
     return tensor.to(dtype) if castable else tensor
 

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from anybatch.compute import Replica
 from anybatch.compute.optimizers import is_compiled, uncompiled
 from anybatch.compute.optimizers_update import can_part, leanest_update
+from anybatch.estimate.cuda import laid_over
 from anybatch.estimate.layout import layout_on
 from anybatch.estimate.recall import Recall, fake_mode
 from anybatch.estimate.seconds_operations import Operation, bytes_of, operation_of
@@ -106,7 +107,8 @@ class Counting:
         self._update: list[Operation] = []
         plain = choice.model_copy(update={"recompute": Recompute(), "chunked_head": ""})
         layout = layout_on(device, subject)
-        with self._fake, self._watch:
+        self._device = device
+        with self._fake, self._watch, laid_over(device):
             with self.target:
                 self._model = model = subject.build_model()
             self._replica = Replica(
@@ -131,7 +133,7 @@ class Counting:
         raises."""
         subject, watch, replica = self._subject, self._watch, self._replica
         watch.begin_anew()
-        with self._fake, watch:
+        with self._fake, watch, laid_over(self._device):
             self._make_gradients()
             batch = subject.batch(micro_batch, self.target)
             blocks = _Blocks(self._model, subject.blocks, watch)

@@ -121,6 +121,8 @@ class Values:
         is_known = bool(made) and all(self.of(tensor) is not None for tensor in given)
         if not given:  # made of nothing: only what may decide on shapes
             is_known = is_known and not any(t.is_floating_point() or t.is_complex() for t in made)
+        if func is _aten.new_empty.default:  # as batches are: whatever lay there decides nothing
+            is_known = False
         if torch.Tag.nondeterministic_seeded in func.tags or sum(t.numel() for t in made) > _MOST:
             is_known = False
         found = self._computed(func, args, kwargs) if is_known else None

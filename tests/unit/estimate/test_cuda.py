@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,98 @@ def test_attention_keeps_its_result_its_sums_and_what_is_made_of_a_mask(mask: to
     assert kept(make, run) == result + sums + made
 
 
+def attended(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, **options: Any
+) -> tuple[int, torch.Size]:
+    """Bytes that attention keeps beside its arguments, and the shape of its result."""
+    found: list[torch.Size] = []
+
+    def make() -> tuple[Tensor, ...]:
+        return tuple(torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+
+    def run(*given: Tensor) -> Tensor:
+        result = F.scaled_dot_product_attention(*given, **options)
+        found.append(result.shape)
+        return result
+
+    return kept(make, run), found[0]
+
+
+HEADS, FEW = (2, 8, 256, 32), (2, 2, 256, 32)
+SCORES = 2 * 8 * 256 * 256
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "options", "keeps_scores"),
+    [
+        ([HEADS] * 3, torch.float32, {}, False),
+        ([HEADS] * 3, torch.float32, {"dropout_p": 0.1}, False),
+        ([HEADS] * 3, torch.float64, {}, True),
+        ([HEADS, FEW, FEW], torch.bfloat16, {"enable_gqa": True}, False),
+        ([HEADS, FEW, FEW], torch.float32, {"enable_gqa": True}, True),
+        ([HEADS, (1, 8, 256, 32), (1, 8, 256, 32)], torch.bfloat16, {}, True),
+        ([(2, 8, 256, 22)] * 3, torch.float32, {}, True),
+        ([(2, 8, 256, 20)] * 3, torch.bfloat16, {}, False),
+        ([(16, 256, 32)] * 3, torch.float32, {"dropout_p": 0.1}, True),
+    ],
+)
+def test_attention_keeps_scores_where_cuda_has_no_kernel_that_does_not(
+    shapes: list[tuple[int, ...]],
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    keeps_scores: bool,
+):
+    num_bytes, shape = attended(shapes, dtype, **options)
+    assert shape == shapes[0]
+    assert (num_bytes >= SCORES * dtype.itemsize) == keeps_scores
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_may_be_narrower_than_queries(dtype: torch.dtype):
+    num_bytes, shape = attended([HEADS, HEADS, (2, 8, 256, 16)], dtype)
+    assert shape == (2, 8, 256, 16)
+    assert num_bytes < SCORES * dtype.itemsize
+
+
+def test_a_bias_that_learns_has_a_gradient():
+    with tracing(CudaKernels(1 << 17)), laid_over(ABSENT):
+        each, bias = torch.zeros(HEADS, requires_grad=True), torch.zeros(8, 256, 256)
+        bias.requires_grad_()
+        F.scaled_dot_product_attention(each, each, each, bias).sum().backward()
+        assert bias.grad is not None
+        assert bias.grad.shape == bias.shape
+
+
+def test_dropout_in_place_keeps_a_mask_of_the_dtype_of_its_input():
+    def make() -> tuple[Tensor, ...]:
+        return (torch.zeros(1 << 18, requires_grad=True),)
+
+    assert kept(make, lambda x: F.dropout(x * 2, 0.1, inplace=False)) == MIB + (MIB >> 2)
+    assert kept(make, lambda x: F.dropout(x * 2, 0.1, inplace=True)) == 2 * MIB
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_region_of_autocast_for_cuda_is_followed(enabled: bool):
+    layer = torch.zeros(16, 16)
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=enabled):
+            return F.linear(x.float(), layer)
+
+    wanted = torch.bfloat16 if enabled else torch.float32
+    assert dtype_of(run, torch.float32, 8, 16) == wanted
+    assert torch.autocast("cpu").device == "cpu"
+
+
+def test_an_rms_norm_takes_torch_s_names_and_dtype():
+    def run(x: Tensor) -> Tensor:
+        return torch.rms_norm(input=x, normalized_shape=(16,))
+
+    newer = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+    wanted = torch.float32 if newer else torch.bfloat16
+    assert dtype_of(run, torch.bfloat16, 8, 16) == wanted
+
+
 def test_attention_within_a_module_is_cuda_s_too():
     def make() -> tuple[Tensor, ...]:
         return (torch.zeros(8, 128, 64, requires_grad=True),)
@@ -107,6 +200,13 @@ def test_attention_within_a_module_is_cuda_s_too():
         ("interpolate", lambda x: F.interpolate(x[None], scale_factor=2)),
         ("softmax", lambda x: x.softmax(-1)),
         ("dot", lambda x: torch.dot(x[0], x[0].float())),
+        ("vdot", lambda x: torch.vdot(x[0], x[0].float())),
+        ("reciprocal", lambda x: 1 / x),
+        ("exact", lambda x: F.interpolate(x[None], scale_factor=2, mode="nearest-exact")),
+        ("special", lambda x: torch.special.log1p(x)),
+        ("keyword", lambda x: torch.softmax(input=x, dim=-1)),
+        ("keyword", lambda x: torch.sum(input=x, dim=-1)),
+        ("keyword", lambda x: torch.group_norm(input=x, num_groups=4)),
     ],
 )
 def test_what_runs_in_float32(name: str, run: Callable[[Tensor], Tensor]):
@@ -118,6 +218,9 @@ def test_what_runs_in_float32(name: str, run: Callable[[Tensor], Tensor]):
     [
         ("pad", lambda x: F.pad(x[None], (1, 1), mode="reflect")),
         ("max_pool2d", lambda x: F.max_pool2d(x[None], 2)),
+        ("max_pool3d", lambda x: F.max_pool3d(x[None, None], (1, 2, 2))),
+        ("adaptive", lambda x: F.adaptive_avg_pool3d(x[None, None], (1, 2, 2))),
+        ("grid", lambda x: F.grid_sample(x[None, None], x.view(1, 8, 8, 2), align_corners=False)),
         ("relu", torch.relu),
     ],
 )

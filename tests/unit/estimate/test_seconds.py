@@ -49,6 +49,35 @@ def pace(task: ab.Task, speeds: Speeds | None = None) -> Pace:
 # ------------------------------------------------------------------------------------- the work
 
 
+class Attending(nn.Module):
+    """A layer of attention, with dropout in it."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(32, 4, dropout=dropout, batch_first=True)
+
+    def forward(self, x_btd: torch.Tensor) -> torch.Tensor:
+        return self.layer(x_btd, x_btd, x_btd, need_weights=False)[0]
+
+
+def test_attention_on_a_device_that_is_not_here_is_counted_as_one_kernel_with_dropout_too():
+    def names(dropout: float) -> list[str]:
+        task = ab.Task(
+            model=lambda: Attending(dropout),
+            loss=lambda model, x: ab.Loss(model(x).square().sum(), len(x)),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            train=torch.zeros(8, 16, 32),
+            global_batch=8,
+            steps=1,
+        )
+        choice = Choice(micro_batch=8, evaluation_batch=1)
+        found = work_of(subject_of(task), choice, Machine.describe("24GiB").device)
+        return [operation.name for operation in found.operations]
+
+    assert names(0.1) == names(0.0)
+    assert sum("attention" in name for name in names(0.1)) == 2  # forward and backward
+
+
 def test_products_are_counted_as_textbooks_count_them():
     found = work(deep_task(), 10)
     forward = sum(o.flops for o in found.operations if o.phase == "forward")

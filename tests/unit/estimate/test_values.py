@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
+from anybatch.data.resize import resized
 from anybatch.estimate import footprint, kernels, subject_of
 from anybatch.estimate.recall import Recall, Recalling, fake_mode
 from anybatch.estimate.seconds_operations import operation_of
@@ -168,6 +169,19 @@ def test_a_mask_of_unknown_numbers_picks_everything(pick: Any):
     assert traced(subject)["after"] == (8 * TOKENS, WIDTH)
     (told,) = subject.assumptions
     assert "all of them" in told
+
+
+def test_numbers_of_a_batch_of_another_size_are_not_known():
+    """They are whatever lies in fresh memory: a mask of them would take another number of tokens each
+    time."""
+    recall = Recall()
+    recall.follow()
+    assert recall.values is not None
+    few = torch.tensor([3, 0, 5])
+    with fake_mode() as fake, Recalling(fake, recall):
+        assert recall.values.of(few) is not None
+        assert recall.values.of(resized(few, 9)) is None
+        assert recall.values.of(resized(few, 9) != 0) is None
 
 
 def test_what_is_written_over_by_unknown_numbers_is_not_known_any_more():
