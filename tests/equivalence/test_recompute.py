@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -333,3 +334,30 @@ def test_weights_that_autocast_copies_again_have_the_same_gradients():
     # Used twice, the gradients of two copies are added in float32, those of one copy in bfloat16.
     for ours, plain in zip(gradients(("0", "2"), times=2), gradients((), times=2), strict=True):
         assert torch.allclose(ours, plain, rtol=0, atol=float(plain.abs().max()) * 2**-7)
+
+
+@pytest.mark.parametrize("keep", ["nothing", "matmuls"])
+def test_a_gradient_of_a_gradient_recomputes_twice(keep):
+    def of(recompute):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        inputs = torch.randn(6, 8)
+
+        def penalised(model, x):
+            x = x.detach().requires_grad_()
+            out = model(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            return ab.Loss(out.square().sum() + slope.square().sum(), len(x))
+
+        choice = Choice(micro_batch=6, evaluation_batch=6, recompute=recompute)
+        make = partial(torch.optim.SGD, model.parameters(), lr=0.1)
+        replica = Replica(model, make, penalised, choice, torch.device("cpu"), 6)
+        try:
+            replica.accumulate(inputs, 6)
+            return [param.grad.clone() for param in model.parameters()]
+        finally:
+            replica.close()
+
+    again = of(Recompute(blocks=("0", "2"), keep=keep))
+    for ours, plain in zip(again, of(Recompute()), strict=True):
+        assert torch.equal(ours, plain)

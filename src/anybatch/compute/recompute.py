@@ -113,7 +113,7 @@ class _Checkpointed:
         if self._keep != "matmuls":
             return first, second
         keeping = _KeepMatmuls()
-        return _both(first, keeping), _both(second, _ReuseMatmuls(keeping.results))
+        return _Both(first, keeping), _Both(second, _ReuseMatmuls(keeping.results))
 
 
 class _Tree:
@@ -202,7 +202,7 @@ class _CountingBuffers:
             if buffer is not None and (module, name) not in self._constant
         ]
         found = _Snapshot(places)
-        return self._watching(found), _as_then(found)
+        return self._watching(found), _AsThen(found)
 
     @contextmanager
     def _watching(self, found: _Snapshot) -> Iterator[None]:
@@ -247,15 +247,20 @@ class _Snapshot:
             module._buffers[name] = buffer
 
 
-@contextmanager
-def _as_then(found: _Snapshot) -> Iterator[None]:
-    """Buffers as at the moment of `found`; afterwards again as they are now."""
-    now = _Snapshot(found.places)
-    found.put_back()
-    try:
-        yield
-    finally:
-        now.put_back()
+class _AsThen(AbstractContextManager[None]):
+    """Buffers as at the moment of `found`; afterwards again as they are now. Any number of times: a
+    graph that is kept may run backward more than once."""
+
+    def __init__(self, found: _Snapshot) -> None:
+        self._found = found
+        self._now: list[_Snapshot] = []
+
+    def __enter__(self) -> None:
+        self._now.append(_Snapshot(self._found.places))
+        self._found.put_back()
+
+    def __exit__(self, *error: object) -> None:
+        self._now.pop().put_back()
 
 
 class _KeepMatmuls(TorchDispatchMode):
@@ -316,14 +321,23 @@ def _tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-@contextmanager
-def _both(
-    first: AbstractContextManager[Any], second: AbstractContextManager[Any]
-) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(first)
-        stack.enter_context(second)
-        yield
+class _Both(AbstractContextManager[None]):
+    """`first`, and `second` in it; as often as they can be entered."""
+
+    def __init__(
+        self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]
+    ) -> None:
+        self._contexts = first, second
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 def _in_turn(layers: Sequence[nn.Module], value: Any) -> Any:

@@ -133,7 +133,8 @@ class Transactions:
         self.wish: Wish = Wish.NOTHING
         self.failed_together: bool = False
         self._step = 0
-        self._releases = 2 if device.type == "cuda" else 0  # still to come
+        self._has_updated = False
+        self._is_tidy = device.type != "cuda"  # see `_reserve`
 
     def run(
         self, step: int, source: Source, before_update: Callable[[], None]
@@ -291,8 +292,9 @@ class Transactions:
     def _stage(self, staged: Staged) -> None:
         replica, group, source = self._replica, self._group, staged.source
         replica.drop()  # what the user's own backward passes left between two steps
-        if self._releases == 1:  # see `_reserve`
-            self._release()
+        if self._has_updated and not self._is_tidy:
+            release_unused(self._device)
+            self._is_tidy = True
         replica.phase = "loading"
         choice = self.plan.choice
         with self._watch.running():
@@ -336,6 +338,7 @@ class Transactions:
             return _Steep(norm)
         before_update()
         if replica.apply():
+            self._has_updated = True
             self._group.committed(replica)
             return Committed(
                 means.loss, means.weight, means.metrics, norm, agreed.notes, agreed.wished
@@ -371,12 +374,12 @@ class Transactions:
         first, later = self._commit_bytes
         need = later if self._replica.optimizer.state else first
         self._replica.phase = "update"
-        if self._releases == 2:
+        if not (self._has_updated or self._is_tidy):
             # What the optimizer makes now stays. It shall not lie among what the passes have left
             # free, or none of that can be given back, or be used for anything larger, any more; nor
             # shall gradients keep what lies around them. So the second step begins with parameters
-            # and states alone.
-            self._release()
+            # and states alone. After the first steps no more, since the device waits for it.
+            release_unused(self._device)
         if self._limit.is_ours:  # then it is waived while the update runs, and only has to be kept
             torch.empty(need, dtype=torch.uint8, device=self._device)
         elif need or is_limited():
@@ -384,12 +387,6 @@ class Transactions:
             on_host = self._device.type == "cpu"
             pieces = [parameter.nbytes for parameter in self._replica.parameters]
             self._room.take(need or (about if on_host else 0), generously, pieces)
-
-    def _release(self) -> None:
-        """Have the allocator give back what nobody uses: twice in a run, since the device waits for
-        it."""
-        release_unused(self._device)
-        self._releases -= 1
 
     def _clear(self) -> None:
         """After a failure: what it left in autograd's queue, so that there is room to tell of it."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import anybatch as ab
+from anybatch.engine import transaction
 from anybatch.errors import LossError, NoPlanFits
 from anybatch.events import OutOfMemory, Replanned, StepDone
 from anybatch.plans import Choice, Recompute
@@ -189,6 +190,28 @@ def test_errors_at_random_micro_batches(place, error, at, size, way):
     mine = Mine(place, at, error)
     ours = train(task_of(mine), size, ladder=ladder)
     assert_same(ours, undisturbed)
+
+
+def test_the_cache_is_emptied_before_the_first_update_and_once_after_it(monkeypatch):
+    """As on CUDA, also where the first step is redone when its passes were done."""
+    emptied = []
+    real = transaction.Transactions.__init__
+
+    def untidy(self, *args, **options):
+        real(self, *args, **options)
+        self._is_tidy = False
+        monkeypatch.setattr(
+            transaction, "release_unused", functools.partial(release, self._replica)
+        )
+
+    def release(replica, _device):
+        emptied.append(len(replica.optimizer.state))
+        if len(emptied) == 1:
+            raise MemoryError
+
+    monkeypatch.setattr(transaction.Transactions, "__init__", untidy)
+    train(task_of(Mine()), 16)
+    assert emptied == [0, 0, len(list(Net(Mine(), 0.0).parameters()))]
 
 
 def test_dropout_of_a_redone_step_is_that_of_a_run_under_the_final_plan():
