@@ -285,11 +285,15 @@ class Replica:
         self.drop()
         return True
 
+    def part_bytes(self) -> list[int]:
+        """Bytes of each parameter, or of the part of it that is here."""
+        parts = (p.to_local() if isinstance(p, DTensor) else p for p in self.parameters)
+        return [part.nbytes for part in parts]
+
     def update_bytes(self) -> tuple[int, int]:
         """What the update allocates, where nobody has traced it: about, and generously. States that are
         not there yet, and working copies."""
-        parts = [p.to_local() if isinstance(p, DTensor) else p for p in self.parameters]
-        sizes = [part.nbytes for part in parts]
+        sizes = self.part_bytes()
         new = sum(s for p, s in zip(self.parameters, sizes, strict=True) if not self._has_state(p))
         at_once = self.optimizer.defaults.get("foreach")
         worked_on = sum(sizes) if at_once else max(sizes, default=0)

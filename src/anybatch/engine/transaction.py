@@ -385,7 +385,7 @@ class Transactions:
         elif need or is_limited():
             about, generously = self._replica.update_bytes()
             on_host = self._device.type == "cpu"
-            pieces = [parameter.nbytes for parameter in self._replica.parameters]
+            pieces = self._replica.part_bytes()
             self._room.take(need or (about if on_host else 0), generously, pieces)
 
     def _clear(self) -> None:

@@ -80,7 +80,10 @@ class _CudaFunctions(TorchFunctionMode):
         if func is Tensor.backward:  # recompute runs forward again inside it
             with self:
                 return _backward(*args, **kwargs)
-        if func in _STAND_INS:
+        if func is torch.autograd.grad:  # the same
+            with self:
+                return _body(torch.autograd.grad)(*args, **kwargs)
+        if func in _STAND_INS and not _is_transformed():
             return _STAND_INS[func](*args, **kwargs)
         if cuda_autocast.changes(func):
             return cuda_autocast.run(func, args, kwargs)
@@ -93,7 +96,7 @@ class _CudaFunctions(TorchFunctionMode):
 
 @cache
 def _body(func: FunctionType) -> FunctionType:
-    """`func`, a function of `torch.nn.functional`, without its question whether a mode will take it."""
+    """`func`, a function of torch in Python, without its question whether a mode will take it."""
     asks = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
     made = FunctionType(
         func.__code__,
@@ -307,6 +310,9 @@ class _RmsNorm(torch.autograd.Function):
         tensor, _, weight = ctx.saved_tensors
         return gradients[0] * tensor, None, None if weight is None else torch.empty_like(weight)
 
+
+_is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""By `torch.func`, which takes functions as torch has them."""
 
 _STAND_INS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,

@@ -6,7 +6,7 @@ otherwise is copied and the copy is saved for backward: a trace has to run as th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch.compute import kernel_choices
 from anybatch.compute.kernel_choices import CONVOLUTIONS
+from anybatch.estimate.recall import Recalling, fake_mode
 from anybatch.estimate.subject import Subject
 from anybatch.machine import Device
 from anybatch.plans import KernelChoices
@@ -53,20 +54,46 @@ def convolutions_of(subject: Subject) -> Convolutions:
 
 
 def _found(subject: Subject) -> Convolutions:
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    fake = fake_mode()
+    with fake, Recalling(fake, subject.recall):
         try:
             model: nn.Module = subject.build_model()
         except Exception:  # then nothing can be traced either, and the plan says so
             return Convolutions(0, "")
-        number = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
-        if not number:
-            return Convolutions(0, "")
-        undo = kernel_choices.install(model, KernelChoices(channels_last=True))
-        try:
+    number = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
+    if not number:
+        return Convolutions(0, "")
+    undo = kernel_choices.install(model, KernelChoices(channels_last=True))
+    try:
+        refused = _refusal(subject, model, fake)
+    finally:
+        undo()
+    if refused and _refusal(subject, model, fake):
+        refused = ""  # it is not the layout that it fails for
+    return Convolutions(number, refused)
+
+
+class _Reading(Recalling):
+    """Also where numbers are read: see `Recall.number`."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._recall.number(args[0])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _refusal(subject: Subject, model: nn.Module, fake: FakeTensorMode) -> str:
+    """Why `model` cannot be run on tensors of `fake`; empty if it can."""
+
+    def run() -> None:
+        with fake, _Reading(fake, subject.recall):
             subject.loss(model, subject.batch(2, torch.device("cpu")))
-        except Exception as error:  # whatever the user's code raises
-            reason = next(iter(str(error).splitlines()), "")
-            return Convolutions(number, f"{type(error).__name__}: {reason}")
-        finally:
-            undo()
-    return Convolutions(number, "")
+
+    try:
+        subject.followed(run)
+    except Exception as error:  # whatever the user's code raises
+        reason = next(iter(str(error).splitlines()), "")
+        return f"{type(error).__name__}: {reason}"
+    return ""

@@ -131,16 +131,16 @@ class Subject:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-                return self._following(lambda: trace(device))
+                return self.followed(lambda: trace(device))
         except RuntimeError:
             if device.kind == "cpu" or not device.present:
                 raise
             self.stages.clear()
-            found = self._following(lambda: trace(replace(device, present=False)))
+            found = self.followed(lambda: trace(replace(device, present=False)))
         self.stood_for.add(device)
         return found
 
-    def _following(self, trace: Callable[[], T]) -> T:
+    def followed(self, trace: Callable[[], T]) -> T:
         """What `trace` returns; where shapes depend on numbers that it does not know, it is made again,
         and they are followed from then on."""
         try:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from anybatch.estimate.cuda import laid_over
@@ -265,3 +266,22 @@ def test_a_sum_over_half_precision_makes_no_copy():
         with torch.autocast("cpu", torch.bfloat16):
             given.sum(-1)
         assert [b.num_bytes for b in tracer.timeline.blocks[before:]] == [4 * 1024]
+
+
+def test_a_function_is_torch_s_own_within_its_transforms():
+    rows = torch.zeros(4, 16)
+    with laid_over(ABSENT):
+        normed = torch.func.vmap(lambda row: F.rms_norm(row, [16]))(rows)
+    assert normed.shape == rows.shape
+
+
+def test_a_gradient_in_the_loss_recomputes_what_forward_computed():
+    with tracing(CudaKernels(1 << 17)), laid_over(ABSENT):
+        x = torch.zeros(HEADS, requires_grad=True)
+
+        def attend(y: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(y, y, y, dropout_p=0.1)
+
+        again = torch.utils.checkpoint.checkpoint(attend, x, use_reentrant=False)
+        (slope,) = torch.autograd.grad(again.sum(), x)
+    assert slope.shape == x.shape

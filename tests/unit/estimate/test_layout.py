@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,3 +88,27 @@ def test_it_is_found_once():
     assert first.number == 1
     assert "view" in first.refused
     assert convolutions_of(subject) is first
+
+
+def of_one_number(model: nn.Module, batch: Any) -> Tensor:
+    result = model(batch[0])
+    return result.square().mean() * (2.0 if result.sum().item() > 0 else 1.0)
+
+
+def of_a_mask(model: nn.Module, batch: Any) -> Tensor:
+    result = model(batch[0])
+    return result[result > 0].square().sum()
+
+
+def of_a_gradient(model: nn.Module, batch: Any) -> Tensor:
+    images = batch[0].detach().requires_grad_()
+    (slope,) = torch.autograd.grad(model(images).sum(), images, create_graph=True)
+    return slope.square().mean()
+
+
+@pytest.mark.parametrize("loss", [of_one_number, of_a_mask, of_a_gradient])
+def test_a_loss_that_reads_numbers_or_gradients_does_not_keep_channels_from_lying_last(loss: Any):
+    found = convolutions_of(subject_of(replace(task(), loss=loss)))
+    assert found == (2, "")
+    picky = convolutions_of(subject_of(replace(task(Picky), loss=loss)))
+    assert "view" in picky.refused
