@@ -121,6 +121,10 @@ class Scratch(int):
         made.rule, made.sizes = rule, sizes
         return made
 
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        """A copy, and what is stored, is the number alone."""
+        return int, (int(self),)
+
     def between(self, other: int, part: float) -> int:
         """Bytes for sizes that lie between these (0) and those of `other` (1), or beyond them, at
         `part`."""

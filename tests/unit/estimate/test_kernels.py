@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch.estimate.cuda_kernels import CudaKernels
-from anybatch.estimate.kernels import _SUPPORTS, PRIMITIVE_BYTES, CpuKernels
+from anybatch.estimate.kernels import _SUPPORTS, PRIMITIVE_BYTES, CpuKernels, Scratch
 
 _aten = torch.ops.aten
 KIB = 1 << 10
@@ -228,3 +229,10 @@ def test_on_cuda_pooling_backward_copies_its_gradient_where_layouts_differ(last:
     args = (gradient, image, [2, 2], [2, 2], [0, 0], [1, 1], False, fake(8, 32, 16, 16))
     backward = _aten.max_pool2d_with_indices_backward.default
     assert CudaKernels(1 << 17).scratch(backward, args, image) == (0 if last else gradient.nbytes)
+
+
+def test_a_number_by_a_rule_is_copied_as_the_number():
+    made = Scratch(lambda rows: 4 * rows, 3)
+    copied = copy.deepcopy({"bytes": made})["bytes"]
+    assert type(copied) is int
+    assert copied == made == 12
