@@ -6,7 +6,7 @@ otherwise is copied and the copy is saved for backward: a trace has to run as th
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -73,22 +73,11 @@ def _found(subject: Subject) -> Convolutions:
     return Convolutions(number, refused)
 
 
-class _Reading(Recalling):
-    """Also where numbers are read: see `Recall.number`."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return self._recall.number(args[0])
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 def _refusal(subject: Subject, model: nn.Module, fake: FakeTensorMode) -> str:
     """Why `model` cannot be run on tensors of `fake`; empty if it can."""
 
     def run() -> None:
-        with fake, _Reading(fake, subject.recall):
+        with fake, Recalling(fake, subject.recall, may_read=True):
             subject.loss(model, subject.batch(2, torch.device("cpu")))
 
     try:

@@ -44,6 +44,8 @@ _PLAIN = frozenset(
 )
 DEVICE_OF: Any = torch.ops.prim.device.default
 """Asks a tensor for its device, and computes nothing: most of what passes by here."""
+READ: Any = torch.ops.aten._local_scalar_dense.default
+"""Reads the number in a tensor: see `Recall.number`."""
 
 _FUSED = frozenset(
     getattr(torch.ops.aten, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad")
@@ -90,17 +92,21 @@ def fake_mode() -> FakeTensorMode:
 
 
 class Recalling(TorchDispatchMode):
-    """Where nothing but a model is made: operations by `recall`, on tensors of `fake`."""
+    """Where nothing is recorded: operations by `recall`, on tensors of `fake`. Only where `may_read` is
+    set numbers are told to whoever reads them: a model is not to be made of them."""
 
-    def __init__(self, fake: FakeTensorMode, recall: Recall) -> None:
+    def __init__(self, fake: FakeTensorMode, recall: Recall, may_read: bool = False) -> None:
         super().__init__()
         self._fake = fake
         self._recall = recall
+        self._may_read = may_read
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operation on fake tensors."""
+        if func is READ and self._may_read:
+            return self._recall.number(args[0])
         return self._recall.run(self._fake, func, args, kwargs)
 
 

@@ -27,7 +27,7 @@ from anybatch.compute.optimizers import is_compiled, uncompiled
 from anybatch.compute.optimizers_update import can_part, leanest_update
 from anybatch.estimate.cuda import laid_over
 from anybatch.estimate.layout import layout_on
-from anybatch.estimate.recall import Recall, fake_mode
+from anybatch.estimate.recall import READ, Recall, fake_mode
 from anybatch.estimate.seconds_operations import Operation, bytes_of, operation_of
 from anybatch.estimate.stage_setup import fake_device
 from anybatch.estimate.subject import Subject
@@ -246,7 +246,7 @@ class Watch(TorchDispatchMode):
         """Run the operation on fake tensors and record it."""
         if has_parts(types):
             return NotImplemented  # what it does to each of them passes by here next
-        if func is _aten._local_scalar_dense.default:
+        if func is READ:
             return self._recall.number(args[0])
         kwargs = kwargs or {}
         result = self._recall.run(self._fake, func, args, kwargs)

@@ -33,13 +33,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from anybatch.estimate.kernels import Kernels
-from anybatch.estimate.recall import DEVICE_OF, Recall, fake_mode
+from anybatch.estimate.recall import DEVICE_OF, READ, Recall, fake_mode
 
 _aten: Any = torch.ops.aten
 _autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 _node: Callable[[], Any] = torch._C._current_autograd_node
 _NoFunctions: Any = torch._C.DisableTorchFunction
-_READ: Any = _aten._local_scalar_dense.default
 _CAST: Any = _aten._to_copy.default
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -175,7 +174,7 @@ class Tracer(TorchDispatchMode):
             return args[0].fake_device
         if has_parts(types):
             return NotImplemented  # what it does to each of them passes by here next
-        if func is _READ:
+        if func is READ:
             return self._recall.number(args[0])
         result = self._recall.run(self._fake, func, args, kwargs)
         if self._in_kernel or func is DEVICE_OF:

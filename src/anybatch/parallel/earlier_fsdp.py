@@ -17,6 +17,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+_LEFT_BY_A_PASS = (
+    "_all_gather_result",
+    "_reshard_after_forward_event",
+    "_post_reduce_event",
+    "_partial_reduce_output",
+    "_all_reduce_state",
+)
+"""What a group of parameters holds until a pass is done with it."""
+
 
 def add_zeros_for_unused(model: nn.Module) -> None:
     """From now on every pass over `model`, which `fully_shard` has divided, adds up a gradient of each
@@ -60,15 +69,6 @@ def forget_pass(model: nn.Module) -> None:
             group._to_sharded()
     steps.iter_forward_root = None
     steps.post_backward_final_callback_queued = False
-
-
-_LEFT_BY_A_PASS = (
-    "_all_gather_result",
-    "_reshard_after_forward_event",
-    "_post_reduce_event",
-    "_partial_reduce_output",
-    "_all_reduce_state",
-)
 
 
 def _groups(state: Any) -> Iterator[Any]:
