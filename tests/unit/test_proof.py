@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import anybatch as ab
@@ -123,8 +125,7 @@ def test_a_plain_task_is_exact_up_to_rounding_in_float64():
     assert verdict.dtype == "float64"
     assert verdict.causes == ()
     assert verdict.notes == ()
-    assert verdict.num_samples == NUM
-    assert verdict.pieces == (8,) * 6
+    assert (verdict.num_samples, verdict.pieces) == (44, (8, 8, 8, 8, 8, 4))
     assert verdict.groups.keys() == {"0", "2"}
 
 
@@ -183,12 +184,25 @@ def test_a_parameter_that_is_never_used_does_not_matter():
 
 def test_a_task_that_insists_on_float32_is_proved_in_float32():
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        weight = torch.ones(6, 6, dtype=torch.float32)
-        return F.mse_loss(model(batch[0] @ weight), batch[1])
+        if batch[0].dtype != torch.float32:  # as kernels do that are written for one dtype
+            raise RuntimeError("expected float32")
+        return F.mse_loss(model(batch[0]), batch[1])
 
     verdict = verdict_on(task(mlp(nn.Tanh()), loss))
     assert verdict.dtype == "float32"
     assert verdict.tolerance == TOLERANCES[torch.float32]
+    assert verdict.exact
+
+
+def test_constants_and_casts_to_float32_are_no_reason_to_prove_in_float32():
+    def loss(model: nn.Module, batch: Any) -> ab.Loss:
+        factor = torch.full((1,), 0.3, dtype=torch.float32)
+        kept = torch.zeros(len(batch[0]), 1)  # float32 by default, and written to
+        kept += model(batch[0] * factor)
+        return ab.Loss((kept.float() - batch[1]).square().sum(), len(kept))
+
+    verdict = verdict_on(task(mlp(nn.Tanh()), loss))
+    assert verdict.dtype == "float64"
     assert verdict.exact
 
 
@@ -326,6 +340,45 @@ def test_a_mean_that_is_returned_as_a_sum_is_recognised():
     (cause,) = verdict.causes
     assert cause.startswith("The loss returns a mean as its sum")
     assert "reduction='sum'" in cause
+
+
+def test_a_mean_with_a_weight_of_one_is_no_sum_though_pieces_of_one_size_would_hide_it():
+    def loss(model: nn.Module, batch: Any) -> ab.Loss:
+        return ab.Loss((model(batch[0]) - batch[1]).square().mean(), 1)
+
+    verdict = verdict_on(task(mlp(nn.Tanh()), loss), micro_batch=12)  # a quarter of the samples
+    assert not verdict.exact
+    (cause,) = verdict.causes
+    assert cause.startswith("The loss returns a mean as its sum")
+
+
+def test_a_mean_weighted_by_class_is_named_in_float64_though_its_weights_are_float32():
+    labels = torch.arange(NUM) % 3
+    weights = torch.tensor([1.0, 10.0, 0.1])
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], weight=weights)
+
+    verdict = verdict_on(task(nn.Linear(6, 3), loss, train=TensorDataset(X, labels)), micro_batch=7)
+    assert verdict.dtype == "float64"
+    assert not verdict.exact
+    (cause,) = verdict.causes
+    assert "mean over something else than the samples" in cause
+
+
+def test_padding_that_is_not_masked_is_found_though_few_samples_are_short():
+    lengths = [3 if i % 8 == 5 else 9 for i in range(NUM)]
+    rows = [X[i, 0].repeat(length) for i, length in enumerate(lengths)]
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch.mean(1, keepdim=True)).square().mean()
+
+    verdict = verdict_on(
+        task(nn.Linear(1, 2), loss, train=rows, collate=partial(pad_sequence, batch_first=True))
+    )
+    assert not verdict.exact
+    (cause,) = verdict.causes
+    assert "padding that the model or the loss does not mask" in cause
 
 
 def test_state_that_is_kept_between_passes_is_recognised():
@@ -476,6 +529,7 @@ def test_a_contrastive_loss_is_told_as_a_cause_not_among_the_known_ones():
     assert not verdict.exact
     (cause,) = verdict.causes
     assert "contrastive" in cause
+    assert "a micro-batch is the whole global batch" in cause
     assert "not among the known ones" in cause
 
 

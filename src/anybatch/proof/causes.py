@@ -74,7 +74,9 @@ def causes_of(runs: Runs, tolerance: float) -> Iterator[str]:
         yield (
             "The cause is not among the known ones (norms across the batch, a mean of means, state that"
             " is kept): look for a loss or a layer that mixes samples of one pass, such as"
-            " contrastive losses or statistics over dim 0."
+            " contrastive losses or statistics over dim 0. What has to see the whole batch at once is"
+            " exact where a micro-batch is the whole global batch (micro_batch=, with"
+            " recompute='all' for room)."
         )
 
 
@@ -175,7 +177,8 @@ def _fault_of_sum(runs: Runs, names: Sequence[str]) -> str | None:
     near = _ALIKE_IN_FLOAT32 * max(abs(all_of_it), _TINY)
     if abs(sum(pieces) - all_of_it) <= near or not sum(weights):
         return None
-    if abs(_mean_of(pieces, weights) - all_of_it) > near:
+    means = (_mean_of(pieces, by) for by in (weights, runs.pieces))
+    if all(abs(mean - all_of_it) > near for mean in means):
         return None
     return (
         "The loss returns a mean as its sum: that of the whole is the mean of those of the pieces."

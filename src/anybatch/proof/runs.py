@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from anybatch.compute import Replica, chunked_loss
 from anybatch.compute.calm import calm
+from anybatch.compute.doubles import InDoubles
 from anybatch.data import ghosts
 from anybatch.plans import Choice, Recompute
 from anybatch.proof.sample import Sample
@@ -72,7 +73,7 @@ class Runs:
             self.sample.size,
         )
         few = chunked_loss.however_few()
-        with self._pieces(sizes, seed) as pieces, calm(model, calmed, still), few:
+        with self._pieces(sizes, seed) as pieces, self._calm(model, calmed, still), few:
             weight = 0.0
             for size, piece in zip(sizes, pieces, strict=True):
                 cut = ghosts(size, self.ghost) if self.ghost and ghosts_kept else ()
@@ -88,7 +89,7 @@ class Runs:
     def returned(self, sizes: Sequence[int], calmed: Sequence[str]) -> list[Any]:
         """What the loss function returns for pieces in a row, with random draws held still."""
         model = copy.deepcopy(self.model).to(self.dtype)
-        with self._pieces(sizes) as pieces, calm(model, calmed, still=True), torch.no_grad():
+        with self._pieces(sizes) as pieces, self._calm(model, calmed), torch.no_grad():
             return [self.task.loss(model, piece) for piece in pieces]
 
     def losses(self, sizes: Sequence[int], calmed: Sequence[str]) -> list[Tensor] | None:
@@ -106,7 +107,7 @@ class Runs:
     def twice(self, calmed: Sequence[str]) -> tuple[float, float]:
         """The loss of the first piece, and that of the same piece again from the same model."""
         model = copy.deepcopy(self.model).to(self.dtype)
-        with self._pieces(self.pieces) as pieces, calm(model, calmed, still=True), torch.no_grad():
+        with self._pieces(self.pieces) as pieces, self._calm(model, calmed), torch.no_grad():
             first, second = (number_of(self.task.loss(model, pieces[0])) for _ in range(2))
         return first, second
 
@@ -116,6 +117,15 @@ class Runs:
         whole = self.gradient(self.whole, calmed=calmed, still=True, loss=loss)
         parts = self.gradient(self.pieces, calmed=calmed, still=True, loss=loss)
         return deviation(parts, whole)
+
+    @contextmanager
+    def _calm(self, model: nn.Module, names: Sequence[str], still: bool = True) -> Iterator[None]:
+        """See `calm`; in float64 if that is the dtype, whatever is written into model or loss."""
+        with calm(model, names, still), self._in_dtype():
+            yield
+
+    def _in_dtype(self) -> AbstractContextManager[Any]:
+        return InDoubles() if self.dtype is torch.float64 else nullcontext()
 
     @contextmanager
     def _pieces(self, sizes: Sequence[int], seed: int = 0) -> Iterator[list[Any]]:

@@ -32,11 +32,13 @@ class Sample:
         order: their numbers, in map-style data.
         fetch: collates some of them by themselves, as training would; None: pieces are cut from the
             whole.
+        num_smallest: how many at the end have fewer elements than all others; 0 where all are alike.
     """
 
     batch: object
     order: Tensor
     fetch: Callable[[Request], object] | None
+    num_smallest: int = 0
 
     @property
     def size(self) -> int:
@@ -55,6 +57,17 @@ class Sample:
         for size in sizes:
             yield map_leaves(self._piece(start, start + size), cast)
             start += size
+
+    def largest_first(self, count: int) -> Sample:
+        """The first `count` of them, in order of the elements each has where it is collated by itself:
+        so pieces are padded to lengths of their own, and what does not mask it shows."""
+        if self.fetch is None:
+            return replace(self, batch=slice_batch(self.batch, 0, count), order=self.order[:count])
+        order = self.order[:count]
+        elements = torch.tensor([_num_elements(self.fetch([Piece(0, i)])) for i in order.split(1)])
+        order = order[elements.argsort(descending=True, stable=True)]
+        smallest = int((elements == elements.min()).sum())
+        return Sample(self.fetch([Piece(0, order)]), order, self.fetch, smallest % count)
 
     def name_of(self, place: int) -> str:
         """What to call the sample at `place`: by its number in the data, where it has one."""
@@ -89,3 +102,16 @@ def sample_of(task: Task, wanted: int) -> Sample:
         f"the training data of task {task.name!r} has a single sample, which cannot be cut:"
         " there is nothing to prove."
     )
+
+
+def _num_elements(batch: object) -> int:
+    """Of all tensors in `batch`."""
+    found = 0
+
+    def count(leaf: object) -> object:
+        nonlocal found
+        found += leaf.numel() if isinstance(leaf, Tensor) else 0
+        return leaf
+
+    map_leaves(batch, count)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ DEFAULT_SAMPLES = 96
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative deviation that rounding explains, by the dtype the proof could be run in."""
 
-_PIECES = 3  # enough that pieces differ in size and in what they hold
+_LARGEST = 0.4  # of the sample: there are three pieces then, and one is half as large
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,9 @@ def verify(task: Task, plan: Plan, *, samples: int | None = None) -> Verdict:
 
     Args:
         task: what is trained. Its model is copied, not changed.
-        plan: how; its micro-batch is made smaller where the sample would fit in one.
-        samples: how many to run; None: 96, or fewer if there are fewer.
+        plan: how. The pieces are of its micro-batch, or smaller where the sample would fit in one; the
+            last one is always smaller than the others.
+        samples: how many to run at most; None: 96. Some are left out where pieces would be equal.
 
     Raises:
         InputError: the sample is too small to be cut, or the task cannot be run.
@@ -102,16 +104,27 @@ def _runs_of(task: Task, plan: Plan, wanted: int) -> Runs:
     model = copy.deepcopy(task.build_model()).cpu()
     plan.check_fits(identify(task, model))
     sample, ghost = sample_of(task, wanted), plan.task.ghost_batch
-    num = sample.size
-    unit = min(ghost or 1, num)
-    size = max(unit, min(plan.choice.micro_batch, num // _PIECES) // unit * unit)
-    pieces = tuple(len(part) for part in micro_batches(range(num), size, ghost, num))
+    pieces = _cut(sample.size, plan.choice.micro_batch, ghost)
+    sample = sample.largest_first(sum(pieces))
+    if not ghost and 0 < sample.num_smallest < pieces[-1]:
+        pieces = (*pieces[:-1], pieces[-1] - sample.num_smallest, sample.num_smallest)
     runs = Runs(task, model, sample, pieces, ghost, torch.float64)
     try:
         runs.gradient(runs.whole)
     except RuntimeError:  # a dtype written into the model or the loss
         return replace(runs, dtype=torch.float32)
     return runs
+
+
+def _cut(num_samples: int, micro_batch: int, ghost: int | None) -> tuple[int, ...]:
+    """Sizes of the pieces of a sample, of at most `num_samples` in all: of `micro_batch`, or less, so
+    that there are at least three. The last one is smaller, since a mean over anything at all is the
+    mean of its means over equal pieces."""
+    unit = min(ghost or 1, num_samples)
+    size = max(unit, min(micro_batch, math.ceil(_LARGEST * num_samples)) // unit * unit)
+    rest = num_samples % size or num_samples == size
+    num = num_samples if rest else num_samples - size // 2
+    return tuple(len(part) for part in micro_batches(range(num), size, ghost, num))
 
 
 def _notes(runs: Runs, whole: Sequence[Tensor], drawn: bool) -> Iterator[str]:
