@@ -25,10 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from anybatch.compute import chunked_loss, kernel_choices, no_cache, recompute
+from anybatch.compute.averages import warn_of_reduction
 from anybatch.compute.buckets import Buckets, check_dense
 from anybatch.compute.ghost import GhostBatches
 from anybatch.compute.indices import naming_ids
-from anybatch.compute.loss import read_loss, warn_of_reduction
+from anybatch.compute.loss import read_loss
 from anybatch.compute.optimizers import check_whole, rehearse
 from anybatch.compute.optimizers_update import Updater
 from anybatch.compute.precision import Numerics
@@ -64,6 +65,7 @@ class Replica:
         self.model: nn.Module = model
         self.phase: str = "setup"
         self._loss = loss
+        self._is_loss_known = False  # whether what it returns was looked at
         self._host = host or torch.device("cpu")
         with ExitStack() as undo:  # what was put on the model comes off if the rest fails
             self._numerics = Numerics(model, choice.precision, device, global_batch, loss_scaling)
@@ -199,7 +201,9 @@ class Replica:
                 recompute.keeping(self._recompute, self.model, self._host),
             ):
                 returned = self._loss(self.model, batch)
-                warn_of_reduction(self._loss, returned, num_samples)
+                if not self._is_loss_known and num_samples > 1:
+                    self._is_loss_known = True
+                    warn_of_reduction(self._loss, returned, num_samples)
                 loss = read_loss(returned, lambda: num_samples)
                 del returned  # or backward would hold what the loss has beside its sum
             self.phase = "backward"

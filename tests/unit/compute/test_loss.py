@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch as ab
-from anybatch.compute.loss import read_loss, warn_of_reduction
+from anybatch.compute.averages import warn_of_reduction
+from anybatch.compute.loss import read_loss
 from anybatch.errors import LossError
 from anybatch.task import Loss
 
@@ -52,6 +53,10 @@ def test_forms_of_a_loss(returned, total, weight):
         ((GRAPH, -1), "weight of the loss is -1"),
         ((GRAPH, float("nan")), "weight of the loss is nan"),
         ((GRAPH, float("inf")), "weight of the loss is inf"),
+        (
+            (GRAPH, GRAPH),
+            "weight of the loss requires a gradient, so it is no count, but another loss",
+        ),
         ((GRAPH, torch.ones(1)), r"weight of the loss has the shape \(1,\)"),
         ((GRAPH, np.ones(2)), "weight of the loss is a value of type ndarray"),
     ],
@@ -119,6 +124,42 @@ def test_a_mean_that_is_taken_for_a_sum_is_told_once():
 @pytest.mark.parametrize("returned", [None, 1.0, (1.0,), GRAPH.detach(), Loss(GRAPH.detach(), 1)])
 def test_nothing_is_said_of_reductions_where_none_is_seen(returned):
     assert not told(returned)
+
+
+def test_a_mean_that_weighs_classes_is_told_wherever_it_is_added():
+    mean = F.cross_entropy(OUTPUT, LABELS, weight=torch.rand(3))
+    for wrong in (mean, mean / 2 + OUTPUT.square().mean(), 0.3 * mean):
+        (sentence,) = told(wrong)
+        assert "weighs classes (weight=)" in sentence
+    summed = F.cross_entropy(OUTPUT, LABELS, weight=torch.rand(3), reduction="sum")
+    for right in (Loss(summed, 3), Loss(mean * 2.5, 2.5), F.cross_entropy(OUTPUT, LABELS)):
+        assert not told(right)
+
+
+@pytest.mark.parametrize("ignored", [-100, 2])
+def test_a_mean_that_leaves_targets_out_is_told(ignored):
+    labels = torch.tensor([0, 1, ignored, 0])
+    (sentence,) = told(F.cross_entropy(OUTPUT, labels, ignore_index=ignored))
+    assert f"leaves out targets (those of {ignored}, ignore_index)" in sentence
+    assert not told(F.cross_entropy(OUTPUT, torch.tensor([0, 1, 1, 0]), ignore_index=ignored))
+
+
+def test_samples_that_are_told_from_one_another_are_seen_in_both_directions_of_a_loss():
+    one, other = (F.normalize(torch.randn(6, 4, requires_grad=True), dim=1) for _ in range(2))
+    scores, each = one @ other.T, torch.arange(6)
+    both = (F.cross_entropy(scores, each) + F.cross_entropy(scores.T, each)) / 2
+    for wrong in (both, Loss(both * 6, 6)):
+        (sentence,) = told(wrong, num_samples=6)
+        assert "tells the samples of a pass from one another" in sentence
+    assert not told(F.cross_entropy(scores, each.flip(0)), num_samples=6)
+
+
+def test_numbers_that_are_not_there_are_not_asked_for():
+    with torch._subclasses.FakeTensorMode():
+        output, labels = torch.randn(8, 8, requires_grad=True), torch.zeros(8, dtype=torch.int64)
+        assert not told(F.cross_entropy(output, labels), num_samples=8)
+        (sentence,) = told(F.cross_entropy(output, labels, weight=torch.rand(8)), num_samples=8)
+    assert "weighs classes" in sentence
 
 
 def test_a_task_whose_loss_is_a_sum_by_itself_is_warned_of_when_it_is_planned():

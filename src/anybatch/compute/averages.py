@@ -1,0 +1,132 @@
+"""Averages: what a loss is averaged over, where the graph of what was returned shows it.
+
+A plain mean is weighed by the number of samples. Whether it was taken over these cannot be seen in a
+number; but torch's loss functions note in the graph how they reduced, over which targets and by which
+weights. Nothing is refused for it, since a step that is not cut is right all the same.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.task import Loss, LossFunction
+
+_MEAN, _SUM = 1, 2  # what torch calls its reductions in the graph
+
+_LIKELIHOODS = ("NllLossBackward0", "NllLoss2DBackward0")  # what cross_entropy ends in, too
+
+_ARITHMETIC = ("AddBackward", "SubBackward", "MulBackward", "DivBackward", "ToCopyBackward")
+
+_FEW = 5  # targets in a row that are 0, 1, 2, ... by chance
+
+
+def warn_of_reduction(function: LossFunction, returned: Any, num_samples: int) -> None:
+    """Warn, once for each loss function, of a sum that is taken for a mean, and the other way round; of
+    a mean that weighs classes or leaves targets out; and of samples that are told from one another.
+
+    The first two are seen only in what one of torch's loss functions returned as it is; the others also
+    where terms were added and scaled. All else is left to `verify`. Of one sample, mean and sum may
+    well be the same. Waits for the device, where targets are there to be looked at.
+    """
+    if num_samples < 2:
+        return
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    plain = isinstance(returned, Tensor)
+    total = returned if plain else _sum_of(returned)
+    reduction = getattr(getattr(total, "grad_fn", None), "_saved_reduction", None)
+    sentence = None
+    if plain and reduction == _SUM:
+        sentence = (
+            "returns a sum (reduction='sum') by itself, which is taken as the mean over the samples:"
+            " the update is too large by a factor of about the micro-batch, and depends on it. Return"
+            " anybatch.Loss(sum, weight) with the number of samples, or the mean."
+        )
+    elif not plain and reduction == _MEAN:
+        sentence = (
+            "returns a mean (reduction='mean') as its sum: means of micro-batches are added up and"
+            " divided by the weight, so the update depends on how the step is cut. Return"
+            " anybatch.Loss(sum, weight) with reduction='sum', or the mean by itself where it is one"
+            " over the samples."
+        )
+    else:
+        told = (_told(node, plain, num_samples) for node in _likelihoods(total))
+        sentence = next(filter(None, told), None)
+    if sentence:
+        _warn(f"the loss function {name!r} {sentence}", *_place_of(function))
+
+
+def _sum_of(returned: Any) -> Any:
+    if isinstance(returned, Loss):
+        return returned.sum
+    return returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
+
+
+def _likelihoods(total: Any) -> Iterator[Any]:
+    """The nodes of negative log-likelihoods of which `total` is made by adding and scaling."""
+    nodes = [getattr(total, "grad_fn", None)]
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        if node.name() in _LIKELIHOODS:
+            yield node
+        elif node.name().startswith(_ARITHMETIC):
+            nodes.extend(before for before, _ in reversed(node.next_functions))
+
+
+def _told(node: Any, plain: bool, num_samples: int) -> str | None:
+    """What is to be said of a negative log-likelihood."""
+    scores, targets = node._saved_self, node._saved_target
+    seen = type(targets) is Tensor  # not while a pass is traced without numbers
+    if seen and _are_told_apart(scores, targets, num_samples):
+        return (
+            "tells the samples of a pass from one another (as contrastive losses do), so its result"
+            " depends on how the step is cut. It is exact where a micro-batch is the whole global"
+            " batch: micro_batch=, with recompute='all' for room."
+        )
+    if not plain or node._saved_reduction != _MEAN:
+        return None
+    if node._saved_weight is not None:
+        return (
+            "returns a mean that weighs classes (weight=), which is no mean over the samples, so the"
+            " update depends on how the step is cut. Return anybatch.Loss(sum, weight) with"
+            " reduction='sum' and the weights of the targets added up: weight[target].sum()."
+        )
+    ignored = _signed(node._saved_ignore_index)
+    if seen and (targets == ignored).any():
+        return (
+            f"returns a mean that leaves out targets (those of {ignored}, ignore_index), which is no"
+            " mean over the samples, so the update depends on how the step is cut. Return"
+            " anybatch.Loss(sum, weight) with reduction='sum' and the number of targets that count, or"
+            " what anybatch.model_loss makes of a model of transformers."
+        )
+    return None
+
+
+def _are_told_apart(scores: Tensor, targets: Tensor, num_samples: int) -> bool:
+    """Whether each sample of a pass is a class of its own: targets 0, 1, 2, ..."""
+    if num_samples < _FEW or scores.shape != (num_samples, num_samples):
+        return False
+    return torch.equal(targets, torch.arange(num_samples, device=targets.device))
+
+
+def _signed(number: int) -> int:
+    """The graph has negative numbers of 64 bits as positive ones."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _place_of(function: Any) -> tuple[str, int]:
+    """File and line of `function`; of one that is not written in Python, this file."""
+    code = getattr(function, "__code__", None)
+    return (code.co_filename, code.co_firstlineno) if code is not None else (__file__, 1)
+
+
+@cache  # a plan is made of many passes
+def _warn(sentence: str, file: str, line: int) -> None:
+    warnings.warn_explicit(sentence, UserWarning, file, line)
