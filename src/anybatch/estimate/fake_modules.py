@@ -8,10 +8,18 @@ several modules share stays shared.
 
 And `nn.init.trunc_normal_`, which draws again until all values lie between its bounds: fake ones have
 no values to look at (torch 2.13: "DataDependentOutputException").
+
+And the fused layers of `nn.TransformerEncoder` in evaluation, which pack the samples by a mask of their
+padding into a nested tensor, of sizes that no fake mask tells (torch 2.13: "NestedTensorImpl doesn't
+support sizes"). The same arithmetic, operation by operation, stands for them.
+
+And copies of modules (`nn.TransformerEncoder` makes its layers so), in which torch looks at addresses
+that fake tensors do not have, and warns of it.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 @contextmanager
 def converting_fake_modules() -> Iterator[None]:
-    """Within the block modules whose parameters are fake can be converted, and initialised."""
+    """Within the block modules whose parameters are fake can be converted, initialised and copied."""
     original = nn.Module._apply
     draw = nn.init._no_grad_trunc_normal_
     converted: dict[nn.Parameter, nn.Parameter] = {}
@@ -57,7 +65,27 @@ def converting_fake_modules() -> Iterator[None]:
     nn.Module._apply = apply
     nn.init._no_grad_trunc_normal_ = truncated
     try:
-        yield
+        with without_addresses():
+            yield
     finally:
         nn.Module._apply = original
         nn.init._no_grad_trunc_normal_ = draw
+
+
+@contextmanager
+def without_addresses() -> Iterator[None]:
+    """Within the block torch does not warn of fake tensors that are asked for their address."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield
+
+
+@contextmanager
+def without_fused_layers() -> Iterator[None]:
+    """Within the block encoders in evaluation compute operation by operation."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

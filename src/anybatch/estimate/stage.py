@@ -27,6 +27,7 @@ from torch import nn
 from anybatch.compute.lm_loss import few_chunks
 from anybatch.compute.optimizers import is_compiled, parts_of, uncompiled
 from anybatch.estimate.cuda import laid_over
+from anybatch.estimate.fake_modules import without_fused_layers
 from anybatch.estimate.family import Traced
 from anybatch.estimate.kernels import Kernels, ShapeBytes
 from anybatch.estimate.layout import layout_on
@@ -177,9 +178,10 @@ class Stage:
         with self._open():
             self._replica.switch(choice.model_copy(update={"recompute": Recompute()}))
             model.eval()
-            for batch in self._batches(size, 2):
-                self._replica.evaluate(self._subject.loss, batch, size)
-                del batch
+            with without_fused_layers():
+                for batch in self._batches(size, 2):
+                    self._replica.evaluate(self._subject.loss, batch, size)
+                    del batch
             model.train()
             self._replica.switch(self._plain)
         left = self._left_by(passes)

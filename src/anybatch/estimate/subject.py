@@ -7,7 +7,6 @@ batch of any size is made from the shape of a few real samples.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,7 +34,7 @@ from anybatch.data.cut import positions
 from anybatch.data.failure import BadSamples
 from anybatch.errors import AnybatchError, DataError
 from anybatch.estimate.course import Course, course_of
-from anybatch.estimate.fake_modules import converting_fake_modules
+from anybatch.estimate.fake_modules import converting_fake_modules, without_addresses
 from anybatch.estimate.family import Family
 from anybatch.estimate.recall import Recall, Recalling, fake_mode
 from anybatch.estimate.sharding import Division
@@ -129,8 +128,7 @@ class Subject:
         addresses) is done with those of a CPU. Raises what `trace` raises."""
         device = self.as_traced(device)
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            with without_addresses():
                 return self.followed(lambda: trace(device))
         except RuntimeError:
             if device.kind == "cpu" or not device.present:

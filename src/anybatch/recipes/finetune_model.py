@@ -188,9 +188,7 @@ def _adapted(model: nn.Module, lora: Lora, kind: Kind) -> nn.Module:
         fan_in_fan_out=any(type(layer).__name__ == "Conv1D" for layer in linear.values()),
     )
     with warnings.catch_warnings():
-        # Of what peft asks of transformers and, while a run is planned, of fake tensors.
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        warnings.simplefilter("ignore", FutureWarning)  # of what peft asks of transformers
         return peft.get_peft_model(model, config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.estimate import subject_of
@@ -90,3 +92,38 @@ def test_a_model_function_that_draws_until_all_values_fit_is_traced():
     assert ab.plan(task).prediction is not None
     weight = task.build_model().get_parameter("weight")
     assert 0 < weight.abs().max() < 2  # real ones are drawn as ever
+
+
+class Sentences(nn.Module):
+    """Encodes `[batch, 6]` of tokens, those of 0 masked as padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        encoded = self.encoder(self.embedding(tokens), src_key_padding_mask=padding)
+        return self.head(encoded[:, 0])
+
+
+def test_an_encoder_under_a_mask_of_padding_is_traced_in_evaluation_too_without_a_warning():
+    tokens = torch.arange(96).remainder(11).view(16, 6)
+    data = TensorDataset(tokens, tokens == 0, tokens[:, 1] % 3)
+    task = ab.Task(
+        model=Sentences,
+        loss=lambda model, batch: F.cross_entropy(model(*batch[:2]), batch[2]),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train=data,
+        valid=data,
+        global_batch=8,
+        epochs=1,
+    )
+    before = torch.backends.mha.get_fastpath_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = ab.plan(task)
+    assert not any("could not be traced" in notice for notice in plan.notices)
+    assert torch.backends.mha.get_fastpath_enabled() is before
