@@ -111,21 +111,20 @@ def plan(
             for device in devices:
                 check_available(wanted, device)
                 told |= dict.fromkeys(precision_notices(wanted, device))
-        subject = subject_of(task)
-        wishes = Wishes(
-            precision=wanted,
-            micro_batch=micro_batch,
-            recompute=_recompute(recompute, subject),
-            chunked_loss=parse_chunked_loss(chunked_loss),
-            frontier=frontier,
-            watch=watch,
-            compile=compile,
-            shapes_vary=task.lengths is not None or task.collate is not None,
-        )
-
-        # Ranks that meet inside passes exchange exactly.
-        exact = exchange is None or exchange.is_exact
         with few_collections():
+            subject = subject_of(task)
+            wishes = Wishes(
+                precision=wanted,
+                micro_batch=micro_batch,
+                recompute=_recompute(recompute, subject),
+                chunked_loss=parse_chunked_loss(chunked_loss),
+                frontier=frontier,
+                watch=watch,
+                compile=compile,
+                shapes_vary=task.lengths is not None or task.collate is not None,
+            )
+            # Ranks that meet inside passes exchange exactly.
+            exact = exchange is None or exchange.is_exact
             made = make_plan(
                 subject,
                 min(devices, key=lambda device: device.budget_bytes),

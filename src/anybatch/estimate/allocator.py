@@ -10,9 +10,8 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
 
 from anybatch.estimate.trace import COPIED, Block, Timeline
 
@@ -186,15 +185,22 @@ class CudaCache(Allocator):
         return books.taken()
 
 
-class _Pool(NamedTuple):
-    """Where free chunks are looked for. A stream has its own: batches are copied on another one than
-    everything else runs on."""
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """Where free chunks are looked for, of small blocks or of large ones. A stream has its own: batches
+    are copied on another one than everything else runs on.
+
+    Attributes:
+        small: whether it has the small blocks.
+        begin: where its expandable segment begins.
+        free: size and start of the chunks that are free, in that order.
+        last: chunk of the expandable segment.
+    """
 
     small: bool
-    copied: bool
-
-
-_POOLS = tuple(_Pool(small, copied) for small in (True, False) for copied in (False, True))
+    begin: int
+    free: list[tuple[int, int]] = field(default_factory=list)
+    last: _Chunk | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -218,17 +224,17 @@ class _Cache:
         self._max_split = max_split
         self._limit = limit
         self._taken: dict[int, _Chunk] = {}
-        self._free: dict[_Pool, list[tuple[int, int]]] = {
-            pool: [] for pool in _POOLS
-        }  # (size, start)
+        # By stream, and in it for large blocks and for small ones.
+        self._pools = tuple(
+            (_Pool(False, (2 * i + 1) << 60), _Pool(True, (2 * i + 2) << 60)) for i in range(2)
+        )
         self._at: dict[int, _Chunk] = {}  # start -> free chunk
         self._line = 0
-        self._last: dict[_Pool, _Chunk] = {}  # of expandable segments
 
     def take(self, key: int, num_bytes: int, copied: bool = False) -> int:
         """Take a block; returns its size. `copied`: of the stream that copies to the device."""
         size = _round_up(num_bytes, CUDA_BLOCK)
-        pool = _Pool(size <= CUDA_SMALL, copied)
+        pool = self._pools[copied][size <= CUDA_SMALL]
         chunk = self._fitting(size, pool)
         if chunk is None:
             chunk = self._grown(size, pool) if self._expandable else self._segment(size, pool)
@@ -237,8 +243,8 @@ class _Cache:
             if rest.after is not None:
                 rest.after.before = rest
             chunk.size, chunk.after = size, rest
-            if self._last.get(pool) is chunk:
-                self._last[pool] = rest
+            if pool.last is chunk:
+                pool.last = rest
             self._put(rest)
         chunk.free = False
         self._taken[key] = chunk
@@ -257,11 +263,10 @@ class _Cache:
         return size
 
     def _fitting(self, size: int, pool: _Pool) -> _Chunk | None:
-        chunks = self._free[pool]
-        i = bisect_left(chunks, (size, 0))
-        if i == len(chunks):
+        i = bisect_left(pool.free, (size, 0))
+        if i == len(pool.free):
             return None
-        found = self._at[chunks[i][1]]
+        found = self._at[pool.free[i][1]]
         if self._max_split is not None and not pool.small:
             if size < self._max_split <= found.size:
                 return None
@@ -284,7 +289,7 @@ class _Cache:
 
     def _grown(self, size: int, pool: _Pool) -> _Chunk:
         """The end of the pool's one segment, grown until it holds `size`."""
-        last = self._last.get(pool)
+        last = pool.last
         step = CUDA_SMALL_SEGMENT if pool.small else CUDA_MIDDLE_SEGMENT
         there = last.size if last is not None and last.free else 0
         more = _round_up(size - there, step)
@@ -293,11 +298,11 @@ class _Cache:
             self._drop(last)
             last.size += more
             return last
-        start = last.start + last.size if last is not None else (1 + _POOLS.index(pool)) << 60
+        start = last.start + last.size if last is not None else pool.begin
         chunk = _Chunk(start, more, pool, before=last)
         if last is not None:
             last.after = chunk
-        self._last[pool] = chunk
+        pool.last = chunk
         return chunk
 
     def _reserve(self, size: int) -> None:
@@ -313,10 +318,8 @@ class _Cache:
                 self.reserved_bytes -= chunk.size
                 if chunk.before is not None:
                     chunk.before.after = None
-                if self._last.get(chunk.pool) is chunk:
-                    del self._last[chunk.pool]
-                    if chunk.before is not None:
-                        self._last[chunk.pool] = chunk.before
+                if chunk.pool.last is chunk:
+                    chunk.pool.last = chunk.before
 
     def _is_worth_splitting(self, rest: int, size: int, pool: _Pool) -> bool:
         if pool.small or self._expandable:
@@ -329,16 +332,16 @@ class _Cache:
         first.after = second.after
         if second.after is not None:
             second.after.before = first
-        if self._last.get(first.pool) is second:
-            self._last[first.pool] = first
+        if first.pool.last is second:
+            first.pool.last = first
         return first
 
     def _put(self, chunk: _Chunk) -> None:
-        insort(self._free[chunk.pool], (chunk.size, chunk.start))
+        insort(chunk.pool.free, (chunk.size, chunk.start))
         self._at[chunk.start] = chunk
 
     def _drop(self, chunk: _Chunk) -> None:
-        chunks = self._free[chunk.pool]
+        chunks = chunk.pool.free
         del chunks[bisect_left(chunks, (chunk.size, chunk.start))]
         del self._at[chunk.start]
 

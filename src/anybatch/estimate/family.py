@@ -5,7 +5,7 @@ of them, and nearly every tensor grows in a straight line with the number of sam
 traces are made for real. Once one of them is what the two before it foretell, block for block, the
 others follow by arithmetic, and are replayed through the allocator like a trace. Where that never
 happens (a loss that compares all pairs of samples, a model that branches on the size of its batch),
-every size is traced.
+every size is traced; a single sample always is, since its dim of one spares copies that others need.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Family:
         known = self._traced.get(num_samples)
         if known is not None:
             return known
-        if self._basis is not None:
+        if self._basis is not None and num_samples > 1:
             return self._by_arithmetic(num_samples, *self._basis)
         made = self._trace(num_samples)
         if len(self._traced) >= 2:

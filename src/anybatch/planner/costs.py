@@ -136,7 +136,7 @@ class Costs:
             return self.peak(choice)
         if choice not in self._read_off:
             way = choice.recompute
-            self.peak(self.choice(way, self.sizes.smallest))  # a line has two ends
+            self.peak(self.choice(way, self.sizes.low))  # a line has two ends
             found = self._on_line(way, choice.micro_batch)
             if found is None:
                 return self.peak(choice)
@@ -148,7 +148,7 @@ class Costs:
         ends if there is none yet. Not remembered, so the choice is not among the weighed ones."""
         found = self._on_line(way, micro_batch)
         if found is None:
-            for size in (self.sizes.smallest, self.sizes.whole):
+            for size in (self.sizes.low, self.sizes.whole):
                 self.peak(self.choice(way, size))
             found = self._on_line(way, micro_batch)
         return found or float(self.peak(self.choice(way, micro_batch)))

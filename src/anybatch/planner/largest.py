@@ -18,10 +18,9 @@ def largest(way: Recompute, costs: Costs) -> int | None:
 
     if fits(sizes.whole):
         return sizes.whole
-    if not fits(sizes.smallest):
-        return None
-    unit = sizes.smallest
-    low, high = unit, sizes.whole
+    unit, low, high = sizes.smallest, sizes.low, sizes.whole
+    if not fits(low):
+        return unit if unit < low and fits(unit) else None
     while sizes.passes(low) > sizes.passes(high - unit) and high > low * _CLOSE_ENOUGH:
         middle = sizes.in_units(_guess(way, low, high, costs))
         middle = min(max(middle, low + unit), sizes.in_units(high - 1))

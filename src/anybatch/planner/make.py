@@ -267,7 +267,7 @@ def _head_of(costs: Costs, wishes: Wishes) -> Head | None:
     """The head whose logits can be left out. Raises `Untraceable`."""
     if not costs.setting.pace.has_logits(costs.sizes.whole, PLAIN_LOGITS):
         return None
-    choice = costs.choice(Recompute(), wishes.micro_batch or costs.sizes.smallest)
+    choice = costs.choice(Recompute(), wishes.micro_batch or costs.sizes.low)
     costs.footprint(choice)
     head = head_of(costs.subject, choice, costs.setting.device)
     if head is None or not wishes.compile:

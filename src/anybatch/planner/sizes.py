@@ -40,6 +40,12 @@ class Sizes:
         """Those of a step of `subject`."""
         return cls(subject.whole, min(subject.identity.ghost_batch or 1, subject.whole))
 
+    @property
+    def low(self) -> int:
+        """Where lines over micro-batches begin. Not at one sample, if there is a choice: without a
+        second one, some copies are not made, so of other sizes nothing follows from it."""
+        return 2 if self.smallest == 1 and self.whole > 2 else self.smallest
+
     def passes(self, size: int) -> int:
         """How many passes of `size` samples a step takes."""
         return -(-self.whole // size)
