@@ -17,7 +17,7 @@ import torch.distributed as dist
 from anybatch.compute.precision import check_available, precision_notices
 from anybatch.data import is_map_style, num_samples_of
 from anybatch.errors import InputError, PeerFailed
-from anybatch.estimate import Subject, few_collections, subject_of
+from anybatch.estimate import Subject, allocator_notices, few_collections, subject_of
 from anybatch.launch import find
 from anybatch.machine import Device, Machine
 from anybatch.parallel import exchange as tell
@@ -111,6 +111,8 @@ def plan(
             for device in devices:
                 check_available(wanted, device)
                 told |= dict.fromkeys(precision_notices(wanted, device))
+        if any(device.kind == "cuda" for device in devices):
+            told |= dict.fromkeys(allocator_notices())
         with few_collections():
             subject = subject_of(task)
             wishes = Wishes(

@@ -1,5 +1,6 @@
 """Bytes and seconds of a task under a choice, found without running it."""
 
+from anybatch.estimate.allocator_settings import allocator_notices as allocator_notices
 from anybatch.estimate.calibration_history import remember as remember
 from anybatch.estimate.footprint import Footprint as Footprint
 from anybatch.estimate.footprint import evaluation_peak as evaluation_peak

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from anybatch.driver import TYPICAL_CONTEXT_BYTES, context_bytes
 from anybatch.estimate.allocator import Allocator, CudaCache, GlibcHeap, Taken
+from anybatch.estimate.allocator_settings import settings_here
 from anybatch.estimate.cuda import is_overlaid
 from anybatch.estimate.family import Traced
 from anybatch.estimate.kinds import KINDS, OVERHEAD, Kinds
@@ -86,7 +87,8 @@ def allocator_of(device: Device) -> Allocator:
     """The allocator of a device."""
     if device.kind == "cpu":
         return GlibcHeap(MMAP_THRESHOLD, MMAP_THRESHOLD)
-    return CudaCache(limit_bytes=max(0, device.budget_bytes - context_bytes_of(device)))
+    limit, settings = device.budget_bytes - context_bytes_of(device), settings_here()
+    return CudaCache(settings.expandable, settings.max_split_bytes, max(0, limit))
 
 
 def context_bytes_of(device: Device) -> int:
