@@ -120,6 +120,24 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(self.embed(tokens_bt))[0])
 
 
+class Speech(nn.Module):
+    """Two LSTM layers in both directions over spectra, and how likely each of the labels is."""
+
+    def __init__(self, width: int, num_bands: int, num_labels: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.LSTM(taken, width, batch_first=True, bidirectional=True)
+            for taken in (num_bands, 2 * width)
+        )
+        self.head = nn.Linear(2 * width, num_labels)
+
+    def forward(self, spectra_btf: Tensor) -> Tensor:
+        x_btd = spectra_btf
+        for layer in self.layers:
+            x_btd, _ = layer(x_btd)
+        return self.head(x_btd).log_softmax(-1)
+
+
 class Residual(nn.Module):
     """A residual block of two convolutions with BatchNorm."""
 
@@ -258,6 +276,17 @@ def token_loss(model: nn.Module, batch: list[Tensor]) -> ab.Loss:
     return ab.Loss(total, targets.numel())
 
 
+def alignment_loss(model: nn.Module, batch: list[Tensor]) -> ab.Loss:
+    """CTC, summed over all ways to lay the labels along the spectra."""
+    spectra_btf, labels_bs = batch
+    scores_tbl = model(spectra_btf).float().transpose(0, 1)
+    steps, num_labels = (
+        torch.full((len(labels_bs),), n) for n in (len(scores_tbl), labels_bs.size(1))
+    )
+    losses = F.ctc_loss(scores_tbl, labels_bs, steps, num_labels, reduction="none")
+    return ab.Loss(losses.sum(), len(labels_bs))
+
+
 def sgd(params: Any) -> torch.optim.Optimizer:
     """With momentum."""
     return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
@@ -321,6 +350,12 @@ def masks(side: int, num: int) -> Iterable[Tensor]:
     return torch.randn(num, 3, side, side), torch.randint(10, (num, side, side))
 
 
+def spectra(length: int, num_bands: int, num_labels: int, num: int) -> Iterable[Tensor]:
+    """Spectra of `length` moments, each with a label for every eight of them; label 0 is the blank."""
+    labels = torch.randint(1, num_labels, (num, length // 8))
+    return torch.randn(num, length, num_bands), labels
+
+
 def tokens(vocabulary: int, length: int, num: int) -> Iterable[Tensor]:
     """Random text."""
     return (torch.randint(vocabulary, (num, length)),)
@@ -338,6 +373,9 @@ KINDS: dict[str, Kind] = {
     "residual": Kind(partial(residual, 32), class_loss, sgd, partial(images, 32), 128),
     "vgg16": Kind(partial(vgg16, 32, 1024), class_loss, sgd, partial(images, 32), 64),
     "lstm": Kind(partial(Recurrent, 2000, 256), token_loss, adamw, partial(tokens, 2000, 65), 64),
+    "speech": Kind(
+        partial(Speech, 128, 80, 32), alignment_loss, adamw, partial(spectra, 96, 80, 32), 64
+    ),
     "gpt, tied": _language(True, 0, token_loss, adamw, 32),
     "gpt, untied": _language(False, 0, token_loss, adamw, 32),
     "encoder": Kind(partial(Encoder, 192, 4, 64), class_loss, adamw, partial(images, 64), 64),

@@ -37,7 +37,7 @@ CHANNELS_LAST = "channels last"
 BUDGET = "6GiB"
 TINY_BYTES = 16 << 20
 LEAST_SECONDS, MOST_IDLE = 0.02, 0.1
-BLOCKS = {"u-net": "down.*,join.*"}
+BLOCKS = {"u-net": "down.*,join.*", "speech": "layers.*"}
 
 
 def cells_of(names: Iterable[str]) -> list[tuple[str, str]]:

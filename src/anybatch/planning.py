@@ -321,6 +321,12 @@ def _length_notice(subject: Subject) -> Iterator[str]:
             f"Samples differ in length: {subject.long}. Micro-batches are cut by padded size, and bytes"
             " and seconds are predicted for the longest samples, which is the most they can be."
         )
+    if subject.uneven:
+        yield (
+            "Samples differ in size, and no lengths are given: bytes and seconds are predicted for the"
+            f" largest of {subject.uneven} that were looked at. Larger ones take more. lengths= tells"
+            " them all beforehand, and less is padded."
+        )
 
 
 def _size_notice(task: Task) -> Iterator[str]:

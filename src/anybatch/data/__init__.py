@@ -17,6 +17,7 @@ from anybatch.data.failure import told_samples as told_samples
 from anybatch.data.fetch import Piece as Piece
 from anybatch.data.fetch import Request as Request
 from anybatch.data.fetch import open_fetch as open_fetch
+from anybatch.data.fetch import sizes_alone as sizes_alone
 from anybatch.data.generators import restore as restore
 from anybatch.data.generators import seed_by as seed_by
 from anybatch.data.generators import snapshot as snapshot

@@ -27,8 +27,9 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from anybatch.data.collation import Collate, collated
 from anybatch.data.failure import Bad, BadSamples, Place, told
 from anybatch.data.generators import Borrowed, seed_by
+from anybatch.data.microbatch import parts_of
 from anybatch.data.order import mix
-from anybatch.errors import DataError
+from anybatch.errors import AnybatchError, DataError
 from anybatch.oom import is_memory_error
 
 
@@ -59,6 +60,22 @@ def open_fetch(
     if in_memory:
         return TensorFetch(dataset)
     return SampleFetch(dataset, collate, seed, find_all)
+
+
+def sizes_alone(fetch: Callable[[Request], Any], indices: Tensor) -> list[int]:
+    """The number of elements in the tensors of each sample where it is collated by itself. Empty if one
+    cannot be: a collate function may need several."""
+    try:
+        return [_num_elements(fetch([Piece(0, one)])) for one in indices.split(1)]
+    except AnybatchError:
+        return []
+
+
+def _num_elements(batch: Any) -> int:
+    parts = parts_of(batch)
+    if parts is None:
+        return batch.numel() if isinstance(batch, Tensor) else 0
+    return sum(_num_elements(part) for _, part in parts)
 
 
 @final

@@ -36,7 +36,6 @@ from anybatch.compute.optimizers import parts_of, warm_up_compiler
 from anybatch.data import map_leaves
 from anybatch.engine.meter import CpuMeter, CudaMeter, Meter
 from anybatch.engine.process import (
-    free_product_buffers,
     generated_code_bytes,
     give_freed_memory_back,
     hold_object_arenas,
@@ -45,6 +44,7 @@ from anybatch.engine.process import (
     status,
     trim,
 )
+from anybatch.mkl import free_product_buffers
 from anybatch.plans import Plan
 from anybatch.units import format_bytes
 

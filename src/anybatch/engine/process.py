@@ -11,10 +11,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, ClassVar
-
-import torch
 
 from anybatch.machine import MMAP_THRESHOLD
 
@@ -129,25 +126,6 @@ class _MallInfo(ctypes.Structure):
             *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
         )
     ]
-
-
-def free_product_buffers() -> None:
-    """Have MKL give back what it packed the matrices of earlier products into (builds with MKL)."""
-    if torch.backends.mkl.is_available():
-        for name in (
-            "mkl_serv_free_buffers",
-            "MKL_Free_Buffers",
-        ):  # linked into torch, or beside it
-            free: Any = getattr(_torch_library(), name, None)
-            if free is not None:
-                free()
-                return
-
-
-@functools.cache
-def _torch_library() -> Any:
-    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    return ctypes.CDLL(str(path) if path.exists() else None)
 
 
 _OBJECT_BYTES = 512

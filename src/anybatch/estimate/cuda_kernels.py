@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anybatch.estimate.images import CONVOLUTION_BACKWARD, IMAGES, copies_on_cuda, scratch_on_cuda
-from anybatch.estimate.kernels import Kernels, Scratch
+from anybatch.estimate.kernels import CTC_BACKWARD, Kernels, Scratch
 from anybatch.estimate.reductions import REDUCTIONS, buffer_bytes, reduction_bytes
 from anybatch.machine import Device
 
@@ -214,6 +214,13 @@ _READ: dict[Any, Callable[[tuple[Any, ...]], tuple[Tensor, ...]]] = {  # what is
     _aten._scaled_dot_product_efficient_attention_backward.default: _by_efficient,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _by_stand_in,
 }
+
+
+def _ctc_backward(*args: Any) -> int:
+    """Paths from their ends, as many as those from their beginnings."""
+    return args[6].nbytes
+
+
 _RULES: dict[Any, Callable[..., int]] = {
     _aten.embedding_dense_backward.default: _embedding_backward,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
@@ -223,6 +230,7 @@ _RULES: dict[Any, Callable[..., int]] = {
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
     _aten._softmax_backward_data.default: _softmax_backward,
+    **dict.fromkeys(CTC_BACKWARD, _ctc_backward),
     _aten.index_put.default: _index_put,
     _aten.index_put_.default: _index_put,
     _aten._index_put_impl_.default: _index_put,

@@ -39,6 +39,7 @@ _LSTM_BACKWARD = _aten.mkldnn_rnn_layer_backward.default
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _SAFE_SOFTMAX = _aten._safe_softmax.default
+CTC_BACKWARD = (_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor)
 _NORMS = {  # operation -> which of its arguments it reads as contiguous
     _aten.native_layer_norm.default: (0,),
     _aten.native_layer_norm_backward.default: (0, 1),
@@ -81,7 +82,6 @@ products in float32; an attention's products are those of its backward in half p
 are means, to within 30 KiB, over those of VGG16, ResNets and U-Nets; their backward counts for each of
 its two gradients."""
 
-_PACKED_DEPTH, _LEAST_PACKED_DEPTH = 192, 128
 _PACKED_ROWS, _PACKED_COLUMNS = 384, 6400
 _LEAST_ROWS, _LEAST_COLUMNS = 4, 12
 _PACKED_BYTES, _FILLED_BYTES = 17024, 8192
@@ -174,15 +174,15 @@ class Kernels(ABC):
 
 
 class CpuKernels(Kernels):
-    """oneDNN, MKL, and torch's own on a CPU with so many threads."""
+    """oneDNN, MKL, and torch's own on a CPU with so many threads; for `packed_depth` see `mkl`."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, packed_depth: int = 192) -> None:
         self._num_threads = num_threads
         self._forward: dict[Hashable, int] = {}
         self._backward: dict[Hashable, int] = {}
         self._first: dict[str, int] = {}
         self._attended: dict[Hashable, int] = {}
-        self._packed = _Packed(num_threads)
+        self._packed = _Packed(num_threads, packed_depth)
         self._scores_bytes = 0
 
     @property
@@ -225,6 +225,8 @@ class CpuKernels(Kernels):
             return sum(_bytes(t) for t in tensors if not t.is_contiguous())
         if op is _SAFE_SOFTMAX:
             return args[0].numel()  # which numbers are minus infinity
+        if op in CTC_BACKWARD:
+            return _bytes(args[6])  # paths again, from their ends
         if op is _ATTENTION:
             return self._attention(args[0], args[1])
         if op is _ATTENTION_BACKWARD:
@@ -236,16 +238,20 @@ class CpuKernels(Kernels):
             return _gate_bytes(args[0], args[2]) + _bytes(args[1]) + _bytes(args[2])
         if op is _LSTM_BACKWARD:
             self._primitive("lstm backward", args[0], args[1], None)
-            return _lstm_backward(args[0], args[1], args[2])
+            given = args[10]  # where directions were put side by side, a part of each row
+            copied = 0 if given is None or given.is_contiguous() else _bytes(given)
+            return _lstm_backward(args[0], args[1], args[2]) + copied
         return 0
 
     def workspace(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
-        """See `Kernels`. oneDNN's LSTM keeps its gates, and its cells with the one before the first."""
+        """See `Kernels`. oneDNN's LSTM keeps its gates, and its cells with the one before the first;
+        one that goes from the end to the beginning its inputs and outputs, too, in that order."""
         if op is not _LSTM:
             return None
         gates = _gate_bytes(args[0], args[2])
         length = args[0].size(0)
-        return result[3], gates + gates // 4 * (length + 1) // length
+        turned = 2 * _states_bytes(args[0], args[2], args[0].element_size()) if args[7] else 0
+        return result[3], gates + gates // 4 * (length + 1) // length + turned
 
     def _product(self, left: Tensor, right: Tensor) -> None:
         if left.dtype in _HALF and _SUPPORTS[left.dtype]():
@@ -301,11 +307,14 @@ class _Packed:
     A buffer that is large enough is used again. Of five that are not, the first gives way.
 
     By MKL's own books (`mkl_mem_stat`) and resident memory, of some 100 shapes on 1 and 2 threads, the
-    rule is exact to 20 KiB a thread where k is 64 and more (AVX-512; MKL of torch 2.13).
+    rule is exact to 20 KiB a thread where k is 64 and more, on a CPU that packs 192 rows at a time
+    (AVX-512; MKL of torch 2.13). One that packs 384 divides other products over its threads otherwise;
+    whole models were predicted up to 0.7% too high there.
     """
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, depth: int) -> None:
         self._num_threads = num_threads
+        self._depth = depth
         self._buffers: list[tuple[int, int]] = []  # bytes asked for, and filled
 
     @property
@@ -319,8 +328,8 @@ class _Packed:
             return  # by other kernels, that pack nothing
         rows = -(-m // (parts or self._num_threads))
         columns = min(-(-n // BLOCK) * BLOCK, _PACKED_COLUMNS)
-        depth = k if k <= _PACKED_DEPTH else min(k // 2, _PACKED_DEPTH)
-        least = _LEAST_PACKED_DEPTH if k < _LEAST_PACKED_DEPTH else depth
+        depth = k if k <= self._depth else min(k // 2, self._depth)
+        least = depth if k >= self._depth * 2 // 3 else self._depth * 2 // 3
         asked = _PACKED_BYTES + 4 * least * (columns + 2 * min(rows, _PACKED_ROWS))
         filled = _FILLED_BYTES + 4 * depth * (columns + min(rows, _PACKED_ROWS))
         for i, (there, before) in enumerate(self._buffers):
@@ -373,14 +382,26 @@ def _gate_bytes(inputs: Tensor, recurrent: Tensor) -> int:
     return inputs.size(0) * inputs.size(1) * recurrent.size(0) * inputs.element_size()
 
 
+def _states_bytes(inputs: Tensor, recurrent: Tensor, item_bytes: int) -> int:
+    """What an LSTM reads or writes over a sequence, and the state before it, as oneDNN lays it out:
+    rows of whole cache lines, but not of a multiple of 256 numbers (`get_good_ld` in its sources; over
+    eight shapes within 2% of what was measured)."""
+    length, num_sequences, width = inputs.shape
+    line = 64 // item_bytes
+    row = -(-max(width, recurrent.size(1)) // line) * line
+    row += line if row % 256 == 0 else 0
+    return (length + 1) * num_sequences * row * item_bytes
+
+
 def _lstm_backward(inputs: Tensor, weight: Tensor, recurrent: Tensor) -> int:
-    """By peaks of steps of width 256 and 512, 32 and 64 sequences of 32 and 64: none above, within 0.7%
-    in float32 and 3% in half precision. Gradients of weights stand in float32, and once more in the
-    dtype of the weights; in half precision there are copies of what is read."""
+    """Gates, with cells in float32; three times the states in float32, whose gradients go up, back and
+    out; gradients of weights in float32, and once more in the dtype of the weights. By peaks of a layer
+    alone, of seventeen shapes of width 13 to 600: within 2%, two smaller than 5 MiB within 4%."""
+    gates = _gate_bytes(inputs, recurrent)
     is_half = inputs.dtype in _HALF
-    copies = _bytes(inputs) * 15 // 4 if is_half else _bytes(inputs) * 5 // 4
-    each = 6 if is_half else 8
-    return 2 * _gate_bytes(inputs, recurrent) + copies + each * (weight.numel() + recurrent.numel())
+    states = 3 * _states_bytes(inputs, recurrent, 4)
+    weights = (6 if is_half else 8) * (weight.numel() + recurrent.numel())
+    return (gates if is_half else gates * 5 // 4) + states + weights
 
 
 def _is_turned(tensor: Tensor) -> bool:

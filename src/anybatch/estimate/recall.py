@@ -352,6 +352,31 @@ def _lstm_backward(*args: Any) -> _Answer | None:
     return _Answer(tuple(_new(tensor.shape, tensor) for tensor in given), tuple)
 
 
+def _ctc(
+    scores: FakeTensor, targets: FakeTensor, _lengths: Any, target_lengths: Any, *_rest: Any
+) -> _Answer | None:
+    """The loss of each sample, and its paths: two places for each target and one more, at every step.
+    Of targets that are padded the longest is taken to be as long as their tensor; of others the lengths
+    have to be numbers."""
+    if scores.dim() != 3:
+        return None
+    if targets.dim() == 2:
+        longest = targets.size(1)
+    elif isinstance(target_lengths, FakeTensor) or not target_lengths:
+        return None
+    else:
+        longest = max(target_lengths)
+    steps, num_samples, _ = scores.shape
+    losses = _new((num_samples,), scores, scores.dtype)
+    paths = _new((num_samples, steps, 2 * longest + 1), scores, scores.dtype)
+    return _Answer((losses, paths), tuple)
+
+
+def _ctc_backward(_gradient: FakeTensor, scores: FakeTensor, *_rest: Any) -> _Answer:
+    """The gradient of the scores."""
+    return _Answer((_new(scores.shape, scores, scores.dtype),), None)
+
+
 def _are_simple(*tensors: FakeTensor | None) -> bool:
     return all(
         tensor is not None
@@ -366,9 +391,9 @@ def _channels(inputs: FakeTensor) -> _Answer:
     return _Answer((_new(inputs.shape, inputs), _new(each, inputs), _new(each, inputs)), tuple)
 
 
-def _new(shape: torch.Size, like: FakeTensor) -> _Result:
-    """A contiguous tensor of float32 on the device of `like`."""
-    return _Result(-1, (shape, _contiguous(shape), 0, torch.float32, like.fake_device))
+def _new(shape: Sequence[int], like: FakeTensor, dtype: torch.dtype = torch.float32) -> _Result:
+    """A contiguous tensor on the device of `like`."""
+    return _Result(-1, (torch.Size(shape), _contiguous(shape), 0, dtype, like.fake_device))
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -401,13 +426,18 @@ def _grouped_product(
 
 
 _RULES: dict[Any, Callable[..., _Answer | None]] = {
+    torch.ops.aten._ctc_loss.default: _ctc,
+    torch.ops.aten._ctc_loss.Tensor: _ctc,
+    torch.ops.aten._ctc_loss_backward.default: _ctc_backward,
+    torch.ops.aten._ctc_loss_backward.Tensor: _ctc_backward,
     torch.ops.aten._grouped_mm.default: _grouped_product,
     torch.ops.aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
     torch.ops.aten.native_batch_norm.default: _batch_norm,
     torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
-"""Norms, which torch works out in twenty operations, each time for several milliseconds; and the LSTM,
-whose biases it says to have one gradient in common, which they have not when it runs."""
+"""Norms, which torch works out in twenty operations, each time for several milliseconds; the LSTM,
+whose biases it says to have one gradient in common, which they have not when it runs; and what it
+refuses, since a shape depends on numbers: CTC."""
 
 
 def _spanned(tensor: Tensor) -> int:

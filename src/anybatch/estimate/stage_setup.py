@@ -18,6 +18,7 @@ from anybatch.estimate.kernels import CpuKernels, Kernels
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import Tracer
 from anybatch.machine import Device
+from anybatch.mkl import packed_depth
 from anybatch.plans import Choice, KernelChoices
 from anybatch.task import parameters_in
 
@@ -132,5 +133,5 @@ def fake_device(device: Device) -> torch.device:
 def kernels_on(device: Device) -> Kernels:
     """What the kernels of `device` take, seen by nobody yet."""
     if device.kind == "cpu":
-        return CpuKernels(torch.get_num_threads())
+        return CpuKernels(torch.get_num_threads(), packed_depth())
     return CudaKernels(resident_threads(device))

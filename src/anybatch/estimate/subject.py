@@ -7,7 +7,7 @@ batch of any size is made from the shape of a few real samples.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -20,33 +20,24 @@ from torch.optim import Optimizer
 from anybatch.compute import DEFAULT_GHOST_BATCH, batch_norms, find_blocks, find_chains
 from anybatch.compute.ghost import depends_on_cut
 from anybatch.data import (
-    Piece,
-    batch_size,
-    evaluation_batches,
-    is_map_style,
     lengths_of,
     map_leaves,
     num_samples_of,
-    open_fetch,
     resized,
 )
-from anybatch.data.cut import positions
-from anybatch.data.failure import BadSamples
-from anybatch.errors import AnybatchError, DataError
+from anybatch.errors import AnybatchError
 from anybatch.estimate.course import Course, course_of
 from anybatch.estimate.fake_modules import converting_fake_modules, without_addresses
 from anybatch.estimate.family import Family
 from anybatch.estimate.recall import Recall, Recalling, fake_mode
 from anybatch.estimate.sharding import Division
+from anybatch.estimate.template import template_of
 from anybatch.estimate.values import UNKNOWN
 from anybatch.machine import Device
 from anybatch.plans import TaskIdentity
 from anybatch.task import LossFunction, Task, parameters_in
 
 T = TypeVar("T")
-
-_NUM_SAMPLES = 2
-_MOST_BAD = 100  # samples passed over, where that is asked for, in search of two to plan by
 
 
 @dataclass(frozen=True)
@@ -70,6 +61,8 @@ class Subject:
             the longest; else None.
         depends: sentences on what in the model depends on how a step is cut.
         long: the longest sample, and how lengths are spread, in words; empty: they are alike.
+        uneven: samples that were looked at, of which the largest stand for all, where samples differ in
+            size and no lengths are given; else 0.
         families: traces made so far, so that none is made twice.
         stages: what they were made on; see `stage`.
         heads: layers that make the logits, by precision and device; see `head`.
@@ -94,6 +87,7 @@ class Subject:
     division: Division | None = None
     padded: int | None = None
     long: str = ""
+    uneven: int = 0
     depends: tuple[str, ...] = ()
     families: dict[Hashable, Family] = field(default_factory=dict, compare=False, repr=False)
     stages: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -192,12 +186,13 @@ def subject_of(task: Task) -> Subject:
             build = partial(fake_copy, model)
     identity = identify(task, model)
     course = course_of(task, identity.ghost_batch)
+    template, uneven = template_of(task)
     return Subject(
         identity=identity,
         build_model=build,
         make_optimizer=lambda fake: task.optimizer(task.parameters_of(fake)),
         loss=task.loss,
-        template=_template(task),
+        template=template,
         num_valid=_num_valid(task),
         clip_norm=task.clip_norm,
         blocks=tuple(find_blocks(model)),
@@ -206,6 +201,7 @@ def subject_of(task: Task) -> Subject:
         course=course,
         padded=course.unequal and course.unequal.padded,
         long=_told_lengths(task),
+        uneven=uneven,
         depends=depends_on_cut(model),
     )
 
@@ -297,45 +293,3 @@ def _told_lengths(task: Task) -> str:
         f"the longest training sample, number {longest}, has length {int(lengths[longest]):,} (the"
         f" median is {int(lengths.median()):,})"
     )
-
-
-def _template(task: Task) -> Any:
-    """The first samples, or the longest, as one batch. They are fetched as training fetches them, so
-    what is wrong with one is told in the same words."""
-    gaps: list[int] = []
-    while True:
-        try:
-            batch = _first_batch(task, gaps)
-            batch_size(batch)
-            return batch
-        except BadSamples as error:
-            if task.bad_data == "stop" or len(gaps) >= _MOST_BAD:
-                raise
-            gaps = sorted({*gaps, *(bad.place.position for bad in error.bad)})
-
-
-def _first_batch(task: Task, gaps: Sequence[int]) -> Any:
-    """The first samples, or the longest, without those at `gaps` (indices)."""
-    data = task.train
-    if is_map_style(data):
-        part = range(min(_NUM_SAMPLES, len(data) - len(gaps)))
-        if not part:
-            raise DataError(f"every training sample of task {task.name!r} is bad: mend the data.")
-        lengths = lengths_of(task.lengths, data, "training")
-        if lengths is None:
-            indices = positions(part, gaps)
-        else:
-            lengths = lengths.index_fill(0, torch.tensor(gaps, dtype=torch.int64), 0)
-            indices = lengths.topk(len(part)).indices.tolist()
-        fetch = open_fetch(data, task.collate, task.seed)
-        try:
-            return fetch([Piece(0, torch.tensor(indices))])
-        except BadSamples as error:
-            raise BadSamples(str(error), error.at(indices)) from error.__cause__
-    batches = evaluation_batches(data, task.collate, _NUM_SAMPLES, seed=task.seed, gaps=gaps)
-    batch, _ = next(batches, (None, 0))
-    if batch is None:
-        raise DataError(
-            f"the training data of task {task.name!r} gives no sample: give it at least one."
-        )
-    return batch

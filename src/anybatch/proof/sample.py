@@ -17,6 +17,7 @@ from anybatch.data import (
     map_leaves,
     open_fetch,
     permutation,
+    sizes_alone,
     slice_batch,
 )
 from anybatch.errors import InputError
@@ -63,10 +64,10 @@ class Sample:
         so pieces are padded to lengths of their own, and what does not mask it shows."""
         if self.fetch is None:
             return replace(self, batch=slice_batch(self.batch, 0, count), order=self.order[:count])
-        order = self.order[:count]
-        elements = torch.tensor([_num_elements(self.fetch([Piece(0, i)])) for i in order.split(1)])
-        order = order[elements.argsort(descending=True, stable=True)]
-        smallest = int((elements == elements.min()).sum())
+        order, smallest = self.order[:count], 0
+        if elements := sizes_alone(self.fetch, order):
+            order = order[torch.tensor(elements).argsort(descending=True, stable=True)]
+            smallest = elements.count(min(elements))
         return Sample(self.fetch([Piece(0, order)]), order, self.fetch, smallest % count)
 
     def name_of(self, place: int) -> str:
@@ -102,16 +103,3 @@ def sample_of(task: Task, wanted: int) -> Sample:
         f"the training data of task {task.name!r} has a single sample, which cannot be cut:"
         " there is nothing to prove."
     )
-
-
-def _num_elements(batch: object) -> int:
-    """Of all tensors in `batch`."""
-    found = 0
-
-    def count(leaf: object) -> object:
-        nonlocal found
-        found += leaf.numel() if isinstance(leaf, Tensor) else 0
-        return leaf
-
-    map_leaves(batch, count)
-    return found

@@ -11,7 +11,8 @@ import pytest
 COMMON = """
 import gc
 import torch
-from anybatch.engine.process import free_product_buffers, hold_object_arenas, status, trim
+from anybatch.engine.process import hold_object_arenas, status, trim
+from anybatch.mkl import free_product_buffers
 
 torch.set_num_threads(1)
 torch.ones(4).sum()

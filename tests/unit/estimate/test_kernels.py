@@ -236,3 +236,32 @@ def test_a_number_by_a_rule_is_copied_as_the_number():
     copied = copy.deepcopy({"bytes": made})["bytes"]
     assert type(copied) is int
     assert copied == made == 12
+
+
+def test_a_cpu_that_packs_twice_as_deep_keeps_twice_as_much_of_deep_products():
+    few, many = (CpuKernels(1, depth) for depth in (192, 384))
+    for kernels in (few, many):
+        multiply(kernels, 4096, 1024, 256)
+    assert few.kept_bytes == (8 << 10) + 192 * 4 * (256 + 384)
+    assert many.kept_bytes == (8 << 10) + 384 * 4 * (256 + 384)
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "width", "row"), [(4, 80, 128), (4, 300, 304), (2, 300, 320), (4, 256, 272)]
+)
+def test_an_lstm_from_the_end_to_the_beginning_keeps_its_inputs_and_outputs_too(
+    itemsize: int, width: int, row: int
+):
+    dtype = {4: torch.float32, 2: torch.bfloat16}[itemsize]
+    inputs = torch.empty(10, 6, width, dtype=dtype, device="meta")
+    weight, recurrent = (torch.empty(512, n, dtype=dtype, device="meta") for n in (width, 128))
+
+    def kept(turned: bool) -> int:
+        args = (inputs, weight, recurrent, None, None, None, None, turned)
+        results = (None, None, None, torch.empty(1, device="meta"))
+        found = CpuKernels(2).workspace(_aten.mkldnn_rnn_layer.default, args, results)
+        assert found is not None
+        return found[1]
+
+    # Two of rows of whole cache lines, no multiple of 256 numbers, and the state before the first.
+    assert kept(True) - kept(False) == 2 * (10 + 1) * 6 * row * itemsize
