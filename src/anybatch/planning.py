@@ -244,6 +244,11 @@ def _devices(
                 f"ranks is {ranks}, but the machine has {len(where.devices)} devices: leave ranks out,"
                 " or describe as many devices."
             )
+        if parallel == "single" and len(where.devices) > 1:
+            raise InputError(
+                f"the machine has {len(where.devices)} devices, but parallel is 'single', which is one"
+                " rank: leave parallel out, or describe one device."
+            )
         return where.devices
     here = Machine.here(memory).device
     if here.kind == "cpu":

@@ -7,7 +7,8 @@ micro-batch. Values (not finite, negative weight) are looked at once, at the end
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -37,6 +38,24 @@ def read_loss(returned: Any, num_samples: Callable[[], int], training: bool = Tr
     _check_sum(returned.sum, training)
     _check_weight(returned.weight)
     return returned
+
+
+@contextmanager
+def naming_lost_graphs() -> Iterator[None]:
+    """Around a pass, forward and backward: torch tells of a graph that is gone, and not who used it.
+
+    Raises `LossError` in its place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise LossError(
+            "the graph of the loss was used before its backward: the loss function calls backward()"
+            " itself, which anybatch does (return the loss alone), or the model keeps a result of an"
+            " earlier pass, such as a hidden state, without .detach()."
+        ) from error
 
 
 def _check_sum(value: Any, training: bool) -> None:

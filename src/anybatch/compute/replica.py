@@ -29,7 +29,7 @@ from anybatch.compute.averages import warn_of_reduction
 from anybatch.compute.buckets import Buckets, check_dense
 from anybatch.compute.ghost import GhostBatches
 from anybatch.compute.indices import naming_ids
-from anybatch.compute.loss import read_loss
+from anybatch.compute.loss import naming_lost_graphs, read_loss
 from anybatch.compute.optimizers import check_whole, rehearse
 from anybatch.compute.optimizers_update import Updater
 from anybatch.compute.precision import Numerics
@@ -186,7 +186,8 @@ class Replica:
             ghosts: samples per ghost batch, in order.
 
         Raises:
-            LossError: if the loss function returned something that is not a loss.
+            LossError: if the loss function returned something that is not a loss, or whose graph is
+                gone already.
             DataError: if an embedding has no row for an id (on the CPU, where that is seen).
         """
         if batch is None:  # only other ranks have samples in this pass
@@ -194,7 +195,11 @@ class Replica:
                 return Loss(torch.zeros(()), 0)
         self.phase = "forward"
         # What is recomputed in backward has to find the head as forward found it.
-        with self._ghosts.cut(ghosts), chunked_loss.active(self._chunked):
+        with (
+            naming_lost_graphs(),
+            self._ghosts.cut(ghosts),
+            chunked_loss.active(self._chunked),
+        ):
             with (
                 naming_ids(self.model),
                 self._numerics.region(),

@@ -30,6 +30,29 @@ class Grid:
     columns: tuple[Column, ...]
     rows: list[tuple[str, ...]]
 
+    def narrow(self) -> Grid:
+        """The same with all words in one column, after the first."""
+        words = [i for i, column in enumerate(self.columns) if not column.number]
+        numbers = [i for i, column in enumerate(self.columns) if column.number]
+        rows = [
+            (
+                row[numbers[0]],
+                ", ".join(filter(None, (_said(self.columns[i].title, row[i]) for i in words))),
+                *(row[i] for i in numbers[1:]),
+            )
+            for row in self.rows
+        ]
+        first, *others = (self.columns[i] for i in numbers)
+        return Grid((first, Column("choice", False), *others), rows)
+
+
+def _said(title: str, word: str) -> str:
+    """What a cell of words says where its title is not above it; nothing where that is as ever."""
+    if (title, word) in (("loss", "whole"), ("states", "device")):
+        return ""
+    said = {"recompute": f"recompute {word}", "loss": f"loss {word}", "states": f"states on {word}"}
+    return said.get(title, word)
+
 
 def points_of(plan: Plan, points: Sequence[Point]) -> Grid:
     """`points` that were weighed for `plan`, one in each row."""

@@ -7,10 +7,12 @@ alignment; colour only repeats it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.segment import Segment
 from rich.table import Table
@@ -18,7 +20,7 @@ from rich.text import Text
 
 from anybatch.events import Evaluated, RunEnded, RunStarted
 from anybatch.plans import Candidate, FrontierPoint, Plan
-from anybatch.report.points import is_taken, points_of, with_plan
+from anybatch.report.points import Grid, is_taken, points_of, with_plan
 from anybatch.report.sentences import compare, counted, format_scores, format_speed
 from anybatch.units import format_bytes, format_count, format_seconds
 
@@ -168,9 +170,13 @@ def _spread(
 
 def _points(
     plan: Plan, points: Sequence[Candidate | FrontierPoint], marks: Sequence[str] = ()
-) -> Table:
+) -> RenderableType:
     """`points` in rows, each with its mark behind it."""
     grid = points_of(plan, points)
+    return _Fitting(_table(grid, marks), _table(grid.narrow(), marks))
+
+
+def _table(grid: Grid, marks: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for column in grid.columns:
         if column.number:
@@ -182,6 +188,18 @@ def _points(
     for number, row in enumerate(grid.rows):
         table.add_row(*map(Text, row), *([marks[number]] if marks else []))
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitting:
+    """A table, or another one where there is no room for it: rich would crop its last columns."""
+
+    wide: Table
+    narrow: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        least = Measurement.get(console, options.update(max_width=10_000), self.wide).minimum
+        yield self.wide if least <= options.max_width else self.narrow
 
 
 def _impossible(plan: Plan) -> Iterator[str]:

@@ -162,6 +162,27 @@ def test_numbers_that_are_not_there_are_not_asked_for():
     assert "weighs classes" in sentence
 
 
+@pytest.mark.parametrize("function", [F.mse_loss, F.l1_loss])
+def test_a_loss_that_has_run_backward_itself_is_told_so(function):
+    def run(model, batch):
+        loss = function(model(batch[0]), batch[1])
+        loss.backward()
+        return loss
+
+    data = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
+    task = ab.Task(
+        model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)),
+        loss=run,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train=data,
+        global_batch=4,
+        epochs=1,
+    )
+    for start in (ab.plan, ab.train):
+        with pytest.raises(LossError, match=r"calls backward\(\) itself, which anybatch does"):
+            start(task)
+
+
 def test_a_task_whose_loss_is_a_sum_by_itself_is_warned_of_when_it_is_planned():
     def summed(model, batch):
         return F.mse_loss(model(batch[0]), batch[1], reduction="sum")

@@ -18,7 +18,7 @@ from tests.unit.report.fake_run import (
 )
 
 from anybatch.events import Evaluated
-from anybatch.plans import Choice, Recompute
+from anybatch.plans import Candidate, Choice, Recompute
 from anybatch.report import print_plan, print_result
 
 
@@ -93,6 +93,32 @@ def test_why_shows_precision_where_it_differs():
     text = printed(print_plan, make_plan(rejected=(candidate,)), True)
     assert "precision" in text[text.index("Not taken") :]
     assert "fp32" in text
+
+
+def test_columns_that_have_no_room_are_told_in_one_and_no_number_is_lost():
+    def candidate(precision: Any, parallel: Any) -> Candidate:
+        choice = Choice(
+            micro_batch=8,
+            evaluation_batch=8,
+            precision=precision,
+            recompute=Recompute(blocks=("blocks.0", "blocks.1"), keep="matmuls", to_host=True),
+            optimizer_states="host",
+        )
+        changes = {"choice": choice, "parallel": parallel}
+        return make_candidate(8, 1.0, 1.0).model_copy(update=changes)
+
+    plan = make_plan(rejected=(candidate("bf16", "shard"), candidate("tf32", "replicate")))
+    wide, narrow = (
+        text[text.index("Not taken") :].splitlines()
+        for text in (printed(print_plan, plan, True, width=width) for width in (140, 76))
+    )
+    numbers = ["peak", "budget", "step", "to", "plan"]
+    words_of_plan = ["precision", "ranks", "recompute", "states"]
+    assert wide[1].split() == ["micro-batch", *words_of_plan, *numbers]
+    assert narrow[1].split() == ["micro-batch", "choice", *numbers]
+    ends = [[line.split()[-1] for line in lines if "GiB" in line] for lines in (wide, narrow)]
+    assert ends[0] == ends[1]
+    assert "states on host" in words("\n".join(narrow))
 
 
 def test_markup_in_names_is_printed_as_it_is():
