@@ -49,7 +49,7 @@ class Found:
         frontier: see `Plan`.
         fits: False only for a micro-batch that the user fixed against the prediction.
         assumptions: that were made where the model was traced, in sentences.
-        otherwise: seconds of the best that fits with another layout; None: nothing does.
+        otherwise: time of the fastest that fits with another layout; None: nothing does.
     """
 
     option: Option
@@ -60,7 +60,7 @@ class Found:
     frontier: tuple[FrontierPoint, ...]
     fits: bool
     assumptions: tuple[str, ...]
-    otherwise: float | None
+    otherwise: StepSeconds | None
 
     @property
     def choice(self) -> Choice:
@@ -114,7 +114,7 @@ def search(every: Sequence[Costs], wishes: Wishes) -> Found:
         frontier=points,
         fits=best.fits,
         assumptions=tuple(best.costs.subject.assumptions),
-        otherwise=min((one.seconds for one in others), default=None),
+        otherwise=min((one.step for one in others), key=lambda step: step.total, default=None),
     )
 
 
@@ -155,10 +155,15 @@ class _Search:
         self._untraceable: list[Untraceable] = []
 
     @property
+    def step(self) -> StepSeconds:
+        """Time of what was taken, by part."""
+        assert self.taken is not None
+        return self.costs.step(self.taken)
+
+    @property
     def seconds(self) -> float:
         """Of what was taken."""
-        assert self.taken is not None
-        return self.costs.seconds(self.taken)
+        return self.step.total
 
     def run(self) -> None:
         """Find what is to be taken. Raises `Untraceable`."""
