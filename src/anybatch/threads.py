@@ -7,16 +7,26 @@ it comes to that ends without a word, and is waited for without end.
 from __future__ import annotations
 
 import _thread
+import mmap
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 MOST_IDLE = 0.05
 """A thread that is alone on its core is idle for less of the time: beyond that others disturb it."""
 
 _SECONDS = 10.0
 """A thread that has not begun by then is not waited for."""
+
+SMALL_STACK_BYTES = 1 << 20
+"""Enough for Python's own code. The default is 8 MiB on Linux, which a limit on memory counts in full,
+though hardly a page of it is ever written to."""
+
+_FIRST_BYTES = 1 << 20
+"""What new threads ask for before they run: an arena of Python's, a little of the heap."""
 
 
 def begin(work: Callable[[], None]) -> threading.Event | None:
@@ -43,6 +53,31 @@ def begin(work: Callable[[], None]) -> threading.Event | None:
     if not begun.wait(_SECONDS) and claim.acquire(blocking=False):
         return None
     return ended
+
+
+@contextmanager
+def small_stacks() -> Iterator[int]:
+    """Threads that are begun inside, also by processes forked inside, have stacks of
+    `SMALL_STACK_BYTES`. Gives the size that they had before, as `threading.stack_size` takes it."""
+    before = threading.stack_size(SMALL_STACK_BYTES)
+    try:
+        yield before
+    finally:
+        threading.stack_size(before)
+
+
+def has_room(num_threads: int) -> bool:
+    """Whether the operating system has memory for so many threads with small stacks, under whatever
+    limit the process is."""
+    size = num_threads * SMALL_STACK_BYTES + _FIRST_BYTES
+    try:
+        if sys.platform == "win32":
+            mmap.mmap(-1, size).close()
+        else:  # a limit on data counts what is private and writable
+            mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (OSError, MemoryError):
+        return False
+    return True
 
 
 def num_cores() -> int:

@@ -46,3 +46,4 @@ from anybatch.data.resize import resized as resized
 from anybatch.data.schedule import Span as Span
 from anybatch.data.schedule import Steps as Steps
 from anybatch.data.stream import StreamLoader as StreamLoader
+from anybatch.data.workers import Beside as Beside

@@ -14,6 +14,7 @@ may be left out (`gaps`): then this is how the others are given.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from anybatch.data.loader import is_map_style
 from anybatch.data.microbatch import is_samples, parts_of, rebuilt
 from anybatch.data.order import Order, mix
 from anybatch.data.stream import over_after, unreadable
-from anybatch.data.workers import WorkerPool
+from anybatch.data.workers import Beside, WorkerPool
 from anybatch.errors import DataError, InputError
 from anybatch.oom import is_memory_error
 
@@ -54,6 +55,7 @@ def evaluation_batches(
     find_all: bool = False,
     lengths: Tensor | None = None,
     most: int = 0,
+    beside: Beside = nullcontext,
 ) -> Iterator[tuple[Any, int]]:
     """(collated batch, number of samples) over this rank's part of `dataset`, at most `batch` each.
 
@@ -68,6 +70,7 @@ def evaluation_batches(
         find_all: bad samples are told all at once: what comes after the first is loaded, and not given.
         lengths: of the samples of map-style data. Then the ranks' parts go by total length, and a batch
             has a padded size of at most `most`, instead of `batch` samples.
+        beside: stands around the start and the end of worker processes.
 
     Raises `InputError` for a batch below one or a stream that can be read only once, `DataError` as
     `Loader` does.
@@ -94,7 +97,7 @@ def evaluation_batches(
     fetch = open_fetch(dataset, collate, seed, find_all)
     order = Order(seed, len(dataset), shuffle=False)
     workers = num_workers if pieces and isinstance(fetch, SampleFetch) else 0
-    return _by_index(fetch, order, pieces, counts, workers, pin_memory, gaps, find_all)
+    return _by_index(fetch, order, pieces, counts, workers, pin_memory, gaps, find_all, beside)
 
 
 def _pieces(part: range, batch: int) -> list[range]:
@@ -110,6 +113,7 @@ def _by_index(
     pin_memory: bool,
     gaps: Sequence[int],
     find_all: bool,
+    beside: Beside,
 ) -> Iterator[tuple[Any, int]]:
     def requests() -> Iterator[Request]:
         for piece in pieces:
@@ -120,7 +124,7 @@ def _by_index(
     workers: WorkerPool | None = None
     try:
         if num_workers and isinstance(fetch, SampleFetch):
-            workers = WorkerPool(fetch, requests, num_workers, pin_memory)
+            workers = WorkerPool(fetch, requests, num_workers, pin_memory, beside=beside)
             workers.restart()
         for piece, count, request in zip(pieces, counts, requests(), strict=True):
             ask = partial(fetch, request) if workers is None else workers.next

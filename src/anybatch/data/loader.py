@@ -12,6 +12,7 @@ It holds positions and indices, never samples, so a global batch may be as large
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -27,7 +28,7 @@ from anybatch.data.fetch import Piece, Request, SampleFetch, open_fetch
 from anybatch.data.lengths import Extent, lengths_of_step, ordered
 from anybatch.data.order import Order
 from anybatch.data.schedule import Steps
-from anybatch.data.workers import WorkerPool
+from anybatch.data.workers import Beside, WorkerPool
 from anybatch.errors import InputError
 
 Cut = Callable[[Extent], Sequence[range]]
@@ -87,7 +88,8 @@ class Loader:
     ignore it. `pin_memory` makes the workers' batches ready for asynchronous copies to CUDA
     devices. `find_all`: bad samples are told all at once, for a whole step of this rank: what comes
     after the first is loaded, and not given. `lengths`: of the samples, by index, as `lengths_of`
-    returns them; `by_length`: those of a global batch come in that order, longest first.
+    returns them; `by_length`: those of a global batch come in that order, longest first. `beside`:
+    stands around the start and the end of workers.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Loader:
         find_all: bool = False,
         lengths: Tensor | None = None,
         by_length: bool = False,
+        beside: Beside = nullcontext,
     ) -> None:
         if steps.num_samples != len(dataset):
             raise InputError(
@@ -120,7 +123,9 @@ class Loader:
         self._find_all = find_all
         self._workers: WorkerPool | None = None
         if num_workers and isinstance(self._fetch, SampleFetch):
-            self._workers = WorkerPool(self._fetch, self._requests_ahead, num_workers, pin_memory)
+            self._workers = WorkerPool(
+                self._fetch, self._requests_ahead, num_workers, pin_memory, beside=beside
+            )
         self._cut: Cut | None = None
         self._next = 0
         self._gaps: Sequence[int] = ()  # in the step that is given next, or was given last

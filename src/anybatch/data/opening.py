@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from anybatch.data.lengths import lengths_of
 from anybatch.data.loader import Loader, is_map_style, num_samples_of
 from anybatch.data.schedule import Steps
 from anybatch.data.stream import StreamLoader
+from anybatch.data.workers import Beside
 from anybatch.task import Task
 
 
@@ -22,7 +25,7 @@ def steps_of(task: Task) -> Steps:
 
 
 def open_training(
-    task: Task, pin_memory: bool, by_length: bool = True
+    task: Task, pin_memory: bool, by_length: bool = True, beside: Beside = nullcontext
 ) -> tuple[Steps, Loader | StreamLoader]:
     """The steps and the loader of `task`.
 
@@ -30,6 +33,7 @@ def open_training(
         task: its data, order, length and workers.
         pin_memory: make batches ready for asynchronous copies to a CUDA device.
         by_length: put the samples of a global batch in order of length, if lengths are given.
+        beside: stands around the start and the end of worker processes.
 
     Raises `InputError` if no step can be made of the data.
     """
@@ -51,5 +55,6 @@ def open_training(
         find_all=find_all,
         lengths=lengths_of(task.lengths, task.train, "training"),
         by_length=by_length,
+        beside=beside,
     )
     return steps, loader

@@ -12,6 +12,14 @@ that does not answer). So each keeps a few numbers in memory that this process r
 Who has died is known within seconds (torch looks every five), and what it was loading is named. If all
 workers together have not loaded a single sample for `DEADLINE_SECONDS`, while a batch is waited for,
 they are ended. And a worker ends by itself when the process that trains is gone, however it went.
+
+Under a budget for memory the first of these starts and ends with the limit lifted (`Beside`):
+
+    this process    a thread for each worker, which sends it requests; the lookout
+    worker          a copy of this process, and what loading takes; the threads that send batches
+
+Where a thread is refused memory in its first moment, `threading.Thread.start` waits for it without end,
+and threads of queues are started in that way. So the room for all of them is looked for before.
 """
 
 from __future__ import annotations
@@ -24,6 +32,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from multiprocessing.sharedctypes import RawArray
 from typing import Any, TypeVar, final
@@ -32,10 +41,11 @@ import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from anybatch.data.failure import Bad, BadSamples, told_samples
+from anybatch.data.failure import Bad, BadSamples, told, told_samples
 from anybatch.data.fetch import Piece, Request, SampleFetch
 from anybatch.errors import DataError
 from anybatch.oom import is_memory_error
+from anybatch.threads import begin, has_room, small_stacks
 
 DEADLINE_SECONDS = 240.0
 """How long a batch is waited for while no worker loads any sample. Less than the watchdog of a rank
@@ -47,8 +57,13 @@ _LAST_MOMENT_SECONDS = 2.0  # in which a process whose sockets are closed ends
 
 T = TypeVar("T")
 
+Beside = Callable[[], AbstractContextManager[None]]
+"""Makes what stands around the start and the end of processes: inside, no budget refuses them memory, or
+this process what it takes to speak to them."""
+
 _PID, _REQUEST, _LOADED, _WIDTH = 0, 1, 2, 3
 _NONE = -1
+_NO_THREAD = "can't start new thread"  # as Python says it
 
 
 class WorkerTraceback(Exception):
@@ -78,6 +93,7 @@ class WorkerPool:
         pin_memory: make batches ready for asynchronous copies to CUDA devices.
         deadline_seconds: how long workers may load without an end to any sample; None:
             `DEADLINE_SECONDS`.
+        beside: stands around their start and their end.
     """
 
     def __init__(
@@ -87,10 +103,12 @@ class WorkerPool:
         num_workers: int,
         pin_memory: bool = False,
         deadline_seconds: float | None = None,
+        beside: Beside = nullcontext,
     ) -> None:
         self._fetch, self._requests = fetch, requests
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self._deadline = DEADLINE_SECONDS if deadline_seconds is None else deadline_seconds
+        self._beside = beside
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._board = _Board(num_workers)
@@ -101,35 +119,65 @@ class WorkerPool:
 
     @_without_advice()
     def restart(self) -> None:
-        """Discards what was fetched ahead and asks `requests()` anew."""
-        if self._loader is None:
-            self._board = _Board(self._num_workers)
-            self._lookout = _Lookout(self._board, self._deadline)
-            self._loader = DataLoader(
-                _Served(self._fetch, self._board),
-                batch_size=None,
-                sampler=_Requests(self._numbered),
-                num_workers=self._num_workers,
-                collate_fn=_as_it_is,
-                persistent_workers=True,
-                pin_memory=self._pin_memory,
-                worker_init_fn=_EndsWith(os.getpid()),
-                # Otherwise every start would draw from the generator that training draws from.
-                generator=torch.Generator(device="cpu"),
-            )
-        self._asked.clear()
-        self._num_waited_for = self._num_asked
-        self._batches = self._guarded(self._loader.__iter__)
+        """Discards what was fetched ahead and asks `requests()` anew.
+
+        Raises `DataError` if the operating system refuses what workers need.
+        """
+        try:
+            with self._beside(), small_stacks() as stack_bytes:
+                if self._loader is None:
+                    self._loader = self._opened(stack_bytes)
+                self._asked.clear()
+                self._num_waited_for = self._num_asked
+                self._batches = self._guarded(self._loader.__iter__)
+        except (OSError, MemoryError, RuntimeError) as error:
+            self.close()
+            if isinstance(error, RuntimeError) and str(error) != _NO_THREAD:
+                raise
+            raise DataError(
+                f"the worker processes that load samples ({self._num_workers}) cannot be started"
+                f" ({told(error)}): the system refuses them memory, processes or open files, or this"
+                " process the threads that speak to them; use fewer num_workers, or num_workers=0, or"
+                " raise its limits (ulimit -a shows them)."
+            ) from error
+
+    def _opened(self, stack_bytes: int) -> DataLoader[Any]:
+        """The loader of workers that are still to be started, and are looked after."""
+        if not has_room(self._num_workers + 1 + self._pin_memory):
+            raise MemoryError("no room for another thread")
+        self._board = _Board(self._num_workers)
+        self._lookout = _Lookout(self._board, self._deadline)
+        return DataLoader(
+            _Served(self._fetch, self._board),
+            batch_size=None,
+            sampler=_Requests(self._numbered),
+            num_workers=self._num_workers,
+            collate_fn=_as_it_is,
+            persistent_workers=True,
+            pin_memory=self._pin_memory,
+            worker_init_fn=_Beginning(os.getpid(), self._board, stack_bytes),
+            # Otherwise every start would draw from the generator that training draws from.
+            generator=torch.Generator(device="cpu"),
+        )
 
     def next(self) -> Any:
         """The next batch.
 
-        Raises what its fetch raised (`DataError`, or an error about memory), and `DataError` if a
-        worker has died, or hangs.
+        Raises what its fetch raised (`DataError`, or `MemoryError`), and `DataError` if a worker has
+        died, or hangs.
         """
         if self._batches is None:
             raise RuntimeError("the workers are not started")
-        batch = self._guarded(self._batches.__next__)
+        try:
+            batch = self._guarded(self._batches.__next__)
+        except Exception as error:
+            if not (is_memory_error(error) and str(error).startswith("Caught ")):
+                raise
+            # torch puts the worker's whole traceback into the text; what was refused is at its end.
+            raise MemoryError(
+                "a worker process that loads samples, which the budget does not hold, was refused"
+                f" memory ({str(error).splitlines()[-1]}): use fewer num_workers, or num_workers=0"
+            ) from error
         self._asked.pop(self._num_waited_for, None)
         self._num_waited_for += 1
         if isinstance(batch, _Failure):
@@ -138,6 +186,8 @@ class WorkerPool:
 
     def close(self) -> None:
         """Ends the processes; `restart` would start new ones."""
+        if self._loader is None and self._lookout is None:
+            return
         # Letting go of the iterator would do, but for a traceback that holds it after an error.
         shutdown = getattr(self._batches, "_shutdown_workers", None)
         self._batches = self._loader = None
@@ -146,7 +196,11 @@ class WorkerPool:
             self._lookout.close()
             self._lookout = None
         if shutdown is not None:
-            shutdown()
+            with (
+                self._beside(),
+                small_stacks(),
+            ):  # whom nothing was sent is sent the end by a new thread
+                shutdown()
 
     def _guarded(self, ask: Callable[[], T]) -> T:
         """What the workers answer to `ask`. Raises `DataError` if one has died, or hangs."""
@@ -157,17 +211,17 @@ class WorkerPool:
         except RuntimeError as error:
             if is_memory_error(error) or not str(error).startswith("DataLoader worker"):
                 raise
-            told = self._told(error)
+            sentence = self._told(error)
             self._end()
-            raise DataError(told) from error
+            raise DataError(sentence) from error
         except (ConnectionError, EOFError, FileNotFoundError) as error:
             # A batch is fetched from the memory of its worker, which may have died since it said that
             # the batch is there.
             if not self._has_lost_one():
                 raise
-            told = self._told(error)
+            sentence = self._told(error)
             self._end()
-            raise DataError(told) from error
+            raise DataError(sentence) from error
 
     def _has_lost_one(self) -> bool:
         """Whether a worker has died, or does so in the next moment."""
@@ -259,6 +313,8 @@ class _Lookout:
 
     Attributes:
         victims: the workers that it has ended.
+
+    Raises `MemoryError` if the thread cannot be begun.
     """
 
     def __init__(self, board: _Board, deadline_seconds: float) -> None:
@@ -268,14 +324,13 @@ class _Lookout:
         self._wait: int | None = None  # the number of the one under way
         self._num_waits = 0
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._ended = begin(self._look)
+        if self._ended is None:
+            raise MemoryError(_NO_THREAD)
 
     def __enter__(self) -> None:
         self._num_waits += 1
         self._wait = self._num_waits
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="anybatch-workers", daemon=True)
-            self._thread.start()
 
     def __exit__(self, *_: object) -> None:
         self._wait = None
@@ -283,8 +338,8 @@ class _Lookout:
     def close(self) -> None:
         """Look no more."""
         self._over.set()
-        if self._thread is not None:
-            self._thread.join()
+        if self._ended is not None:
+            self._ended.wait()
 
     def _look(self) -> None:
         before: tuple[int | None, Sequence[int]] = None, ()
@@ -295,12 +350,13 @@ class _Lookout:
             before = now
             if still <= _LOOKS:
                 continue
-            busy = [n for n, request in enumerate(self._board.requests) if request != _NONE]
-            if busy:
-                self.victims = busy
-                for worker in busy:
-                    _kill(self._board.pids[worker])
-                return
+            requests = self._board.requests
+            busy = [n for n, request in enumerate(requests) if request != _NONE]
+            # Where none has anything to do, a request or a batch was lost on its way.
+            self.victims = busy or list(range(len(requests)))
+            for worker in self.victims:
+                _kill(self._board.pids[worker])
+            return
 
 
 @final
@@ -333,7 +389,6 @@ class _Served(Dataset[Any]):
             info = get_worker_info()
             assert info is not None
             self._worker = info.id
-            self._board.enter(info.id)
             self._fetch.on_sample = partial(self._board.count, info.id)
         self._board.begin(self._worker, number)
         try:
@@ -357,15 +412,24 @@ class _Requests(Iterable[Any]):
 
 
 @final
-class _EndsWith:
-    """Run in a worker when it starts: lets it end when its parent has. torch's workers look only
-    between two batches, so one that hangs would outlive a parent that was killed."""
+class _Beginning:
+    """Run in a worker when it starts: enters it on the board, and lets it end when its parent has.
+    torch's workers look only between two batches, so one that hangs would outlive a parent that was
+    killed. `stack_bytes`: of the threads of the data set, and of the queue, which pickles batches."""
 
-    def __init__(self, parent: int) -> None:
+    def __init__(self, parent: int, board: _Board, stack_bytes: int) -> None:
         self._parent = parent
+        self._board = board
+        self._stack_bytes = stack_bytes
 
     def __call__(self, worker: int) -> None:
-        threading.Thread(target=self._watch, name="anybatch-parent", daemon=True).start()
+        self._board.enter(worker)
+        watched = begin(self._watch)
+        threading.stack_size(self._stack_bytes)
+        if (
+            watched is None
+        ):  # there would be none to send batches either; a death is told in a sentence
+            os._exit(1)
 
     def _watch(self) -> None:
         while os.getppid() == self._parent:

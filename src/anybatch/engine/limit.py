@@ -94,6 +94,11 @@ class Limit(ABC):
         """Around what must not be refused memory, though what it takes and keeps does count."""
         return nullcontext()
 
+    def beside(self) -> AbstractContextManager[None]:
+        """Around the start and the end of other processes. They are under the limits that this one had
+        before; what it takes to speak to them, and keeps, does not count."""
+        return nullcontext()
+
 
 class Unlimited(Limit):
     """No budget is held; only measured."""
@@ -152,6 +157,7 @@ class ProcessLimit(Limit):
         self._before: tuple[int, int] | None = None
         self._soft = 0
         self._spare = 0
+        self._beside = self._most_beside = 0  # bytes for other processes: now, and so far
         self._passing = 0  # most addresses without memory that came and went in a pass
         self._measured_passes: Counter[Hashable] = Counter()
 
@@ -229,6 +235,26 @@ class ProcessLimit(Limit):
             yield
         finally:
             self._apply(self._soft)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """See `Limit`. May stand inside anything, and inside itself: an iterator that is let go of ends
+        its processes wherever the program is."""
+        if self._before is None:
+            yield
+            return
+        now, before = resource.getrlimit(resource.RLIMIT_DATA), status("VmData")
+        resource.setrlimit(resource.RLIMIT_DATA, self._before)
+        try:
+            yield
+        finally:
+            if now != self._before:  # else inside itself
+                # Threads and their stacks come and go: room that was given once is there for the next.
+                self._beside = max(0, self._beside + status("VmData") - before)
+                more = max(0, self._beside - self._most_beside)
+                self._most_beside += more
+                self._soft += more
+                self._apply(now[0] + more)
 
     def _let_go(self) -> None:
         """Lift the limit to what the machine has: going on there would wake the killer of processes."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anybatch.data import evaluation_batches, is_map_style, lengths_of, on_device
+from anybatch.data import Beside, evaluation_batches, is_map_style, lengths_of, on_device
 from anybatch.engine import Pulse, Skips
 from anybatch.parallel import Group
 from anybatch.task import Task
@@ -23,18 +23,26 @@ class Batches:
         group: the ranks.
         device: of this rank.
         pulse: told of each batch.
+        beside: stands around the start and the end of worker processes.
 
     Raises `InputError` if the task's lengths of the held-out samples cannot be used.
     """
 
     def __init__(
-        self, task: Task, longest: int | None, group: Group, device: torch.device, pulse: Pulse
+        self,
+        task: Task,
+        longest: int | None,
+        group: Group,
+        device: torch.device,
+        pulse: Pulse,
+        beside: Beside,
     ) -> None:
         self._task = task
         self._longest = longest or 1
         self._group = group
         self._device = device
         self._pulse = pulse
+        self._beside = beside
         # Lengths by index are those of the training data alone.
         known = callable(task.lengths) and task.valid is not None and is_map_style(task.valid)
         self._lengths = lengths_of(task.lengths, task.valid, "held-out") if known else None
@@ -73,6 +81,7 @@ class Batches:
             find_all=skips is not None,
             lengths=self._lengths if data is task.valid else None,
             most=size * self._longest,
+            beside=self._beside,
         )
         numbers: deque[int] = deque()  # a batch is copied ahead: its number waits for it here
 

@@ -359,7 +359,10 @@ class Rank:
         together(group, lambda: group.adopt(self._replica))
         self._rates = LearningRate(self._replica.optimizer, task.schedule, task.scheduler)
         self._steps, self._loader = open_training(
-            task, pin_memory=device.type == "cuda", by_length=plan.task.ghost_batch is None
+            task,
+            pin_memory=device.type == "cuda",
+            by_length=plan.task.ghost_batch is None,
+            beside=self._limit.beside,
         )
         epoch = None if self._steps.num_samples is None else self._steps.epoch_samples
         held_out = None if task.valid is None else num_samples_of(task.valid)
@@ -381,7 +384,9 @@ class Rank:
         )
         self._reads = isinstance(self._loader, StreamLoader)
         self._alone_on_cpu = device.type == "cpu" and group.size == 1
-        self._batches = Batches(task, plan.task.longest, group, device, self.pulse)
+        self._batches = Batches(
+            task, plan.task.longest, group, device, self.pulse, self._limit.beside
+        )
         self._evaluation = Evaluation(
             self._replica,
             group,
