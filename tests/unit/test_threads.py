@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from anybatch import threads
-from anybatch.threads import Stopwatch, begin
+from anybatch.threads import SMALL_STACK_BYTES, Stopwatch, begin, has_room, small_stacks
 
 
 def test_work_is_done_in_another_thread():
@@ -47,6 +47,23 @@ def test_a_thread_that_dies_or_comes_late_does_nothing(monkeypatch, late):
     if late:
         held[0]()
     assert not seen
+
+
+def test_stacks_are_small_for_a_while():
+    before = threading.stack_size(2 << 20)
+    try:
+        with small_stacks() as outside:
+            assert outside == 2 << 20
+            with small_stacks() as inside:
+                assert inside == SMALL_STACK_BYTES
+        assert threading.stack_size(2 << 20) == 2 << 20
+    finally:
+        threading.stack_size(before)
+
+
+def test_more_threads_than_there_are_addresses_for_have_no_room():
+    assert has_room(2)
+    assert not has_room(1 << 40)
 
 
 @pytest.mark.parametrize(("computed", "waited"), [(10.0, 0.0), (10.1, 0.0), (4.0, 0.6), (0.0, 1.0)])

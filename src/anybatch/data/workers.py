@@ -53,13 +53,15 @@ waits, so that the samples are named."""
 
 _LOOKS = 20  # at the workers, within the deadline
 _PARENT_SECONDS = 1.0  # between two looks of a worker at its parent
-_LAST_MOMENT_SECONDS = 2.0  # in which a process whose sockets are closed ends
+_LAST_MOMENT_SECONDS = (
+    2.0  # in which a process ends whose sockets are closed, or a thread whose queue is
+)
 
 T = TypeVar("T")
 
 Beside = Callable[[], AbstractContextManager[None]]
-"""Makes what stands around the start and the end of processes: inside, no budget refuses them memory, or
-this process what it takes to speak to them."""
+"""Makes what stands around the start and the end of processes: inside, no budget refuses them memory,
+nor this process what it takes to speak to them."""
 
 _PID, _REQUEST, _LOADED, _WIDTH = 0, 1, 2, 3
 _NONE = -1
@@ -190,17 +192,19 @@ class WorkerPool:
             return
         # Letting go of the iterator would do, but for a traceback that holds it after an error.
         shutdown = getattr(self._batches, "_shutdown_workers", None)
+        queues: Sequence[Any] = getattr(self._batches, "_index_queues", ())
         self._batches = self._loader = None
         self._asked.clear()
-        if self._lookout is not None:
-            self._lookout.close()
-            self._lookout = None
-        if shutdown is not None:
-            with (
-                self._beside(),
-                small_stacks(),
-            ):  # whom nothing was sent is sent the end by a new thread
+        lookout, self._lookout = self._lookout, None
+        # Whoever was never sent a request is sent the end by a new thread.
+        with self._beside(), small_stacks():
+            if lookout is not None:
+                lookout.close()
+            if shutdown is not None:
                 shutdown()
+            for queue in queues:  # torch waits for none of their threads, whose memory goes now
+                if (sender := getattr(queue, "_thread", None)) is not None:
+                    sender.join(_LAST_MOMENT_SECONDS)
 
     def _guarded(self, ask: Callable[[], T]) -> T:
         """What the workers answer to `ask`. Raises `DataError` if one has died, or hangs."""
@@ -235,6 +239,12 @@ class WorkerPool:
     def _told(self, error: Exception) -> str:
         """The sentence for a worker that is gone."""
         if self._lookout is not None and self._lookout.victims:
+            if all(self._board.requests[worker] == _NONE for worker in self._lookout.victims):
+                return (
+                    f"a batch that is waited for has not come in {self._deadline:g} s, and no worker"
+                    " process has anything to do: most often it cannot be pickled, which is told on"
+                    " standard error; num_workers=0 needs no pickling."
+                )
             doing = [what for worker in self._lookout.victims if (what := self._doing(worker))]
             return (
                 f"the worker process that loads {doing[0] if doing else 'samples'} has not come to the"

@@ -20,10 +20,11 @@ def too_late(step: int, voted: bool, failure: MemoryFailure) -> str:
 def nothing_leaner(plan: Plan, phase: str, failure: MemoryFailure) -> str:
     """The sentence for the end of the ladder."""
     budget = "" if plan.budget_bytes is None else f" of {format_bytes(plan.budget_bytes)}"
-    asked = (
-        ""
-        if failure.requested_bytes is None
-        else f" ({format_bytes(failure.requested_bytes)} more were asked for)"
+    # Samples need not be loaded in this process: the failure itself says where memory was refused.
+    why = (
+        failure.message
+        if failure.requested_bytes is None or phase == "loading"
+        else f"{format_bytes(failure.requested_bytes)} more were asked for"
     )
     ghost = plan.task.ghost_batch
     remedy = (
@@ -33,5 +34,5 @@ def nothing_leaner(plan: Plan, phase: str, failure: MemoryFailure) -> str:
     )
     return (
         f"the budget{budget} is too small even for the leanest plan ({plan.choice.describe()}):"
-        f" memory ran out in {phase}{asked}. To train this, {remedy}."
+        f" memory ran out in {phase} ({why}). To train this, {remedy}."
     )

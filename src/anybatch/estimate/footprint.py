@@ -205,7 +205,7 @@ def _beside(
     # Where no tensors come to lie behind them, objects of samples leave the end of the heap free.
     holes += min(num_samples * _SAMPLE_BYTES, _MOST_SAMPLES_BYTES, holes)
     return {
-        "libraries": libraries + constant,
+        "libraries": libraries + constant + subject.course.worker_bytes,
         OVERHEAD: holes,
         "input batch": subject.course.order_bytes,
     }

@@ -1,12 +1,15 @@
 """Worker processes: the same samples as without, read ahead, and their failures."""
 
+import errno
 import os
 import signal
+import threading
 
 import pytest
 import torch
 from torch.utils.data import get_worker_info
 
+from anybatch.data import workers
 from anybatch.data.loader import Loader
 from anybatch.data.schedule import Steps
 from anybatch.data.workers import WorkerTraceback
@@ -84,7 +87,9 @@ def test_a_failure_arrives_as_it_is_and_the_workers_go_on(loader):
 def test_running_out_of_memory_in_a_worker_stays_what_it_is(loader):
     each = loader(Broken(MemoryError("host"), at=0), shuffle=False, num_workers=1)
     each.begin(0, whole(4))
-    with pytest.raises(MemoryError):
+    with pytest.raises(
+        MemoryError, match=r"^a worker process .*MemoryError: host.* fewer num_workers"
+    ):
         list(each.next_step().micro_batches)
 
 
@@ -105,6 +110,62 @@ def test_a_worker_that_dies_is_reported_and_replaced(loader):
             pass
     each.begin(0, whole(1))
     assert next(each.next_step().micro_batches).tolist() == [0]
+
+
+def unpicklable(samples):
+    return lambda: samples
+
+
+def test_a_batch_that_is_lost_on_its_way_is_not_waited_for_without_end(loader, monkeypatch):
+    monkeypatch.setattr(workers, "DEADLINE_SECONDS", 1.0)
+    each = loader(Numbers(10), num_workers=1, collate=unpicklable)
+    each.begin(0, whole(4))
+    with pytest.raises(DataError, match=r"has not come in 1 s, and no worker .* cannot be pickled"):
+        next(each.next_step().micro_batches)
+
+
+class Stacks(Numbers):
+    """Tells the size of the stacks of threads to come."""
+
+    def __getitem__(self, index):
+        size = threading.stack_size(0)
+        threading.stack_size(size)
+        return size
+
+
+def test_threads_of_the_data_set_have_the_stacks_that_they_have_without_workers(loader):
+    before = threading.stack_size(3 << 20)
+    try:
+        each = loader(Stacks(4), num_workers=1)
+        each.begin(0, whole(4))
+        assert next(each.next_step().micro_batches).tolist() == [3 << 20] * 4
+        each.close()
+        assert threading.stack_size(0) == 3 << 20
+    finally:
+        threading.stack_size(before)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+        RuntimeError("can't start new thread"),
+    ],
+)
+def test_workers_that_cannot_be_started_are_no_lack_of_memory_in_training(
+    loader, monkeypatch, error
+):
+    def refuse(loader):
+        raise error
+
+    each = loader(Numbers(8))
+    each.begin(0, whole(4))
+    with monkeypatch.context() as patched:
+        patched.setattr(workers.DataLoader, "__iter__", refuse)
+        with pytest.raises(DataError, match=r"\(2\) cannot be started .*num_workers=0"):
+            list(each.next_step().micro_batches)
+    each.begin(0, whole(4))
+    assert len(list(each.next_step().micro_batches)) == 1
 
 
 def test_starting_workers_draws_nothing_from_training(loader):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import anybatch as ab
 from anybatch.data import Steps
@@ -18,8 +18,7 @@ def task(length: int = 100, **options: Any) -> ab.Task:
         model=lambda: nn.Linear(1, 1),
         loss=lambda model, batch: model(batch[0]).mean(),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        train=TensorDataset(torch.zeros(length, 1)),
-        **options,
+        **{"train": TensorDataset(torch.zeros(length, 1)), **options},
     )
 
 
@@ -74,6 +73,26 @@ def test_evaluation_counts_for_later_steps_only():
         task(global_batch=25, steps=4, valid=valid, evaluate_every=2)
     ).evaluates_between
     assert not course_of(task(global_batch=25, steps=5)).evaluates_between
+
+
+class Numbers(Dataset):
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_speaking_to_workers_takes_memory_where_there_are_any():
+    def of(num_workers: int, **options: Any) -> int:
+        how = {"global_batch": 25, "steps": 4, "num_workers": num_workers, **options}
+        return course_of(task(**how)).worker_bytes
+
+    assert of(2) == 0  # tensors in memory are not loaded
+    data = Numbers()
+    assert of(0, train=data) == 0
+    assert of(2, train=data) == (160 + 2 * 36) << 10
+    assert of(2, train=data, valid=data) == (160 + 4 * 36) << 10
 
 
 def test_the_order_of_two_epochs_is_kept():

@@ -1,0 +1,56 @@
+"""Real memory limits and worker processes: workers are not under the budget, and start or say why."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from anybatch.machine import can_enforce
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.skipif(not can_enforce("cpu"), reason="no memory limit is held on this system"),
+]
+
+
+def run(name):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.workers_under_limit", name],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_workers_start_and_load_beside_a_budget_that_has_no_room_for_either():
+    found = run("budget")
+    assert found["samples"] == [*range(8), *(4 * [*range(16)]), *range(16, 24)]
+    # The budget is held all the while, and evaluations, each with new workers, do not wear it away.
+    assert found["refused"]
+    assert found["room"] < 8 << 20
+    assert max(found["limits"]) - min(found["limits"]) < 256 << 10
+
+
+def test_without_room_for_their_threads_the_sentence_names_the_workers():
+    found = run("of somebody else")
+    assert found["told"].startswith(
+        "the worker processes that load samples (2) cannot be started (MemoryError: no room for"
+        " another thread)"
+    )
+    assert "use fewer num_workers, or num_workers=0" in found["told"]
+    assert found["afterwards"] == 4  # the loader is none the worse for it
+
+
+@pytest.mark.slow
+def test_a_run_under_24_mib_is_the_same_with_workers():
+    found = run("run")
+    without, with_workers = found["0"], found["2"]
+    assert with_workers["enforced"]
+    assert with_workers["failures"] == []
+    assert with_workers["losses"] == without["losses"]
+    assert without["predicted"] < with_workers["predicted"]
+    assert with_workers["measured"] <= with_workers["predicted"]
