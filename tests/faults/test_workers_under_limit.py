@@ -14,9 +14,9 @@ pytestmark = [
 ]
 
 
-def run(name):
+def run(*how):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.workers_under_limit", name],
+        [sys.executable, "-m", "tests.faults.workers_under_limit", *how],
         capture_output=True,
         text=True,
         timeout=120,
@@ -26,8 +26,9 @@ def run(name):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_workers_start_and_load_beside_a_budget_that_has_no_room_for_either():
-    found = run("budget")
+@pytest.mark.parametrize("start", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+def test_workers_start_and_load_beside_a_budget_that_has_no_room_for_either(start):
+    found = run("budget", start)
     assert found["samples"] == [*range(8), *(4 * [*range(16)]), *range(16, 24)]
     # The budget is held all the while, and evaluations, each with new workers, do not wear it away.
     assert found["refused"]

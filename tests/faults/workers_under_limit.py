@@ -1,5 +1,5 @@
 """Worker processes of a process under a real memory limit, in a process of their own:
-`python -m tests.faults.workers_under_limit NAME`.
+`python -m tests.faults.workers_under_limit NAME [START_METHOD]`.
 
 Prints what happened as one line of JSON. The limit is the operating system's (RLIMIT_DATA).
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import resource
 import sys
 
@@ -159,4 +160,5 @@ RUNS = {"budget": budget, "of somebody else": of_somebody_else, "run": run}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    multiprocessing.set_start_method(sys.argv[2] if sys.argv[2:] else "fork")
     print(json.dumps(RUNS[sys.argv[1]]()))

@@ -157,7 +157,7 @@ class WorkerPool:
             collate_fn=_as_it_is,
             persistent_workers=True,
             pin_memory=self._pin_memory,
-            worker_init_fn=_Beginning(os.getpid(), self._board, stack_bytes),
+            worker_init_fn=_Beginning(self._board, stack_bytes),
             # Otherwise every start would draw from the generator that training draws from.
             generator=torch.Generator(device="cpu"),
         )
@@ -427,22 +427,22 @@ class _Beginning:
     torch's workers look only between two batches, so one that hangs would outlive a parent that was
     killed. `stack_bytes`: of the threads of the data set, and of the queue, which pickles batches."""
 
-    def __init__(self, parent: int, board: _Board, stack_bytes: int) -> None:
-        self._parent = parent
+    def __init__(self, board: _Board, stack_bytes: int) -> None:
         self._board = board
         self._stack_bytes = stack_bytes
 
     def __call__(self, worker: int) -> None:
         self._board.enter(worker)
-        watched = begin(self._watch)
+        # Under "forkserver" this is the server, which ends with the process that trains.
+        watched = begin(partial(self._watch, os.getppid()))
         threading.stack_size(self._stack_bytes)
         if (
             watched is None
         ):  # there would be none to send batches either; a death is told in a sentence
             os._exit(1)
 
-    def _watch(self) -> None:
-        while os.getppid() == self._parent:
+    def _watch(self, parent: int) -> None:
+        while os.getppid() == parent:
             time.sleep(_PARENT_SECONDS)
         os._exit(1)
 
