@@ -132,7 +132,8 @@ class Task:
         shuffle: a new order each epoch, a function of (seed, epoch, number of samples) alone.
         ghost_batch: samples over which BatchNorm computes its statistics in training. Belongs to the
             task since it changes the result. None: 32 where the model has BatchNorm.
-        num_workers: processes that load samples; 0 loads in the training process.
+        num_workers: processes that load samples; 0 loads in the training process. What they take is no
+            part of a CPU's budget.
         bad_data: what to do about samples that cannot be loaded, or have a loss or a gradient that is
             not finite: `"stop"` and name them, or `"skip"`: leave them out, tell so, and weigh the
             others exactly. A step that is not finite though each of its samples is, is then left out

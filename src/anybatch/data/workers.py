@@ -177,8 +177,8 @@ class WorkerPool:
                 raise
             # torch puts the worker's whole traceback into the text; what was refused is at its end.
             raise MemoryError(
-                "a worker process that loads samples, which the budget does not hold, was refused"
-                f" memory ({str(error).splitlines()[-1]}): use fewer num_workers, or num_workers=0"
+                "a worker process that loads samples, which is under no budget, was refused memory"
+                f" ({str(error).splitlines()[-1]}): use fewer num_workers, or num_workers=0"
             ) from error
         self._asked.pop(self._num_waited_for, None)
         self._num_waited_for += 1
