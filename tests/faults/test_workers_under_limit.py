@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from anybatch.machine import can_enforce
+from anybatch.threads import SMALL_STACK_BYTES
 
 pytestmark = [
     pytest.mark.faults,
@@ -33,7 +34,8 @@ def test_workers_start_and_load_beside_a_budget_that_has_no_room_for_either(star
     # The budget is held all the while, and evaluations, each with new workers, do not wear it away.
     assert found["refused"]
     assert found["room"] < 8 << 20
-    assert max(found["limits"]) - min(found["limits"]) < 256 << 10
+    # One thread's stack is kept more or less, as its end comes before the next one's start or after.
+    assert max(found["limits"]) - min(found["limits"]) < SMALL_STACK_BYTES + (256 << 10)
 
 
 def test_without_room_for_their_threads_the_sentence_names_the_workers():

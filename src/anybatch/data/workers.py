@@ -53,9 +53,8 @@ waits, so that the samples are named."""
 
 _LOOKS = 20  # at the workers, within the deadline
 _PARENT_SECONDS = 1.0  # between two looks of a worker at its parent
-_LAST_MOMENT_SECONDS = (
-    2.0  # in which a process ends whose sockets are closed, or a thread whose queue is
-)
+# In which a process ends whose sockets are closed, or a thread whose queue is.
+_LAST_MOMENT_SECONDS = 2.0
 
 T = TypeVar("T")
 
@@ -436,10 +435,8 @@ class _Beginning:
         # Under "forkserver" this is the server, which ends with the process that trains.
         watched = begin(partial(self._watch, os.getppid()))
         threading.stack_size(self._stack_bytes)
-        if (
-            watched is None
-        ):  # there would be none to send batches either; a death is told in a sentence
-            os._exit(1)
+        if watched is None:
+            os._exit(1)  # none to send batches either; a death is told in a sentence
 
     def _watch(self, parent: int) -> None:
         while os.getppid() == parent:
