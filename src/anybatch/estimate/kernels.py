@@ -86,6 +86,7 @@ _PACKED_ROWS, _PACKED_COLUMNS = 384, 6400
 _LEAST_ROWS, _LEAST_COLUMNS = 4, 12
 _PACKED_BYTES, _FILLED_BYTES = 17024, 8192
 _MOST_PACKED = 5
+_SHALLOW, _UNDIVIDED_COLUMNS, _DIVIDED_DEPTH = 192, 512, 2048
 """Of MKL's packed products in float32: see `_Packed`."""
 
 _KEYS = 512
@@ -308,8 +309,9 @@ class _Packed:
 
     By MKL's own books (`mkl_mem_stat`) and resident memory, of some 100 shapes on 1 and 2 threads, the
     rule is exact to 20 KiB a thread where k is 64 and more, on a CPU that packs 192 rows at a time
-    (AVX-512; MKL of torch 2.13). One that packs 384 divides other products over its threads otherwise;
-    whole models were predicted up to 0.7% too high there.
+    (AVX-512; MKL of torch 2.13). One that packs 384 divides the columns of wide products over its
+    threads, not the rows, and k of deep ones, with a result for each thread: by 22 shapes on 2 threads
+    within 100 KiB, and too much where m is below 1000.
     """
 
     def __init__(self, num_threads: int, depth: int) -> None:
@@ -326,12 +328,17 @@ class _Packed:
         """A product whose rows are divided into `parts`; None: one for each thread."""
         if m < _LEAST_ROWS or n < _LEAST_COLUMNS or k < 2:
             return  # by other kernels, that pack nothing
-        rows = -(-m // (parts or self._num_threads))
+        rows, copied = -(-m // (parts or self._num_threads)), 0
+        if self._depth > _SHALLOW and parts is None and self._num_threads > 1:
+            if n > _UNDIVIDED_COLUMNS:
+                rows, n = m, -(-n // self._num_threads)
+            elif k >= _DIVIDED_DEPTH:
+                copied = 4 * m * n // self._num_threads
         columns = min(-(-n // BLOCK) * BLOCK, _PACKED_COLUMNS)
         depth = k if k <= self._depth else min(k // 2, self._depth)
         least = depth if k >= self._depth * 2 // 3 else self._depth * 2 // 3
-        asked = _PACKED_BYTES + 4 * least * (columns + 2 * min(rows, _PACKED_ROWS))
-        filled = _FILLED_BYTES + 4 * depth * (columns + min(rows, _PACKED_ROWS))
+        asked = copied + _PACKED_BYTES + 4 * least * (columns + 2 * min(rows, _PACKED_ROWS))
+        filled = copied + _FILLED_BYTES + 4 * depth * (columns + min(rows, _PACKED_ROWS))
         for i, (there, before) in enumerate(self._buffers):
             if there >= asked:
                 self._buffers[i] = there, max(before, filled)
