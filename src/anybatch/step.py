@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -54,12 +54,12 @@ from anybatch.data import (
 )
 from anybatch.data.generators import Borrowed
 from anybatch.engine import Ambient, Committed, MicroBatch, Transactions, make_limit, to_reserve
-from anybatch.errors import InputError
-from anybatch.estimate import Subject, dtypes_of, fake_copy, fake_optimizer
+from anybatch.errors import DataError, InputError, NoPlanFits
+from anybatch.estimate import Outline, Subject, dtypes_of
 from anybatch.events import Event, Sink
 from anybatch.machine import Machine
 from anybatch.oom import is_limited
-from anybatch.parallel import Group, Replicate, SingleDevice
+from anybatch.parallel import Group, Replicate, SingleDevice, Wish
 from anybatch.parallel.told import together
 from anybatch.planner import Wishes, make_plan
 from anybatch.plans import (
@@ -73,7 +73,7 @@ from anybatch.plans import (
     parse_compile,
     parse_precision,
 )
-from anybatch.task import LossFunction
+from anybatch.task import LossFunction, parameters_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +105,19 @@ class Step:
     With several ranks, the first call gives all of them the parameters and buffers of rank 0; what the
     optimizer holds by then (of a run that is resumed) must be the same on all of them already.
 
+    The plan is made by the first batch, and anew when a batch is larger than any that was planned for:
+    before its step, or with several ranks, which learn of it by that step, before the next one.
+
     Args:
         model: on the device where it is to be trained; with several ranks as it is, not wrapped.
-        optimizer: on the parameters of `model`.
+        optimizer: on parameters of `model`, all or some, and perhaps of the loss beside them.
         loss: `(model, batch) -> Loss`, or a plain mean; see `Task`.
         memory: budget of each rank, as `train` takes it; held from the first call until `close`.
             None: plan for what is free.
         precision: see `plans.Precision`.
-        micro_batch: largest number of samples per forward pass; None: found from the first batch.
-        recompute: what to recompute; None: found from the first batch.
-        chunked_loss: see `plan`; None: found from the first batch.
+        micro_batch: largest number of samples per forward pass; None: found.
+        recompute: what to recompute; None: found.
+        chunked_loss: see `plan`; None: found.
         clip_norm: largest 2-norm of the mean gradient.
         ghost_batch: samples over which BatchNorm normalises; None: 32 where the model has BatchNorm.
             Each rank cuts its own part.
@@ -179,6 +182,7 @@ class Step:
             raise InputError(
                 f"the model has parameters on {len(homes)} devices: Step takes a model on one device."
             )
+        _check_of(model, optimizer)
         self._device = homes.pop()
         kernel_choices.check_available(KernelChoices(compile=bool(compile)), self._device)
         self._where = Machine.here(memory, str(self._device)).device
@@ -186,6 +190,10 @@ class Step:
         self._engine: Transactions | None = None
         self._group: Group = SingleDevice()
         self._num_steps = 0
+        self._own: Plan | None = None  # made by this rank's samples
+        self._planned_for = 0  # samples of this rank
+        self._largest = 0  # batch of this rank so far
+        self._is_outgrown = False  # the plan of some rank
 
     def __call__(self, batch: Any) -> Outcome:
         """Do one step on `batch`, whatever its size.
@@ -207,10 +215,16 @@ class Step:
         engine = self._engine or self._begin(batch)
         # Looks at the batch inside the step, where a rank that cannot use it does not leave the others.
         source = _Pieces(batch, self._device, self._ghost)
-        engine.grow()
+        self._largest = max(self._largest, source.size)
+        if self._is_outgrown or (self._group.size == 1 and self._largest > self._planned_for):
+            self._plan_anew(engine, batch if source.size else None)
+        else:
+            engine.grow()
+        engine.wish = Wish.PLAN if self._largest > self._planned_for else Wish.NOTHING
         done = engine.run(self._num_steps, source, _nothing)
         assert isinstance(done, Committed)  # steps are left out only where it was asked for
         self._num_steps += 1
+        self._is_outgrown = Wish.PLAN in done.wished
         self.plan = engine.plan
         return Outcome(
             loss=done.loss,
@@ -245,12 +259,14 @@ class Step:
         """Plan by the first batch, and set up."""
         group = self._group = self._joined()
         self._check_alike(group)
-        mine = together(group, lambda: None if batch is None else self._planned(batch))
-        plan, total = _agreed_plan(group, mine)
+        self._outline = Outline(self._model, self._optimizer)
+        self._plans = group.exchange(together(group, lambda: self._first_plan(batch)))
+        plan, total = _agreed_plan(group, self._plans)
         group.prepare(self._model)
+        group.prepare(nn.ParameterList(_beside(self._model, self._optimizer)))
         # From here on memory counts, so that what speaks to the other ranks was made before.
         self._limit = make_limit(plan, self._device, counted=(self._model, self._optimizer))
-        meter = self._limit.enter()
+        self._meter = self._limit.enter()
         try:
             self._replica = together(
                 group,
@@ -276,7 +292,7 @@ class Step:
             plan,
             randomness=Ambient(self._device),
             limit=self._limit,
-            meter=meter,
+            meter=self._meter,
             device=self._device,
             sink=self._emit,
             clip_norm=self._clip_norm,
@@ -325,28 +341,62 @@ class Step:
                         " script with the same options."
                     )
 
-    def _planned(self, batch: Any) -> Plan | None:
+    def _first_plan(self, batch: Any) -> Plan | None:
         """A plan for this rank's part; None if there is nothing in it."""
-        if batch_size(batch) == 0:
-            return None
-        with Borrowed():  # a loss that draws random numbers is traced too
-            return make_plan(self._subject(batch), self._where, self._wishes, limited=self._limited)
+        size = 0 if batch is None else batch_size(batch)
+        if size:
+            self._own, self._planned_for = self._planned(batch, size), size
+        return self._own
 
-    def _subject(self, batch: Any) -> Subject:
-        model, optimizer = self._model, self._optimizer
+    def _plan_anew(self, engine: Transactions, batch: Any) -> None:
+        """Plan for larger batches, and follow that; all ranks do. `batch`: of this one, None if there
+        is nothing in it."""
+        group = self._group
+        plans = group.exchange(together(group, lambda: self._larger_plan(batch)))
+        if plans != self._plans:  # else those that are to plan have no samples now
+            self._plans = plans
+            plan, total = _agreed_plan(group, plans)
+            engine.follow(plan, self._num_steps, "a batch was larger than what was planned for")
+            self._replica.expect(total)
+
+    def _larger_plan(self, batch: Any) -> Plan | None:
+        """A plan for this rank's largest part, if that has outgrown its plan; made by `batch`."""
+        if batch is None or self._largest <= self._planned_for:
+            return self._own
+        # Batches that become larger little by little are not planned for each time.
+        self._planned_for = max(self._largest, 2 * self._planned_for)
+        try:
+            with self._limit.lifted(), self._meter.aside():  # planning is no part of training
+                plan = self._planned(batch, self._planned_for)
+        except (NoPlanFits, InputError):  # what there is has worked so far
+            return self._own
+        if self._own is None or self._own.prediction is None or plan.prediction is not None:
+            self._own = plan
+        return self._own
+
+    def _planned(self, batch: Any, num_samples: int) -> Plan:
+        """A plan for so many samples like those in `batch`."""
+        most = self._wishes.micro_batch
+        wishes = replace(self._wishes, micro_batch=most and min(most, num_samples))
+        subject = self._subject(batch, num_samples)
+        with Borrowed():  # a loss that draws random numbers is traced too
+            return make_plan(subject, self._where, wishes, limited=self._limited)
+
+    def _subject(self, batch: Any, num_samples: int) -> Subject:
+        outline = self._outline
+        model = outline.model
+        trained = parameters_in(self._optimizer.param_groups)
         return Subject(
             identity=TaskIdentity(
                 name="step",
-                global_batch=batch_size(batch),
+                global_batch=num_samples,
                 parameters=sum(p.numel() for p in model.parameters()),
-                trainable_parameters=sum(
-                    p.numel() for group in optimizer.param_groups for p in group["params"]
-                ),
+                trainable_parameters=sum(p.numel() for p in trained),
                 ghost_batch=self._ghost,
                 dtypes=dtypes_of(model),
             ),
-            build_model=partial(fake_copy, model),
-            make_optimizer=lambda fake: fake_optimizer(optimizer, model, fake),
+            build_model=outline.build,
+            make_optimizer=outline.optimizer_on,
             loss=self._loss,
             template=batch,
             num_valid=0,
@@ -369,6 +419,13 @@ class _Pieces:
         self._device = device
         self._ghost = ghost
         self.ranges: Sequence[range] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of samples; 0 where they cannot be counted: the step itself will tell why."""
+        with suppress(DataError):
+            return 0 if self._batch is None else batch_size(self._batch)
+        return 0
 
     def micro_batches(self, choice: Choice) -> Iterator[MicroBatch]:
         """See `engine.Source`."""
@@ -407,8 +464,9 @@ class _Pieces:
         raise NotImplementedError
 
 
-def _agreed_plan(group: Group, mine: Plan | None) -> tuple[Plan, int]:
-    """The plan for this rank, and the samples of all ranks. `mine`: made by its own samples, or None.
+def _agreed_plan(group: Group, plans: Sequence[Plan | None]) -> tuple[Plan, int]:
+    """The plan for this rank, and the samples of all ranks. `plans`: by rank, each made by the samples
+    of that rank, or None.
 
     What ranks do in a step need not be alike, but how often they can do it again must be: when memory
     runs out on one, all take their next rung, and the ladder must end on all of them at once. So every
@@ -416,7 +474,6 @@ def _agreed_plan(group: Group, mine: Plan | None) -> tuple[Plan, int]:
 
     Raises `InputError` if no rank had samples.
     """
-    plans = group.exchange(mine)
     first = next((plan for plan in plans if plan is not None), None)
     if first is None:
         where = "the batch" if group.size == 1 else "the batch of every rank"
@@ -424,7 +481,7 @@ def _agreed_plan(group: Group, mine: Plan | None) -> tuple[Plan, int]:
             f"{where} is empty in the first call: the plan is made by it, so give some samples."
         )
     sizes = [0 if plan is None else plan.task.global_batch for plan in plans]
-    plan = mine or first
+    plan = plans[group.rank] or first
     if group.size == 1:
         return plan, sizes[0]
     ladders = [_ladder(one) for one in plans if one is not None]
@@ -456,6 +513,25 @@ def _check_unwrapped(model: nn.Module) -> None:
             "the model is sharded (its parameters are DTensors), and Step keeps a whole model on each"
             " rank: pass the plain model, or train it by anybatch.train with parallel='shard'."
         )
+
+
+def _check_of(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises `InputError` if `optimizer` trains nothing of `model`. It may train more: parameters of
+    the loss, or of another model."""
+    trained = list(parameters_in(optimizer.param_groups))
+    if len(_beside(model, optimizer)) == len(trained):
+        raise InputError(
+            f"none of the {len(trained)} parameters of the optimizer ({type(optimizer).__name__}) is"
+            f" one of the model's ({type(model).__name__}), so no step would change the model: make the"
+            " optimizer on model.parameters() of this very model, after whatever replaces its"
+            " parameters."
+        )
+
+
+def _beside(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
+    """What `optimizer` trains beside parameters of `model`."""
+    own = set(model.parameters())
+    return [param for param in parameters_in(optimizer.param_groups) if param not in own]
 
 
 def _nothing() -> None:

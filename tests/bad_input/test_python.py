@@ -136,6 +136,14 @@ ROWS: list[tuple[str, Callable[[], object], type[Exception], tuple[str, ...]]] =
         ab.InputError,
         ("2 devices",),
     ),
+    (
+        "step-of-another-model",
+        lambda: ab.Step(
+            nn.Linear(3, 1), torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1), mse
+        ),
+        ab.InputError,
+        ("none of the 2 parameters of the optimizer (SGD)", "Linear", "model.parameters()"),
+    ),
     ("step-precision", lambda: step(precision="tf32"), ab.InputError, ("tf32", "use fp32")),
     (
         "step-parts-disagree",

@@ -14,8 +14,9 @@ from tests.equivalence.worlds import World, loss_of, task_of
 from torch import nn
 
 import anybatch as ab
+import anybatch.step
 from anybatch.errors import InputError, LossError
-from anybatch.events import OutOfMemory
+from anybatch.events import OutOfMemory, Replanned
 from anybatch.plans import Recompute
 
 KIND = {"dtype": torch.float64}
@@ -281,6 +282,127 @@ def test_close_gives_model_and_optimizer_back_as_they_came(precision):
     before = [p.detach().clone() for p in params]
     plainly(model, optimizer, [batch])
     assert all(not torch.equal(a, b) for a, b in zip(params, before, strict=True))
+
+
+def planned_sizes(monkeypatch):
+    """For how many samples plans are made from now on."""
+    sizes = []
+    make = anybatch.step.make_plan
+
+    def counted(subject, *args, **options):
+        sizes.append(subject.identity.global_batch)
+        return make(subject, *args, **options)
+
+    monkeypatch.setattr("anybatch.step.make_plan", counted)
+    return sizes
+
+
+def test_a_small_first_batch_does_not_decide_for_larger_ones(monkeypatch):
+    sizes = planned_sizes(monkeypatch)
+    model, other = Net(), Net()
+    other.load_state_dict(model.state_dict())
+    batches = [batch_of(n, n) for n in (4, 512, 300, 9)]
+    optimizer, events = sgd(model), []
+    with ab.Step(model, optimizer, loss, ghost_batch=4, sinks=[events.append]) as step:
+        outcomes = [step(batch) for batch in batches]
+        assert step.plan.task.global_batch == 512
+        assert step.plan.choice.micro_batch > 4
+    assert sizes == [4, 512]
+    (told,) = events
+    assert isinstance(told, Replanned)
+    assert (told.step, "larger" in told.reason) == (1, True)
+    expected = plainly(other, sgd(other), batches, size=lambda batch: len(batch["x"]))
+    assert [o.loss for o in outcomes] == pytest.approx(expected, rel=1e-9)
+    assert deviation(model, other) < 1e-9
+
+
+def test_batches_that_become_larger_little_by_little_are_planned_for_seldom(monkeypatch):
+    sizes = planned_sizes(monkeypatch)
+    model = Net()
+    with ab.Step(model, sgd(model), loss, ghost_batch=4) as step:
+        for size in range(4, 24):
+            step(batch_of(size))
+    assert sizes == [4, 8, 16, 32]
+
+
+def test_a_plan_that_was_outgrown_is_not_tried_again(monkeypatch):
+    monkeypatch.setattr("anybatch.engine.ladder.STEPS", 2)
+    model, blow, events = Net(), [8], []
+
+    def fail(_module, inputs):
+        if type(inputs[0]) is torch.Tensor and len(inputs[0]) in blow:
+            blow.clear()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model.register_forward_pre_hook(fail)
+    with ab.Step(model, sgd(model), loss, ghost_batch=4, sinks=[events.append]) as step:
+        for size in (8, 64, 64, 64, 64):
+            step(batch_of(size))
+        assert step.plan.choice.micro_batch > 8
+    assert [type(event) for event in events] == [OutOfMemory, Replanned, Replanned]
+
+
+def test_a_first_batch_may_be_smaller_than_the_micro_batch_that_was_asked_for():
+    model = Net()
+    with ab.Step(model, sgd(model), loss, micro_batch=8, ghost_batch=4) as step:
+        passes = [step(batch_of(size)).num_micro_batches for size in (4, 32)]
+    assert passes == [1, 4]
+
+
+@pytest.mark.parametrize("precision", ["bf16-weights", "fp16-pure"])
+def test_a_new_plan_takes_nothing_from_half_precision(precision):
+    """Masters stay, and sums over larger batches stay in range."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 1, bias=False)
+    start = model.weight.detach().half().float()
+
+    def far(model, batch):
+        return 2000 * model(batch).squeeze(1).float().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with ab.Step(model, optimizer, far, precision=precision) as step:
+        for size in (2, 256, 256):
+            assert step(torch.ones(size, 6)).grad_norm == pytest.approx(2000 * 6**0.5, rel=0.01)
+    if precision == "bf16-weights":  # steps too small for bfloat16 have added up
+        assert torch.allclose(start - model.weight, torch.full((1, 6), 6e-3), atol=3e-3)
+
+
+class Tempered(nn.Module):
+    """A loss with something to learn."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.zeros((), **KIND))
+
+    def forward(self, model, batch):
+        out = model(batch["x"]) * self.log_scale.exp()
+        return ab.Loss(F.cross_entropy(out, batch["y"], reduction="sum"), len(out))
+
+
+def test_parameters_of_the_loss_are_trained_beside_those_of_the_model():
+    def both(model, criterion):
+        params = [*model.parameters(), *criterion.parameters()]
+        return torch.optim.AdamW(params, lr=0.01)
+
+    model, other, mine, theirs = Net().eval(), Net().eval(), Tempered(), Tempered()
+    other.load_state_dict(model.state_dict())
+    batches = [batch_of(n, n) for n in (6, 13, 9)]
+    with ab.Step(
+        model, both(model, mine), mine, micro_batch=4, clip_norm=0.1, ghost_batch=4
+    ) as step:
+        losses = [step(batch).loss for batch in batches]
+        assert step.plan.prediction is not None
+    optimizer = both(other, theirs)
+    for batch, found in zip(batches, losses, strict=True):
+        value = mean_loss(theirs(other, batch))
+        assert found == pytest.approx(value.item(), rel=1e-9)
+        optimizer.zero_grad()
+        value.backward()
+        nn.utils.clip_grad_norm_([*other.parameters(), *theirs.parameters()], 0.1)
+        optimizer.step()
+    assert deviation(model, other) < 1e-9
+    assert mine.log_scale.item() == pytest.approx(theirs.log_scale.item(), rel=1e-9)
+    assert mine.log_scale.item() != 0.0
 
 
 def test_an_optimizer_that_was_loaded_goes_on():

@@ -103,6 +103,51 @@ def test_any_parts_make_the_step_of_the_whole_batch(crew, kind, micro_batch):
         ]
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(2, 1, 1), (40, 1, 1), (40, 3, 2), (40, 3, 2)],
+        [(2, 1, None), (40, None, 9), (None, 4, None), (40, 4, 9)],
+    ],
+    ids=["all", "some without"],
+)
+def test_a_larger_part_of_one_rank_is_planned_for_from_the_next_step_on(crew, parts):
+    ranks = crew(3, steps, parts, {})
+    wanted, losses = plainly(parts)
+    for state, told, _, _ in ranks:
+        assert [one[0] for one in told] == pytest.approx(losses, rel=1e-9)
+        for name, value in state.items():
+            assert torch.equal(value, ranks[0][0][name])
+            assert torch.allclose(value, wanted[name], rtol=1e-9, atol=1e-12)
+    passes = ranks[0][2]
+    assert passes[1] == 20
+    assert passes[3] < 20
+
+
+class Tempered(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(float(seed), **KIND))
+
+    def forward(self, model, batch):
+        x, y, _ = batch
+        return F.cross_entropy(model(x) * self.log_scale.exp(), y, reduction="sum"), len(x)
+
+
+def with_a_loss_that_learns(rank, size):
+    model, criterion = Net(seed=rank), Tempered(rank)
+    params = [*model.parameters(), *criterion.parameters()]
+    with ab.Step(model, torch.optim.SGD(params, lr=0.1), criterion) as step:
+        told = [step(cut(n, (3, 5), rank)).loss for n in range(3)]
+    return told, criterion.log_scale.detach()
+
+
+def test_parameters_of_the_loss_are_the_same_on_all_ranks(crew):
+    (first, scale), (second, other) = crew(2, with_a_loss_that_learns)
+    assert first == second
+    assert torch.equal(scale, other)
+
+
 def failing(rank, size, parts, bad_rank, times):
     """Memory runs out on `bad_rank` in its first `times` passes with more than one sample."""
     model = Net()
@@ -127,7 +172,8 @@ def test_memory_that_runs_out_on_one_rank_leaves_no_trace(crew):
     wanted, _ = plainly(parts)
     for state, _ in ranks:
         assert all(torch.allclose(state[n], wanted[n], rtol=1e-9, atol=1e-12) for n in wanted)
-    assert ranks[0][1] == [OutOfMemory, Replanned] * 2
+    # And the part of rank 1 that was larger than its first is planned for.
+    assert ranks[0][1] == [OutOfMemory, Replanned, OutOfMemory, Replanned, Replanned]
     assert not ranks[1][1]  # only rank 0 speaks
 
 

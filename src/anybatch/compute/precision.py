@@ -86,7 +86,7 @@ class Numerics:
         self._undo: list[Callable[[], None]] = []
         self._halved: list[nn.Parameter] = []
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
-        self.gradient_factor: float = 2.0 ** -((global_batch - 1).bit_length())
+        self.expect(global_batch)
         scaled = self._format.scaled and loss_scaling
         self.scaler: torch.amp.GradScaler | None = (
             torch.amp.GradScaler(device.type) if scaled else None
@@ -99,6 +99,10 @@ class Numerics:
         divided = any(isinstance(p, DTensor) for p in model.parameters())
         if self._format.weights is not None and not (divided and self._format.masters):
             self._halve(self._format.weights)
+
+    def expect(self, global_batch: int) -> None:
+        """Between two steps: take `gradient_factor` for steps of so many samples from now on."""
+        self.gradient_factor: float = 2.0 ** -((global_batch - 1).bit_length())
 
     def region(self) -> AbstractContextManager[Any]:
         """Where the forward pass runs."""

@@ -159,6 +159,11 @@ class Replica:
             self._kernels = wanted
             self._install(choice)
 
+    def expect(self, global_batch: int) -> None:
+        """Between two steps: they are of so many samples from now on, about. What is computed stays the
+        same, but for what the range of a half-precision format would cut off."""
+        self._numerics.expect(global_batch)
+
     def _install(self, choice: Choice) -> None:
         """Recompute by `choice`, around blocks that are compiled where the plan says so, and leave out
         the logits of a head whose loss is to be taken in chunks."""

@@ -173,7 +173,9 @@ class Transactions:
             self._randomness.redo(step)
 
     def follow(self, plan: Plan, step: int, reason: str) -> None:
-        """From `step` on, follow `plan`. Told, if its choice is another."""
+        """From `step` on, follow `plan`, and none of those that were left before. Told, if its choice
+        is another."""
+        self._ladder = Ladder()
         if plan.choice == self.plan.choice:
             self.plan = plan
             self._replica.switch(plan.choice, plan.kernels)

@@ -15,11 +15,10 @@ from anybatch.estimate.ledger import LayerBytes as LayerBytes
 from anybatch.estimate.ledger import Ledger as Ledger
 from anybatch.estimate.ledger import Moment as Moment
 from anybatch.estimate.ledger import ledger as ledger
+from anybatch.estimate.outline import Outline as Outline
 from anybatch.estimate.peak import Peak as Peak
 from anybatch.estimate.subject import Subject as Subject
 from anybatch.estimate.subject import dtypes_of as dtypes_of
-from anybatch.estimate.subject import fake_copy as fake_copy
-from anybatch.estimate.subject import fake_optimizer as fake_optimizer
 from anybatch.estimate.subject import identify as identify
 from anybatch.estimate.subject import subject_of as subject_of
 from anybatch.estimate.untraced import why_untraced as why_untraced

@@ -264,18 +264,6 @@ def _without_values(model: nn.Module) -> nn.Module:
         return fake_copy(model)
 
 
-def fake_optimizer(optimizer: Optimizer, model: nn.Module, fake: nn.Module) -> Optimizer:
-    """An optimizer like `optimizer`, on the parameters of `fake` in place of those of `model`."""
-    other = dict(zip(model.parameters(), fake.parameters(), strict=True))
-    groups = [
-        {**group, "params": [other[p] for p in group["params"]]} for group in optimizer.param_groups
-    ]
-    make: Any = type(
-        optimizer
-    )  # torch's optimizers take their groups alone; the options are in them
-    return make(groups)
-
-
 def _num_valid(task: Task) -> int | None:
     return 0 if task.valid is None else num_samples_of(task.valid)
 

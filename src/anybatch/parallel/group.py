@@ -35,6 +35,7 @@ class Wish(IntFlag):
     NOTHING = 0
     SAVE = 1
     STOP = 2
+    PLAN = 4
 
 
 @dataclass(frozen=True, slots=True)

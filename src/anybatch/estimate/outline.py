@@ -1,0 +1,61 @@
+"""Outline: a model and an optimizer that are there already, without their values.
+
+Training puts things on a model (hooks, other forwards, weights in half precision) and gives its
+optimizer other parameters to work on. An outline is taken before that, so that a step can be planned at
+any time later as it was planned first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from anybatch.estimate.subject import fake_copy
+
+
+class Outline:
+    """The outline of `model` and `optimizer`, which may have parameters of its own beside the model's.
+
+    Attributes:
+        model: the outline of the model, on the meta device.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        with torch.device("meta"):
+            try:
+                self.model: nn.Module = fake_copy(model)
+            except Exception:  # nor can it be copied in a trace, where why not will be told
+                self.model = model
+            self._groups = _groups_on(optimizer.param_groups, model, self.model)
+        self._kind: Any = type(optimizer)
+
+    def build(self) -> nn.Module:
+        """The model on fake tensors; called inside a trace."""
+        return fake_copy(self.model)
+
+    def optimizer_on(self, fake: nn.Module) -> Optimizer:
+        """An optimizer like the outlined one on the parameters of `fake`; called inside a trace."""
+        # torch's optimizers take their groups alone; the options are in them.
+        return self._kind(_groups_on(self._groups, self.model, fake))
+
+
+def _groups_on(
+    groups: Sequence[dict[str, Any]], model: nn.Module, other: nn.Module
+) -> list[dict[str, Any]]:
+    """`groups` with the parameters of `other` in place of those of `model`, and empty ones, on the
+    default device, in place of what is none of the model's."""
+    others: dict[torch.Tensor, nn.Parameter] = dict(
+        zip(model.parameters(), other.parameters(), strict=True)
+    )
+
+    def on_other(param: torch.Tensor) -> torch.Tensor:
+        if param in others:
+            return others[param]
+        empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
+        return nn.Parameter(empty, requires_grad=param.requires_grad)
+
+    return [{**group, "params": [on_other(param) for param in group["params"]]} for group in groups]
