@@ -34,9 +34,9 @@ from anybatch.engine.trial import (
     ROUNDS,
     as_measured,
     is_faster,
-    num_samples,
     of_the_slowest,
     runs_apart,
+    tried_amount,
     typical,
 )
 from anybatch.events import CompileDecided, Sink
@@ -55,7 +55,7 @@ class _Found:
     """What one rank has found. Crosses the network.
 
     Attributes:
-        plain, compiled: seconds per sample, by round.
+        plain, compiled: seconds as `Rehearsed` has them, by round.
         against: what speaks against compiling; empty: nothing.
     """
 
@@ -154,10 +154,10 @@ class CompileTrial:
         return _Found(tuple(plain), tuple(compiled), "")
 
     def _passes(self, step: int, source: Source, compiled: bool) -> float | str:
-        """Seconds per sample; or why compiling does not come to anything."""
+        """Seconds as `Rehearsed` has them; or why compiling does not come to anything."""
         choice, budget = self._plan.choice, self._plan.budget_bytes
         kernels = self._plan.kernels.model_copy(update={"compile": compiled})
-        most = -(-num_samples(self._plan, [choice]) // choice.micro_batch)
+        most = -(-tried_amount(self._plan, [choice]) // choice.micro_batch)
         how = "compiled" if compiled else "uncompiled"
         try:
             found = self._engine.rehearsal.run(step, source, choice, choice, most, kernels)
@@ -182,8 +182,8 @@ class CompileTrial:
         compiled = of_the_slowest([one.compiled for one in found])
         against = self._on_ranks([one.against if one else None for one in everyone])
         taken = not against and is_faster([plain, compiled], 1)
-        share = self._plan.largest_share
-        times = [typical(plain) * share, typical(compiled) * share]
+        whole = self._plan.largest_amount
+        times = [typical(plain) * whole, typical(compiled) * whole]
         reason = against or ("" if taken else _shortfall(plain, compiled))
         return self._decided(step, taken, reason, times, seconds)
 
@@ -241,7 +241,7 @@ def too_short(plan: Plan, num_steps: int | None) -> str:
         return "how long a step takes is not predicted, so nothing tells whether it can pay"
     if num_steps is None:
         return "how long the run will be is not known: give the task steps=... or samples=..."
-    passes = 2 * (1 + ROUNDS) * num_samples(plan, [plan.choice]) / plan.largest_share
+    passes = 2 * (1 + ROUNDS) * tried_amount(plan, [plan.choice]) / plan.largest_amount
     cost, left = COMPILE_SECONDS + passes * own.step_seconds, num_steps * own.step_seconds
     if cost <= MOST_OF_THE_RUN * left:
         return ""

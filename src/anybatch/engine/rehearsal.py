@@ -27,8 +27,9 @@ class Rehearsed:
     """What passes took.
 
     Attributes:
-        seconds: per sample, with the time to fetch them; of all passes but the first, which has no
-            gradients to add to, if there were more.
+        seconds: per sample, or per one of the longest where they differ in length, with the time to
+            fetch them; of all passes but the first, which has no gradients to add to, if there were
+            more.
         peak_bytes: most that was in use in any of them, above the baseline.
     """
 
@@ -94,7 +95,7 @@ class Rehearsal:
     ) -> Rehearsed | MemoryFailure | None:
         """See `run`."""
         self._buffers.forget()
-        each: list[tuple[float, int]] = []
+        each: list[tuple[float, float]] = []
         try:
             self._group.begin()
             self._buffers.save()
@@ -108,12 +109,12 @@ class Rehearsal:
                         break
                     with self._limit.first_pass(choice.kind, micro.batch):
                         self._replica.accumulate(micro.batch, micro.num_samples, micro.ghosts)
-                each.append((self._watch.wait(), micro.num_samples))
+                each.append((self._watch.wait(), micro.amount))
                 del micro
             if not each:
                 return None
-            seconds, num_samples = zip(*(each[1:] or each), strict=True)
-            return Rehearsed(sum(seconds) / sum(num_samples), self._meter.lap_bytes())
+            seconds, amounts = zip(*(each[1:] or each), strict=True)
+            return Rehearsed(sum(seconds) / sum(amounts), self._meter.lap_bytes())
         except Exception as error:
             failure = as_memory_failure(error)
             if failure is None:

@@ -19,12 +19,19 @@ class MicroBatch:
         num_samples: in it.
         ghosts: its cut into ghost batches.
         last: whether it is this rank's last one of the step.
+        padded: its padded size, in samples of the longest, where they differ in length; else None.
     """
 
     batch: Any
     num_samples: int
     ghosts: Sequence[int] = ()
     last: bool = False
+    padded: float | None = None
+
+    @property
+    def amount(self) -> float:
+        """What it holds, as time and memory go by it: samples, or as many of the longest."""
+        return self.num_samples if self.padded is None else self.padded
 
 
 class Source(Protocol):

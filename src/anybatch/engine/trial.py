@@ -51,8 +51,8 @@ what differs by less, or in some rounds only, is the machine's doing."""
 
 @dataclass(slots=True)
 class _Tried:
-    """A choice on trial: seconds per sample of its passes; `failed`: memory ran out, or something else
-    did not work."""
+    """A choice on trial: seconds of its passes as `Rehearsed` has them; `failed`: memory ran out, or
+    something else did not work."""
 
     choice: Choice
     seconds: list[float] = field(default_factory=list)
@@ -60,7 +60,7 @@ class _Tried:
 
     @property
     def typical(self) -> float:
-        """Seconds per sample; infinite if it failed."""
+        """The median of them; infinite if it failed."""
         return math.inf if self.failed else typical(self.seconds)
 
 
@@ -125,7 +125,7 @@ class Trial:
             one.seconds.append(found.seconds)
 
     def _passes(self, choice: Choice) -> int:
-        return -(-num_samples(self._plan, self._choices) // choice.micro_batch)
+        return -(-tried_amount(self._plan, self._choices) // choice.micro_batch)
 
     def _decided(self, step: int, tried: Sequence[_Tried], seconds: float) -> Plan:
         with self._engine.crossing.open():
@@ -136,17 +136,17 @@ class Trial:
         better = [number for number in range(1, len(rounds)) if is_faster(rounds, number)]
         best = min(better, key=lambda number: slowest[number], default=0)
         plan = self._plan if best == 0 else self._plan.taking(self._rivals[best - 1])
-        share = self._plan.largest_share
+        whole = self._plan.largest_amount
         told = self._with_kernels(plan.prediction, best)
         if told is not None and slowest[best] < math.inf:
-            told = as_measured(told, slowest[best] * share)
+            told = as_measured(told, slowest[best] * whole)
         plan = plan.model_copy(update={"prediction": told})
         self._sink(
             Tried(
                 time=time.time(),
                 step=step,
                 choices=tuple(choice.describe() for choice in self._choices),
-                pass_seconds=tuple(each * share if each < math.inf else None for each in slowest),
+                pass_seconds=tuple(each * whole if each < math.inf else None for each in slowest),
                 taken=plan.choice.describe(),
                 seconds=seconds,
             )
@@ -220,7 +220,7 @@ def affordable(plan: Plan, num_steps: int | None) -> tuple[tuple[Rival, ...], in
     def cost(rounds: int, taken: Sequence[Rival]) -> float:
         choices = [plan.choice, *(rival.choice for rival in taken)]
         times = [own.step_seconds, *(rival.prediction.step_seconds for rival in taken)]
-        return (1 + rounds) * num_samples(plan, choices) / plan.largest_share * sum(times)
+        return (1 + rounds) * tried_amount(plan, choices) / plan.largest_amount * sum(times)
 
     allowed = MOST_SECONDS if num_steps is None else MOST_OF_THE_RUN * num_steps * own.step_seconds
     rounds = next((n for n in range(ROUNDS, 0, -1) if cost(n, ()) <= allowed), None)
@@ -233,6 +233,6 @@ def affordable(plan: Plan, num_steps: int | None) -> tuple[tuple[Rival, ...], in
     return tuple(taken), rounds
 
 
-def num_samples(plan: Plan, choices: Sequence[Choice]) -> int:
-    """Samples of a rank that are run at each try of each of `choices`."""
-    return min(plan.largest_share, PASSES * max(choice.micro_batch for choice in choices))
+def tried_amount(plan: Plan, choices: Sequence[Choice]) -> int:
+    """Of `Plan.largest_amount`, what is run at each try of each of `choices`."""
+    return min(plan.largest_amount, PASSES * max(choice.micro_batch for choice in choices))

@@ -57,8 +57,6 @@ class Subject:
         staged: there is room for the largest of them from another device.
         course: what a run does beside full micro-batches.
         division: how the model is divided over ranks, or None.
-        padded: where samples differ in length, the padded size of a mean global batch, in samples of
-            the longest; else None.
         depends: sentences on what in the model depends on how a step is cut.
         long: the longest sample, and how lengths are spread, in words; empty: they are alike.
         uneven: samples that were looked at, of which the largest stand for all, where samples differ in
@@ -85,7 +83,6 @@ class Subject:
     flat: bool = False
     staged: bool = False
     division: Division | None = None
-    padded: int | None = None
     long: str = ""
     uneven: int = 0
     depends: tuple[str, ...] = ()
@@ -100,7 +97,7 @@ class Subject:
     @property
     def whole(self) -> int:
         """Samples of a step: of a full one, or as many of the longest as have a mean one's size."""
-        return min(self.padded or self.identity.global_batch, self.identity.global_batch)
+        return min(self.identity.padded or self.identity.global_batch, self.identity.global_batch)
 
     @property
     def speaks(self) -> bool:
@@ -186,6 +183,8 @@ def subject_of(task: Task) -> Subject:
             build = partial(fake_copy, model)
     identity = identify(task, model)
     course = course_of(task, identity.ghost_batch)
+    if course.unequal is not None:
+        identity = identity.model_copy(update={"padded": course.unequal.padded})
     template, uneven = template_of(task)
     return Subject(
         identity=identity,
@@ -199,7 +198,6 @@ def subject_of(task: Task) -> Subject:
         chains=tuple(find_chains(model)),
         recall=recall,
         course=course,
-        padded=course.unequal and course.unequal.padded,
         long=_told_lengths(task),
         uneven=uneven,
         depends=depends_on_cut(model),

@@ -238,10 +238,12 @@ class _Here:
         """The knob of a model that is divided over as many ranks as `division` has."""
         subject, smallest = self._subject, self._costs.sizes.smallest
         if division.ranks > self._num_ranks:  # each has half of what there is to do
-            part = half_of(subject.identity.global_batch, smallest)
-            identity = subject.identity.model_copy(update={"global_batch": part})
-            padded = subject.padded and half_of(subject.padded, smallest)
-            subject = replace(subject, identity=identity, padded=padded)
+            identity = subject.identity
+            changes = {
+                "global_batch": half_of(identity.global_batch, smallest),
+                "padded": identity.padded and half_of(identity.padded, smallest),
+            }
+            subject = replace(subject, identity=identity.model_copy(update=changes))
         layout = Layout("shard", (1.0,) * division.ranks)
         other = Costs(replace(subject, division=division), replace(self._setting, layout=layout))
         size = min(self._choice.micro_batch, other.sizes.whole)

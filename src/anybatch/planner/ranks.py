@@ -102,9 +102,12 @@ def of_one_rank(subject: Subject, layout: Layout) -> Subject:
     return replace(
         subject,
         identity=identity.model_copy(
-            update={"global_batch": most, "ghost_batch": identity.ghost_batch and unit}
+            update={
+                "global_batch": most,
+                "ghost_batch": identity.ghost_batch and unit,
+                "padded": identity.padded and _part_of_padded(identity.padded, layout, unit),
+            }
         ),
-        padded=subject.padded and _part_of_padded(subject.padded, layout, unit),
         num_valid=valid and max(_parts(valid, layout, 1)),
         # Of a divided model too: its gradients are there all the time, and both are traced at once.
         flat=layout.parallel in ("replicate", "shard", "in-process"),

@@ -33,6 +33,11 @@ class TaskIdentity(Frozen):
     longest: int | None = Field(
         default=None, ge=1, description="length of the longest sample, where samples differ in it"
     )
+    padded: int | None = Field(
+        default=None,
+        ge=1,
+        description="padded size of a mean global batch in samples of the longest, where they differ",
+    )
     dtypes: tuple[str, ...] = Field(
         default=(), description="of the floating parameters as the model has them; empty: not told"
     )
@@ -110,10 +115,14 @@ class Plan(Frozen):
     def largest_share(self) -> int:
         """Samples of a full global batch that the rank with the largest share takes, at most; whole
         ghost batches."""
-        unit = 1 if self.norms == "synchronised" else self.task.ghost_batch or 1
-        units = -(-self.task.global_batch // unit)
-        part = math.ceil(units * max(self.shares) / sum(self.shares) - 1e-9)
-        return min(self.task.global_batch, max(1, part) * unit)
+        return self._largest_part(self.task.global_batch)
+
+    @property
+    def largest_amount(self) -> int:
+        """The same of a mean global batch in samples of the longest, as its prediction counts: fewer
+        than `largest_share` where samples differ in length."""
+        task = self.task
+        return self._largest_part(min(task.padded or task.global_batch, task.global_batch))
 
     @property
     def accumulation_steps(self) -> int:
@@ -155,6 +164,13 @@ class Plan(Frozen):
     def running(self, kernels: KernelChoices) -> Plan:
         """This plan with other `kernels`. Raises `InputError` if its device cannot have them."""
         return self._with("kernels", kernels, "a plan with these kernels")
+
+    def _largest_part(self, whole: int) -> int:
+        """What the rank with the largest share takes of `whole`, at most; whole ghost batches."""
+        unit = 1 if self.norms == "synchronised" else self.task.ghost_batch or 1
+        units = -(-whole // unit)
+        part = math.ceil(units * max(self.shares) / sum(self.shares) - 1e-9)
+        return min(whole, max(1, part) * unit)
 
     def _with(self, name: str, value: BaseModel, source: str) -> Plan:
         data = {**self.model_dump(mode="json"), name: value.model_dump(mode="json")}

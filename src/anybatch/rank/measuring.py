@@ -36,7 +36,7 @@ _LATER_BYTES = CPU_CONSTANT_BYTES + (1 << 20)
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """A micro-batch that fitted: the peak of a run with it, and seconds per sample."""
+    """A micro-batch that fitted: the peak of a run with it, and seconds as `Rehearsed` has them."""
 
     micro_batch: int
     peak_bytes: int
@@ -62,7 +62,7 @@ class Measuring:
     ) -> None:
         self._plan = plan
         self._rehearse = rehearse
-        self._whole = plan.largest_share
+        self._whole = plan.largest_amount
         self._unit = min(plan.task.ghost_batch or 1, self._whole)
         budget = plan.budget_bytes
         kind: DeviceKind = "cpu" if plan.device == "cpu" else "cuda"

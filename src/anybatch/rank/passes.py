@@ -29,6 +29,7 @@ from anybatch.data import (
     micro_batches,
     micro_batches_by_length,
     on_device,
+    padded_size,
     to_device,
 )
 from anybatch.engine import MicroBatch, Pulse
@@ -51,18 +52,24 @@ class Cutting:
         if self._divides_ghosts and ghost:
             parts = divided_ghosts(extent.num_samples, ghost, group.shares, group.rank)
             return Passes(parts, [[len(part)] if part else [] for part in parts])
-        cut = self._micro_batches(choice, extent, group.rank)
+        cut, padded = self._micro_batches(choice, extent, group.rank), self._padded(extent)
         if not group.lockstep:
-            return Passes(cut, ghost)
+            return Passes(cut, ghost, padded=padded)
         most = max(len(self._micro_batches(choice, extent, rank)) for rank in range(group.size))
         again = cut[0] if cut else range(1)  # any samples do: they are given no weight
         num_idle = most - len(cut)
-        return Passes([*[again] * num_idle, *cut], ghost, num_idle)
+        return Passes([*[again] * num_idle, *cut], ghost, num_idle, padded)
 
     def amounts(self, extent: Extent, shares: Sequence[float]) -> list[int]:
         """What each rank has to do of a step that has `extent`, under `shares`: see `Extent.amount`."""
         parts = (extent.share(shares, rank, self._ghost) for rank in range(self._group.size))
         return [extent.amount(part) for part in parts]
+
+    def _padded(self, extent: Extent) -> Callable[[range], float] | None:
+        lengths = extent.lengths
+        if lengths is None:
+            return None
+        return lambda part: padded_size(lengths, part) / self._longest
 
     def _micro_batches(self, choice: Choice, extent: Extent, rank: int) -> Sequence[range]:
         part, size = extent.share(self._group.shares, rank, self._ghost), choice.micro_batch
@@ -80,6 +87,7 @@ class Passes:
         ghosts: samples per ghost batch of each pass, or the size of ghost batches, or None.
         num_idle: so many passes are only run because other ranks run as many. They come first, while
             buffers can still be put back to what the step found.
+        padded: of a part, in samples of the longest, where they differ in length.
     """
 
     def __init__(
@@ -87,10 +95,12 @@ class Passes:
         parts: Sequence[range],
         ghosts: Sequence[Sequence[int]] | int | None,
         num_idle: int = 0,
+        padded: Callable[[range], float] | None = None,
     ) -> None:
         self.parts: Sequence[range] = parts
         self._ghosts = ghosts
         self._num_idle = num_idle
+        self._padded = padded
 
     @property
     def fetched(self) -> Sequence[range]:
@@ -107,6 +117,7 @@ class Passes:
             len(part) if real else 0,
             self._cut(number) if real else (),
             last=number + 1 == len(self.parts),
+            padded=self._padded(part) if self._padded is not None else None,
         )
 
     def _cut(self, number: int) -> Sequence[int]:

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.engine.trial import affordable
+from anybatch.estimate import subject_of
 from anybatch.events import OutOfMemory, Replanned, Tried
 from anybatch.plans import Rival
 
@@ -203,3 +204,41 @@ def on_a_rank(seconds, rank, size):
     with pytest.MonkeyPatch.context() as patch:
         state, _, followed = run(patch, task, plan, seconds[rank])
     return followed.choice.micro_batch, state["weight"]
+
+
+def test_where_samples_differ_in_length_a_step_is_predicted_by_its_padded_size(monkeypatch):
+    """The first passes are those of the longest samples; most others are far shorter."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 9, (400,), generator=draw).tolist()
+    lengths[::20] = [64] * 20
+    data = [torch.randn(length, generator=draw) for length in lengths]
+    per_value, clock = 0.001, Clock({})
+    monkeypatch.setattr("anybatch.engine.watch.time", SimpleNamespace(perf_counter=clock))
+
+    def counted(model, batch):
+        if type(batch) is torch.Tensor:  # not when the step is planned
+            clock.now += batch.numel() * per_value
+        return model(batch.unsqueeze(2)).square().sum(), len(batch)
+
+    task = ab.Task(
+        model=functools.partial(nn.Linear, 1, 1),
+        loss=counted,
+        optimizer=lambda params: torch.optim.SGD(params, lr=1e-6),
+        train=data,
+        lengths=lengths,
+        collate=lambda samples: nn.utils.rnn.pad_sequence(samples, batch_first=True),
+        global_batch=100,
+        steps=1200,
+    )
+    plan = plan_for(task, 2).model_copy(update={"task": subject_of(task).identity})
+    plan = plan.model_copy(update={"prediction": told()})
+    events, ends = [], []
+    with ab.Session(task, plan, [events.append], trial=True) as session:
+        for _, _ in zip(range(9), session.steps(), strict=False):
+            ends.append(clock.now)
+        followed = session.plan
+    assert of_kind(events, Tried)
+    parts = followed.prediction.step_parts
+    assert parts["update"] == pytest.approx(0.1)
+    measured = (ends[-1] - ends[0]) / 8
+    assert parts["forward"] + parts["backward"] == pytest.approx(measured, rel=0.15)
