@@ -85,3 +85,10 @@ def test_a_model_that_no_trace_can_follow_is_planned_by_passes_under_the_limit()
     assert found["predicted"] <= found["budget"]
     assert 0.75 * found["predicted"] < found["measured"] <= found["predicted"]
     assert found["final"] >= 64
+
+
+def test_samples_that_are_made_one_by_one_are_planned_with():
+    found = run("made samples")
+    assert found["failures"] == []
+    assert found["measured"] <= found["predicted"] * 1.01
+    assert found["predicted"] - found["measured"] < 0.5 * found["of samples"]

@@ -180,7 +180,36 @@ def untraced():
     return found | {"predicted": plan.prediction.peak_bytes, "method": plan.prediction.method}
 
 
+class Made(torch.utils.data.Dataset):
+    """Samples of 4 KiB, each made when it is asked for, as those of most data sets are."""
+
+    def __len__(self):
+        return 8192
+
+    def __getitem__(self, index):
+        draw = torch.Generator().manual_seed(index)
+        return torch.randn(1024, generator=draw), torch.randn(256, generator=draw)
+
+
+def made_samples():
+    """Objects that are gone once a batch is put together, and whose memory the heap keeps."""
+    task = dataclasses.replace(
+        mlp(4096),
+        model=lambda: nn.Sequential(nn.Linear(1024, 32), layers()),
+        train=Made(),
+        valid=None,
+    )
+    events: list[Event] = []
+    result = ab.train(task, memory="64MiB", progress=False, sinks=[events.append])
+    return told(events) | {
+        "predicted": result.ended.predicted_peak_bytes,
+        "measured": result.ended.measured_peak_bytes,
+        "of samples": result.plan.choice.micro_batch * 5 * 1024,
+    }
+
+
 RUNS = {
+    "made samples": made_samples,
     "untraced": untraced,
     "far too large": micro_batch_far_too_large,
     "pinned": planned_but_pinned,

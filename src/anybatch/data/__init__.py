@@ -16,6 +16,7 @@ from anybatch.data.failure import Place as Place
 from anybatch.data.failure import told_samples as told_samples
 from anybatch.data.fetch import Piece as Piece
 from anybatch.data.fetch import Request as Request
+from anybatch.data.fetch import TensorFetch as TensorFetch
 from anybatch.data.fetch import open_fetch as open_fetch
 from anybatch.data.fetch import sizes_alone as sizes_alone
 from anybatch.data.generators import restore as restore
@@ -34,6 +35,7 @@ from anybatch.data.loader import is_map_style as is_map_style
 from anybatch.data.loader import num_samples_of as num_samples_of
 from anybatch.data.microbatch import batch_size as batch_size
 from anybatch.data.microbatch import map_leaves as map_leaves
+from anybatch.data.microbatch import parts_of as parts_of
 from anybatch.data.microbatch import slice_batch as slice_batch
 from anybatch.data.microbatch import split as split
 from anybatch.data.microbatch import to_device as to_device

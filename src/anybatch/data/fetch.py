@@ -152,6 +152,11 @@ class SampleFetch:
         with Borrowed():
             return self._collated(request, self._samples_one_by_one(request))
 
+    def alone(self, index: int) -> Any:
+        """The sample of the first epoch at `index`, not collated. Raises `BadSamples` if it does."""
+        with Borrowed():
+            return self._samples_one_by_one([Piece(0, torch.tensor([index]))])[0]
+
     def _samples(self, request: Request) -> list[Any]:
         samples: list[Any] = []
         for piece in request:

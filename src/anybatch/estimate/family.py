@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from anybatch.estimate.kernels import Scratch, ShapeBytes
+from anybatch.estimate.products import Products
 from anybatch.estimate.trace import Block, Operation, Timeline
 
 _ROUNDING_BYTES = 16
@@ -34,7 +35,7 @@ class Traced:
     Attributes:
         timeline: all of it.
         kept_bytes, shape_bytes: what kernels keep, whatever the size of the batch, and for every size.
-        product_bytes: the part of `kept_bytes` that is in buffers for the largest products.
+        products: those for which buffers are kept beside that.
         commit_bytes: what the first update and a later one add at their peaks.
         begin, end: the moments at which the step begins, and at which its update is done.
         num_micro_batches: of the step as traced.
@@ -53,7 +54,7 @@ class Traced:
     shapes: dict[str, tuple[int, ...]]
     calls: dict[str, int]
     shape_bytes: ShapeBytes = field(default_factory=ShapeBytes)
-    product_bytes: int = 0
+    products: Products = field(default_factory=Products)
     bucketed: dict[str, int] = field(default_factory=dict)
 
 
@@ -116,8 +117,8 @@ class Family:
             scratch[moment] = told
         timeline = replace(one, blocks=blocks, scratch=scratch)
         kept = max(t.kept_bytes for t in self._traced.values())
-        products = max(t.product_bytes for t in self._traced.values())
-        return replace(low, timeline=timeline, kept_bytes=kept, product_bytes=products)
+        products = low.products.between(high.products, part)
+        return replace(low, timeline=timeline, kept_bytes=kept, products=products)
 
 
 def _told(block: Block) -> tuple[str, str, int]:

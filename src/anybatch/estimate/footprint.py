@@ -104,13 +104,14 @@ def beside_training(
     shapes = traced.shape_bytes
     one = shapes.forward + shapes.backward
     others = max(0, sizes - 1) * one
-    kept, between = traced.kept_bytes, None
+    products, between = traced.products, None
     if subject.course.evaluates_between and device.kind == "cpu":
         # Forward again, on batches of other sizes, and what comes and goes in it.
         evaluated = _num_evaluation_sizes(subject, choice, traced)
         others += evaluated * shapes.forward
         between = _evaluation(subject, choice, device)
-        kept += _larger_products(choice, between)
+        products = products.before(between.products)
+    kept = traced.kept_bytes + products.kept_bytes
     libraries = kept + _kernel_bytes(subject, choice, traced, device, others)
     beside = _beside(subject, libraries, traced.timeline, device, choice.micro_batch)
     if choice.recompute.blocks and device.kind == "cpu":
@@ -129,7 +130,7 @@ def _beside_evaluation(
     evaluated = _num_evaluation_sizes(subject, choice, training)
     one = training.shape_bytes.forward + training.shape_bytes.backward
     others = max(0, trained - 1) * one + evaluated * traced.shape_bytes.forward
-    kept = training.kept_bytes + _larger_products(choice, traced)
+    kept = training.kept_bytes + training.products.before(traced.products).kept_bytes
     libraries = kept + _kernel_bytes(subject, choice, training, device, others)
     beside = _beside(subject, libraries, traced.timeline, device, choice.evaluation_batch)
     if device.kind == "cpu":
@@ -185,11 +186,6 @@ def _kernels_of_data(subject: Subject, choice: Choice, traced: Traced, device: D
     return num * PRIMITIVE_BYTES["product"]
 
 
-def _larger_products(choice: Choice, evaluation: Traced) -> int:
-    """Buffers for an evaluation's products, beside those of training, which are too small for them."""
-    return evaluation.product_bytes if choice.evaluation_batch > choice.micro_batch else 0
-
-
 def _beside(
     subject: Subject, libraries: int, timeline: Timeline, device: Device, num_samples: int
 ) -> dict[str, int]:
@@ -202,8 +198,9 @@ def _beside(
     # glibc aligns a block by asking for up to 96 bytes more, which it gives back. How often is not
     # known; once for each was enough in all runs of benchmarks/budgets, and most need less.
     holes = passing_bytes(tensors(timeline), MMAP_THRESHOLD)
-    # Where no tensors come to lie behind them, objects of samples leave the end of the heap free.
-    holes += min(num_samples * _SAMPLE_BYTES, _MOST_SAMPLES_BYTES, holes)
+    # What comes and goes may come to lie behind the objects of samples, too.
+    behind = min(num_samples * _SAMPLE_BYTES, _MOST_SAMPLES_BYTES, holes)
+    holes += max(behind, num_samples * subject.course.sample_bytes)
     return {
         "libraries": libraries + constant + subject.course.worker_bytes,
         OVERHEAD: holes,

@@ -8,8 +8,8 @@ come). Three libraries matter:
 - oneDNN computes convolutions on layouts of its own, so tensors are copied into them and back, unless
   their channels lie last; keeps what it generated for each shape; and gives LSTM a workspace for
   backward that torch's shapes do not tell.
-- MKL packs the matrices of a product into buffers, one per thread, and keeps them. (The engine has it
-  free them before a baseline is taken, so that a run begins with none.)
+- MKL packs the matrices of a product into buffers and keeps them (`products`). (The engine has it free
+  them before a baseline is taken, so that a run begins with none.)
 - torch's own element-wise kernels first copy an operand whose dtype is not the common one.
 """
 
@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from anybatch.estimate.images import (
-    BLOCK,
     CONVOLUTION,
     CONVOLUTION_BACKWARD,
     IMAGES,
     scratch_on_cpu,
 )
+from anybatch.estimate.products import Product, Products
 
 _aten: Any = torch.ops.aten
 _node: Any = torch._C._current_autograd_node
@@ -81,13 +81,6 @@ by resident memory before and after the first call, over 2 to 20 shapes each (on
 products in float32; an attention's products are those of its backward in half precision. Convolutions
 are means, to within 30 KiB, over those of VGG16, ResNets and U-Nets; their backward counts for each of
 its two gradients."""
-
-_PACKED_ROWS, _PACKED_COLUMNS = 384, 6400
-_LEAST_ROWS, _LEAST_COLUMNS = 4, 12
-_PACKED_BYTES, _FILLED_BYTES = 17024, 8192
-_MOST_PACKED = 5
-_SHALLOW, _UNDIVIDED_COLUMNS, _DIVIDED_DEPTH = 192, 512, 2048
-"""Of MKL's packed products in float32: see `_Packed`."""
 
 _KEYS = 512
 """That a thread of attention takes at a time."""
@@ -146,13 +139,13 @@ class Kernels(ABC):
     @property
     def kept_bytes(self) -> int:
         """Bytes that stay with the process once all operations seen so far have run, whatever their
-        shapes."""
+        shapes, beside those for `products`."""
         return 0
 
     @property
-    def product_bytes(self) -> int:
-        """The part of `kept_bytes` that products hold, in buffers for the largest of them."""
-        return 0
+    def products(self) -> Products:
+        """The products that were seen, as far as buffers for them are kept."""
+        return Products()
 
     @property
     def shape_bytes(self) -> ShapeBytes:
@@ -183,18 +176,19 @@ class CpuKernels(Kernels):
         self._backward: dict[Hashable, int] = {}
         self._first: dict[str, int] = {}
         self._attended: dict[Hashable, int] = {}
-        self._packed = _Packed(num_threads, packed_depth)
+        self._packed_depth = packed_depth
+        self._products: list[Product] = []
         self._scores_bytes = 0
 
     @property
     def kept_bytes(self) -> int:
         """See `Kernels`."""
-        return sum((*self._first.values(), *self._attended.values())) + self.product_bytes
+        return sum((*self._first.values(), *self._attended.values())) + self._scores_bytes
 
     @property
-    def product_bytes(self) -> int:
+    def products(self) -> Products:
         """See `Kernels`."""
-        return self._packed.kept_bytes + self._scores_bytes
+        return Products(tuple(self._products), self._num_threads, self._packed_depth)
 
     @property
     def shape_bytes(self) -> ShapeBytes:
@@ -260,8 +254,8 @@ class CpuKernels(Kernels):
                 self._once("first")
                 self._primitive("product", left, right, None)
         elif left.dtype in (torch.float32, *_HALF):  # of many matrices each thread takes whole ones
-            parts = 1 if left.dim() == 3 else None
-            self._packed.take(left.size(-2), left.size(-1), right.size(-1), parts)
+            sizes = left.size(-2), left.size(-1), right.size(-1)
+            self._products.append(Product(*sizes, _is_turned(right), left.dim() == 3))
 
     def _attention(self, query: Tensor, key: Tensor) -> int:
         rows, keys, width = _attention_block(query, key)
@@ -269,8 +263,10 @@ class CpuKernels(Kernels):
             packed = self._num_threads * _packed_scores(rows, keys, width)
             self._scores_bytes = max(self._scores_bytes, packed)
         else:
-            self._packed.take(rows, width, keys, 1)
-            self._packed.take(rows, keys, width, 1)
+            self._products += [
+                Product(rows, width, keys, is_turned=True, is_whole=True),
+                Product(rows, keys, width, is_whole=True),
+            ]
         # One thread's piece of the scores, in float32, with its maxima, sums and results.
         return self._num_threads * 4 * rows * (keys + 2 + width)
 
@@ -287,9 +283,11 @@ class CpuKernels(Kernels):
             size = (3 * num_pairs + twice) * PRIMITIVE_BYTES["attention product"]
             self._attended[query.size(-2), key.size(-2), width, query.dtype] = size
         else:
-            self._packed.take(rows, width, keys, 1)
-            self._packed.take(keys, rows, width, 1)
-            self._packed.take(rows, keys, width, 1)
+            self._products += [
+                Product(rows, width, keys, is_turned=True, is_whole=True),
+                Product(keys, rows, width, is_whole=True),
+                Product(rows, keys, width, is_whole=True),
+            ]
 
     def _once(self, name: str) -> None:
         self._first[name] = PRIMITIVE_BYTES[name]
@@ -300,53 +298,6 @@ class CpuKernels(Kernels):
         backward = "backward" in name or _node() is not None
         kept = self._backward if backward and key not in self._forward else self._forward
         kept[key] = PRIMITIVE_BYTES[name]
-
-
-class _Packed:
-    """MKL's buffers for a product of `[m, k]` and `[k, n]` in float32. Each thread packs the columns of
-    a slice of k, and some of its rows, into a buffer; asks for twice the rows; and fills what it packs.
-    A buffer that is large enough is used again. Of five that are not, the first gives way.
-
-    By MKL's own books (`mkl_mem_stat`) and resident memory, of some 100 shapes on 1 and 2 threads, the
-    rule is exact to 20 KiB a thread where k is 64 and more, on a CPU that packs 192 rows at a time
-    (AVX-512; MKL of torch 2.13). One that packs 384 divides the columns of wide products over its
-    threads, not the rows, and k of deep ones, with a result for each thread: by 22 shapes on 2 threads
-    within 100 KiB, and too much where m is below 1000.
-    """
-
-    def __init__(self, num_threads: int, depth: int) -> None:
-        self._num_threads = num_threads
-        self._depth = depth
-        self._buffers: list[tuple[int, int]] = []  # bytes asked for, and filled
-
-    @property
-    def kept_bytes(self) -> int:
-        """What they hold."""
-        return self._num_threads * sum(filled for _, filled in self._buffers)
-
-    def take(self, m: int, k: int, n: int, parts: int | None = None) -> None:
-        """A product whose rows are divided into `parts`; None: one for each thread."""
-        if m < _LEAST_ROWS or n < _LEAST_COLUMNS or k < 2:
-            return  # by other kernels, that pack nothing
-        rows, copied = -(-m // (parts or self._num_threads)), 0
-        if self._depth > _SHALLOW and parts is None and self._num_threads > 1:
-            if n > _UNDIVIDED_COLUMNS:
-                rows, n = m, -(-n // self._num_threads)
-            elif k >= _DIVIDED_DEPTH:
-                copied = 4 * m * n // self._num_threads
-        columns = min(-(-n // BLOCK) * BLOCK, _PACKED_COLUMNS)
-        depth = k if k <= self._depth else min(k // 2, self._depth)
-        least = depth if k >= self._depth * 2 // 3 else self._depth * 2 // 3
-        asked = copied + _PACKED_BYTES + 4 * least * (columns + 2 * min(rows, _PACKED_ROWS))
-        filled = copied + _FILLED_BYTES + 4 * depth * (columns + min(rows, _PACKED_ROWS))
-        for i, (there, before) in enumerate(self._buffers):
-            if there >= asked:
-                self._buffers[i] = there, max(before, filled)
-                return
-        if len(self._buffers) == _MOST_PACKED:
-            self._buffers[0] = asked, filled
-        else:
-            self._buffers.append((asked, filled))
 
 
 def made_for_sizes(precision: str) -> bool:

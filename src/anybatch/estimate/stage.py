@@ -337,7 +337,7 @@ class Stage:
             shapes=self._tracer.shapes,
             calls=self._tracer.calls,
             shape_bytes=self._tracer.kernels.shape_bytes,
-            product_bytes=self._tracer.kernels.product_bytes,
+            products=self._tracer.kernels.products,
             bucketed=self._bucketed,
         )
 
@@ -368,5 +368,5 @@ class Stage:
         return Left(tuple(signature), tuple(found.values()))
 
 
-def _kept(kernels: Kernels) -> tuple[int, ShapeBytes]:
-    return kernels.kept_bytes, kernels.shape_bytes
+def _kept(kernels: Kernels) -> tuple[int, int, ShapeBytes]:
+    return kernels.kept_bytes, kernels.products.kept_bytes, kernels.shape_bytes

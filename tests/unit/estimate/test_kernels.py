@@ -23,11 +23,16 @@ def fake(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype)
 
 
+def all_kept(kernels: CpuKernels) -> int:
+    """Whatever the shapes, with the buffers of products."""
+    return kernels.kept_bytes + kernels.products.kept_bytes
+
+
 def multiply(kernels: CpuKernels, m: int, k: int, n: int) -> int:
     """What stays beyond what was there before."""
-    before = kernels.kept_bytes
+    before = kernels.products.kept_bytes
     kernels.scratch(_aten.mm.default, (fake(m, k), fake(k, n)), fake(m, n))
-    return kernels.kept_bytes - before
+    return kernels.products.kept_bytes - before
 
 
 def test_a_product_keeps_what_each_thread_packs():
@@ -41,14 +46,14 @@ def test_a_buffer_that_is_large_enough_is_used_again():
     large = multiply(kernels, 1024, 256, 4000)
     assert multiply(kernels, 1024, 256, 1000) == 0
     assert multiply(kernels, 256, 256, 256) == 0
-    assert kernels.kept_bytes == large
+    assert kernels.products.kept_bytes == large
 
 
 def test_a_buffer_that_is_too_small_stays_beside_the_new_one():
     kernels = CpuKernels(2)
     small = multiply(kernels, 256, 256, 256)
     large = multiply(kernels, 1024, 256, 4000)
-    assert kernels.kept_bytes == small + large
+    assert kernels.products.kept_bytes == small + large
     alone = CpuKernels(2)
     assert multiply(alone, 1024, 256, 4000) == large
 
@@ -57,10 +62,10 @@ def test_of_growing_products_no_more_than_five_buffers_are_kept():
     kernels = CpuKernels(1)
     kept = [multiply(kernels, 1024, 512, n) for n in range(64, 64 * 9, 64)]
     # The sixth takes the place of the first, and each later one that of the one before.
-    assert kernels.kept_bytes == sum(kept)
-    last = kernels.kept_bytes
+    assert kernels.products.kept_bytes == sum(kept)
+    last = kernels.products.kept_bytes
     assert multiply(kernels, 1024, 512, 64 * 9) == 4 * 192 * 64
-    assert kernels.kept_bytes == last + 4 * 192 * 64
+    assert kernels.products.kept_bytes == last + 4 * 192 * 64
 
 
 def test_thin_products_pack_nothing():
@@ -79,12 +84,12 @@ def by_onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 def halves(kernels: CpuKernels, m: int, k: int, n: int, dtype: torch.dtype) -> tuple[int, int]:
     """What a product in half precision adds: bytes that stay, and bytes that stay for its shape."""
-    kept, shapes = kernels.kept_bytes, kernels.shape_bytes
+    kept, shapes = all_kept(kernels), kernels.shape_bytes
     args = fake(m, k, dtype=dtype), fake(k, n, dtype=dtype)
     kernels.scratch(_aten.mm.default, args, fake(m, n, dtype=dtype))
     more = kernels.shape_bytes
     return (
-        kernels.kept_bytes - kept,
+        all_kept(kernels) - kept,
         more.forward + more.backward - shapes.forward - shapes.backward,
     )
 
@@ -109,13 +114,13 @@ def test_a_small_product_in_half_precision_is_not_onednns(by_onednn: bool, dtype
 
 def attend(kernels: CpuKernels, length: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes that attention adds, whatever the size of its batch: in forward, and in backward."""
-    before = kernels.kept_bytes
+    before = all_kept(kernels)
     query = fake(4, 8, length, 32, dtype=dtype)
     kernels.scratch(_aten._scaled_dot_product_flash_attention_for_cpu.default, (query,) * 3, query)
-    forward = kernels.kept_bytes
+    forward = all_kept(kernels)
     backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     kernels.scratch(backward, (query,) * 4, query)
-    return forward - before, kernels.kept_bytes - forward
+    return forward - before, all_kept(kernels) - forward
 
 
 @pytest.mark.parametrize("by_onednn", [True], indirect=True)
@@ -242,8 +247,8 @@ def test_a_cpu_that_packs_twice_as_deep_keeps_twice_as_much_of_deep_products():
     few, many = (CpuKernels(1, depth) for depth in (192, 384))
     for kernels in (few, many):
         multiply(kernels, 4096, 1024, 256)
-    assert few.kept_bytes == (8 << 10) + 192 * 4 * (256 + 384)
-    assert many.kept_bytes == (8 << 10) + 384 * 4 * (256 + 384)
+    assert few.products.kept_bytes == (8 << 10) + 192 * 4 * (256 + 384)
+    assert many.products.kept_bytes == (12 << 10) + 384 * 4 * (256 + 384)
 
 
 @pytest.mark.parametrize(
