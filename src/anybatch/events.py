@@ -194,7 +194,7 @@ class Skipped(Event):
 class Resumed(Event):
     """Training goes on after `step` committed steps, from the checkpoint in `folder`; what the log
     holds of later steps is done again. `passed_over` has a sentence for each newer checkpoint that is
-    not intact."""
+    not intact. 0 steps: `folder` has no checkpoint yet, so training begins at its start."""
 
     kind: ClassVar[str] = "resumed"
     step: int

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import final
 
+from anybatch import early
 from anybatch.errors import InputError, Stopped
 from anybatch.events import StepDone
 from anybatch.parallel import Wish
@@ -151,6 +152,7 @@ def _stopping(session: Session) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    early.over()
     before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         found = signal.getsignal(number)

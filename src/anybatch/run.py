@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from anybatch.engine import checked_seconds
 from anybatch.errors import AnybatchError, InputError, PeerLost
 from anybatch.estimate import remember
-from anybatch.events import Evaluated, Event, RunEnded, RunStarted, Said, Sink
+from anybatch.events import Evaluated, Event, Resumed, RunEnded, RunStarted, Said, Sink
 from anybatch.keeping import DEFAULT_EVERY, Every, kept
 from anybatch.launch import call, find
 from anybatch.parallel import exchange as tell
@@ -389,10 +389,11 @@ class _Job:
                 session.emit(event)
 
             # A checkpoint that cannot be gone on from ends the call before anything is written.
-            resumed = session.resumed() if keeping.resumes and session.keeps else None
+            resumes = keeping.resumes and session.keeps
+            resumed = session.resumed() if resumes else None
             tell(self._told_of(session.started()))
-            if resumed is not None:
-                tell(resumed)
+            if resumes:
+                tell(resumed or _begun_anew(checkpoints))
             reason = "stopped"
             finished = False
             try:
@@ -425,6 +426,11 @@ class _Job:
         """`started`, with how and where the run was begun."""
         versions = {**started.versions, "Python": platform.python_version()}
         return replace(started, versions=versions, command=self.command, host=socket.gethostname())
+
+
+def _begun_anew(checkpoints: Path | None) -> Resumed:
+    """What tells that a run was to be resumed, and begins at its start."""
+    return Resumed(time=time.time(), step=0, samples_seen=0, folder=str(checkpoints))
 
 
 def _command() -> str:

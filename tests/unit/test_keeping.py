@@ -12,6 +12,7 @@ from tests.equivalence.worlds import World, task_of
 from tests.faults import bad_data
 
 import anybatch as ab
+from anybatch import early
 from anybatch.errors import InputError, LossError, Stopped
 from anybatch.events import CheckpointSaved
 from anybatch.keeping import Every, kept
@@ -152,6 +153,21 @@ def test_a_second_signal_ends_at_once(tmp_path):
     with session(tmp_path, saved) as running, pytest.raises(KeyboardInterrupt):
         drive(running, [signal.SIGINT, signal.SIGINT])
     assert not saved
+
+
+def test_a_second_signal_ends_a_command_at_once_too(tmp_path):
+    early.end_with_status_75()
+    with session(tmp_path, []) as running, pytest.raises(Stopped, match="after step 4"):
+        drive(running, [signal.SIGTERM])
+    # Not the handler that says that no step was done: neither now nor for a second signal.
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_command_that_has_not_begun_says_start_me_again():
+    early.end_with_status_75()
+    with pytest.raises(Stopped, match="before its first step") as stopped:
+        signal.raise_signal(signal.SIGTERM)
+    assert stopped.value.exit_status == 75
 
 
 def test_what_an_error_leaves_is_saved(tmp_path):

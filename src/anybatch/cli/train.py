@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anybatch.cli.early import end_with_status_75
+from anybatch import early
 from anybatch.cli.options import (
     ChunkedLoss,
     Compile,
@@ -135,7 +135,7 @@ def train(
     why: Why = False,
 ) -> None:
     """Plan a task, show the plan, and train it to the end."""
-    end_with_status_75()  # before anything slow
+    early.end_with_status_75()  # before anything slow
 
     from rich.console import Console
 

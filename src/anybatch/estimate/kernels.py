@@ -16,7 +16,7 @@ come). Three libraries matter:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -69,7 +69,7 @@ PRIMITIVE_BYTES: dict[str, int] = {
     "convolution backward": 83 << 10,
     "convolution backward strided": 111 << 10,
     "convolution backward transposed": 125 << 10,
-    "first lstm": 3400 << 10,
+    "first lstm": 3600 << 10,
     "first lstm in half": 300 << 10,
     "lstm": 300 << 10,
     "lstm backward": 200 << 10,
@@ -81,6 +81,21 @@ by resident memory before and after the first call, over 2 to 20 shapes each (on
 products in float32; an attention's products are those of its backward in half precision. Convolutions
 are means, to within 30 KiB, over those of VGG16, ResNets and U-Nets; their backward counts for each of
 its two gradients."""
+
+_TILED_BYTES = {
+    "convolution": 137 << 10,
+    "convolution transposed": 103 << 10,
+    "convolution backward": 160 << 10,
+    "convolution backward strided": 92 << 10,
+    "convolution backward transposed": 162 << 10,
+    "first lstm in half": 950 << 10,
+}
+"""The same in bfloat16 on a processor with tiles (AMX), where they are others: means over 3 to 14
+shapes, within 80 KiB but for few."""
+
+_TILED_ROWS, _TILED_PART = 384, 70 << 10
+_LEAST_TILED_SIDE, _TILED_SIDE, _TILED_REST, _TILE_ROWS = 512, 768, 130 << 10, 32
+"""Of products there: see `_of_tiles`."""
 
 _KEYS = 512
 """That a thread of attention takes at a time."""
@@ -263,10 +278,7 @@ class CpuKernels(Kernels):
             packed = self._num_threads * _packed_scores(rows, keys, width)
             self._scores_bytes = max(self._scores_bytes, packed)
         else:
-            self._products += [
-                Product(rows, width, keys, is_turned=True, is_whole=True),
-                Product(rows, keys, width, is_whole=True),
-            ]
+            self._products += _inner((rows, width, keys), (rows, keys, width))
         # One thread's piece of the scores, in float32, with its maxima, sums and results.
         return self._num_threads * 4 * rows * (keys + 2 + width)
 
@@ -283,21 +295,19 @@ class CpuKernels(Kernels):
             size = (3 * num_pairs + twice) * PRIMITIVE_BYTES["attention product"]
             self._attended[query.size(-2), key.size(-2), width, query.dtype] = size
         else:
-            self._products += [
-                Product(rows, width, keys, is_turned=True, is_whole=True),
-                Product(keys, rows, width, is_whole=True),
-                Product(rows, keys, width, is_whole=True),
-            ]
+            self._products += _inner((rows, width, keys), (keys, rows, width), (rows, keys, width))
 
     def _once(self, name: str) -> None:
-        self._first[name] = PRIMITIVE_BYTES[name]
+        self._first[name] = _primitive_bytes(name, "half" in name)
 
     def _primitive(self, name: str, left: Tensor, right: Tensor, more: Any) -> None:
         tensors = tuple((tuple(t.shape), _is_turned(t), t.dtype) for t in (left, right))
         key = name, tensors, str(more)
         backward = "backward" in name or _node() is not None
         kept = self._backward if backward and key not in self._forward else self._forward
-        kept[key] = PRIMITIVE_BYTES[name]
+        is_tiled = left.dtype is torch.bfloat16 and _has_tiles()
+        more = _of_tiles(left, right) if is_tiled and name == "product" else 0
+        kept[key] = _primitive_bytes(name, is_tiled) + more
 
 
 def made_for_sizes(precision: str) -> bool:
@@ -321,6 +331,11 @@ def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int, int]:
     length, width = query.size(-2), query.size(-1)
     rows = 256 if length >= 768 else 64 if length >= 192 else 32
     return min(rows, length), min(_KEYS, key.size(-2)), width
+
+
+def _inner(*sizes: tuple[int, int, int]) -> Iterator[Product]:
+    """Attention's products, each by one thread."""
+    return (Product(*each, is_whole=True, is_inner=True) for each in sizes)
 
 
 def _pieces(length: int, size: int) -> set[int]:
@@ -360,6 +375,24 @@ def _lstm_backward(inputs: Tensor, weight: Tensor, recurrent: Tensor) -> int:
     states = 3 * _states_bytes(inputs, recurrent, 4)
     weights = (6 if is_half else 8) * (weight.numel() + recurrent.numel())
     return (gates if is_half else gates * 5 // 4) + states + weights
+
+
+def _has_tiles() -> bool:
+    return getattr(torch.cpu, "_is_amx_tile_supported", bool)()
+
+
+def _primitive_bytes(name: str, is_half: bool) -> int:
+    return (is_half and _has_tiles() and _TILED_BYTES.get(name)) or PRIMITIVE_BYTES[name]
+
+
+def _of_tiles(left: Tensor, right: Tensor) -> int:
+    """What the kernels of a product keep where its matrices come as tiles, beside those of others: by
+    40 shapes with 14 numbers of rows each within 70 KiB, but for some of fewer rows."""
+    rows, sides = left.size(-2), (left.size(-1), right.size(-1))
+    if rows < _TILED_ROWS or _is_turned(left):
+        return 0
+    parts = sum(side >= _LEAST_TILED_SIDE for side in sides) + (min(sides) >= _TILED_SIDE)
+    return parts * _TILED_PART + (_TILED_REST if rows % _TILE_ROWS else 0)
 
 
 def _is_turned(tensor: Tensor) -> bool:

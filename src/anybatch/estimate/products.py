@@ -42,6 +42,7 @@ class Product(NamedTuple):
     Attributes:
         is_turned: whether the right matrix is read down its columns.
         is_whole: whether one thread computes all of it, beside others that compute as many.
+        is_inner: whether it is one of attention's, which are packed however small they are.
     """
 
     rows: int
@@ -49,6 +50,7 @@ class Product(NamedTuple):
     columns: int
     is_turned: bool = False
     is_whole: bool = False
+    is_inner: bool = False
 
     def between(self, other: Product, part: float) -> Product:
         """The product that lies between this (0) and `other` (1), or beyond them, at `part`."""
@@ -81,7 +83,7 @@ class Products:
             wants = rule(product, self.num_threads)
             _take(first, (*wants.first, *wants.each))
             _take(others, wants.each)
-        kept, beside = (sum(buffer.filled for buffer in buffers) for buffers in (first, others))
+        kept, beside = (sum(b.low + b.high for b in buffers) for buffers in (first, others))
         return kept + (self.num_threads - 1) * beside
 
     def between(self, other: Products, part: float) -> Products:
@@ -98,10 +100,16 @@ class Products:
 
 
 class _Buffer(NamedTuple):
-    """Bytes asked for, and those that are written."""
+    """Bytes asked for, and those that are written: from its beginning, and behind what may come there.
+
+    panel       | rows ........ |        | columns .... |
+    all columns | columns ............. |
+    results     | ........................ |
+    """
 
     asked: int
-    filled: int
+    low: int
+    high: int = 0
 
 
 class _Wants(NamedTuple):
@@ -119,7 +127,10 @@ def _take(buffers: list[_Buffer], wanted: tuple[_Buffer, ...]) -> None:
             (i for i, b in enumerate(buffers) if i not in used and b.asked >= want.asked), None
         )
         if found is not None:
-            buffers[found] = _Buffer(buffers[found].asked, max(buffers[found].filled, want.filled))
+            there = buffers[found]
+            buffers[found] = _Buffer(
+                there.asked, max(there.low, want.low), max(there.high, want.high)
+            )
         elif len(buffers) < _MOST_BUFFERS:
             found = len(buffers)
             buffers.append(want)
@@ -132,7 +143,7 @@ def _take(buffers: list[_Buffer], wanted: tuple[_Buffer, ...]) -> None:
 def _shallow(product: Product, num_threads: int) -> _Wants:
     """Each thread packs the columns of a slice of the depth, and some of its rows; and asks for twice
     the rows."""
-    m, k, n, _, is_whole = product
+    m, k, n, _, is_whole, _ = product
     if m < _LEAST_ROWS or n < _LEAST_COLUMNS or k < 2:
         return _Wants()  # by other kernels, that pack nothing
     rows = -(-m // (1 if is_whole else num_threads))
@@ -147,9 +158,10 @@ def _deep(product: Product, num_threads: int) -> _Wants:
     """A thread that has up to 384 rows packs these and a block of columns at a time; with more rows it
     packs all columns. The threads divide the depth where it is by far the largest, each with a result
     of its own; or the rows; or the columns; or all columns are packed once for all of them."""
-    m, k, n, is_turned, is_whole = product
+    m, k, n, is_turned, is_whole, is_inner = product
     if is_whole or num_threads == 1:
-        if n < _LEAST_ALONE or m < (16 if is_turned else _LEAST_ALONE):
+        is_thin = n < _LEAST_ALONE or m < (16 if is_turned else _LEAST_ALONE)
+        if is_thin and not is_inner:
             return _Wants()
         return _Wants(each=(_panel(m, _slice(k, 384), n),))
     if m < (16 if is_turned else _LEAST_ROWS) or k < 2:
@@ -166,7 +178,8 @@ def _deep(product: Product, num_threads: int) -> _Wants:
     if m >= n and (n <= 640 or m <= n <= 768):
         return _Wants(each=(_panel(rows, depth, n),))
     if m < 192 or n <= 768:
-        return _Wants(each=(_panel(m, depth, -(-n // num_threads)),))
+        panel = _panel(m, depth, -(-n // num_threads))
+        return _Wants(each=(panel._replace(asked=panel.asked - 32 * _KIB),))
     shared = 4 * depth * n
     own = 4 * depth * min(rows, _ROWS)
     each = _Buffer(own + 9 * _KIB, own + 12 * _KIB)
@@ -178,7 +191,7 @@ def _panel(rows: int, depth: int, columns: int) -> _Buffer:
     taken = min(rows, _ROWS)
     asked = 4138 * _KIB + 4 * max(depth, _LEAST_ASKED) * (columns + taken)
     packed = _PANEL if rows <= _ROWS else columns
-    return _Buffer(asked, 12 * _KIB + 4 * depth * (packed + taken))
+    return _Buffer(asked, 12 * _KIB + 4 * depth * taken, 4 * depth * packed)
 
 
 def _slice(depth: int, most: int) -> int:

@@ -206,7 +206,9 @@ class Plan(Frozen):
         if differing:
             raise InputError(
                 f"the plan was made for another task ({self.task.name!r}): {'; '.join(differing)}."
-                " Plan this task anew, or pass the task that the plan is for."
+                " Plan this task anew, or pass the task that the plan is for. A run that is resumed"
+                " goes on with the plan and the task that it was begun with: begin another one in a"
+                " folder of its own."
             )
 
     def to_json(self) -> str:

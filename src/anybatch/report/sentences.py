@@ -105,6 +105,8 @@ def ending(event: RunEnded) -> str:
 
 def going_on(event: Resumed) -> str:
     """From where a run goes on."""
+    if not event.step:
+        return f"There is no checkpoint in {event.folder} yet: training begins at its start."
     return f"Training goes on after step {format_count(event.step)}, from {event.folder}."
 
 

@@ -270,3 +270,22 @@ def test_an_lstm_from_the_end_to_the_beginning_keeps_its_inputs_and_outputs_too(
 
     # Two of rows of whole cache lines, no multiple of 256 numbers, and the state before the first.
     assert kept(True) - kept(False) == 2 * (10 + 1) * 6 * row * itemsize
+
+
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_on_a_processor_with_tiles_kernels_in_bfloat16_keep_more(
+    monkeypatch: pytest.MonkeyPatch, has_tiles: bool
+):
+    for dtype in HALF:
+        monkeypatch.setitem(_SUPPORTS, dtype, lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
+    kept = {
+        (rows, dtype): halves(CpuKernels(2), rows, 1024, 1024, dtype)[1]
+        for rows in (64, 1024, 1000)
+        for dtype in HALF
+    }
+    more = {key: size - kept[64, torch.float16] for key, size in kept.items()}
+    # Read off resident memory: 568, 800 and 940 KiB.
+    assert more[1024, torch.bfloat16] == has_tiles * 210 * KIB
+    assert more[1000, torch.bfloat16] == has_tiles * 340 * KIB
+    assert more[64, torch.bfloat16] == more[1024, torch.float16] == 0

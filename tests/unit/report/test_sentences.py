@@ -119,6 +119,13 @@ def test_checkpoints_that_are_passed_over_are_told_before_the_one_that_is_taken(
     )
 
 
+def test_a_run_that_finds_nothing_to_go_on_from_says_so():
+    event = Resumed(time=0.0, step=0, samples_seen=0, folder="runs/a/checkpoints")
+    assert describe(event) == (
+        "There is no checkpoint in runs/a/checkpoints yet: training begins at its start."
+    )
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [

@@ -22,6 +22,15 @@ def end_with_status_75() -> None:
         signal.signal(signal.SIGTERM, _stop)
 
 
+def over() -> None:
+    """The run answers signals itself, and after it the process does what it would without."""
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is _stop
+    ):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _stop(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise Stopped("the run was asked to stop before its first step: start it again with --resume.")
