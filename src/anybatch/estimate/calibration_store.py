@@ -116,8 +116,8 @@ _SHORT_LIFE_SECONDS = 600.0
 def speeds_of(device: Device) -> Speeds:
     """The speeds of `device`: as measured, now or earlier, or nominal where it is not here.
 
-    A measurement that other processes disturbed is made once more, if it was not too long, and the
-    less disturbed of both is used, but for a short time only."""
+    A measurement that other processes disturbed is made once more, by the best of several times, if it
+    was not too long; what is disturbed again is used for a short time only."""
     if not device.present:
         return nominal(device)
     here = where(device)
@@ -142,8 +142,7 @@ def _measured(device: Device) -> Speeds:
     first = measure_apart(device, torch.get_num_threads())
     if not first.disturbed or time.monotonic() - begun > _PATIENCE_SECONDS:
         return first
-    again = measure_apart(device, torch.get_num_threads())
-    return min(first, again, key=lambda speeds: speeds.waited)
+    return measure_apart(device, torch.get_num_threads(), best=True)
 
 
 def forget_speeds(device: Device) -> None:

@@ -64,9 +64,9 @@ _SUPPORTS = {
 PRIMITIVE_BYTES: dict[str, int] = {
     "product": 590 << 10,
     "first": 80 << 10,
-    "convolution": 100 << 10,
+    "convolution": 85 << 10,
     "convolution transposed": 210 << 10,
-    "convolution backward": 83 << 10,
+    "convolution backward": 78 << 10,
     "convolution backward strided": 111 << 10,
     "convolution backward transposed": 125 << 10,
     "first lstm": 3600 << 10,
@@ -95,6 +95,7 @@ shapes, within 80 KiB but for few."""
 
 _TILED_ROWS, _TILED_PART = 384, 70 << 10
 _LEAST_TILED_SIDE, _TILED_SIDE, _TILED_REST, _TILE_ROWS = 512, 768, 130 << 10, 32
+_TILED_DEPTH, _LEAST_DEEP, _TILED_SLICE, _DEEPEST, _TILED_SLICES = 2000, 256, 64, 8192, 560 << 10
 """Of products there: see `_of_tiles`."""
 
 _KEYS = 512
@@ -387,12 +388,18 @@ def _primitive_bytes(name: str, is_half: bool) -> int:
 
 def _of_tiles(left: Tensor, right: Tensor) -> int:
     """What the kernels of a product keep where its matrices come as tiles, beside those of others: by
-    40 shapes with 14 numbers of rows each within 70 KiB, but for some of fewer rows."""
-    rows, sides = left.size(-2), (left.size(-1), right.size(-1))
+    24 shapes with 14 numbers of rows each, and 96 deep ones, mostly within 100 KiB, but for some of
+    fewer rows. One that is deep is made of slices, with kernels for the first, the last, and a rest."""
+    rows, depth, columns = left.size(-2), left.size(-1), right.size(-1)
     if rows < _TILED_ROWS or _is_turned(left):
         return 0
+    sides = depth, columns
     parts = sum(side >= _LEAST_TILED_SIDE for side in sides) + (min(sides) >= _TILED_SIDE)
-    return parts * _TILED_PART + (_TILED_REST if rows % _TILE_ROWS else 0)
+    more = _TILED_REST if rows % _TILE_ROWS else 0
+    if depth >= _TILED_DEPTH and columns >= _LEAST_DEEP:
+        parts = max(parts, 2) + 5
+        more += _TILED_SLICES if depth % _TILED_SLICE or depth >= _DEEPEST else 0
+    return parts * _TILED_PART + more
 
 
 def _is_turned(tensor: Tensor) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.unit.estimate.test_seconds import even
 
 from anybatch.estimate import calibration, calibration_history, calibration_store
@@ -33,7 +35,7 @@ def measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Counts measurements, which then take no time."""
     done: list[str] = []
 
-    def measure(device: Any, threads: int) -> Any:
+    def measure(device: Any, threads: int, best: bool = False) -> Any:
         done.append(device.name)
         return even(call_seconds=1e-6 * len(done))
 
@@ -174,17 +176,36 @@ def busy(monkeypatch: pytest.MonkeyPatch, *waited: float) -> list[float]:
     """Measurements that have waited so much, one after the other; what is left of them is returned."""
     left = list(waited)
 
-    def measure(device: Any, threads: int) -> Any:
-        return even(call_seconds=1e-6, waited=left.pop(0))
+    def measure(device: Any, threads: int, best: bool = False) -> Any:
+        return even(call_seconds=1e-6 if best else 1e-3, waited=left.pop(0))
 
     monkeypatch.setattr(calibration_store, "measure_apart", measure)
     return left
 
 
-def test_a_disturbed_measurement_is_made_again_and_the_quieter_one_used(folder: Path, monkeypatch):
-    left = busy(monkeypatch, 0.7, 0.4, 0.0)
-    assert speeds_of(CPU).waited == 0.4
+@pytest.mark.parametrize("again", [0.0, 0.4, 0.9])
+def test_a_disturbed_measurement_is_made_again_by_the_best_of_its_times(
+    again: float, folder: Path, monkeypatch
+):
+    left = busy(monkeypatch, 0.7, again, 0.0)
+    found = speeds_of(CPU)
+    assert (found.waited, found.call_seconds) == (again, 1e-6)
     assert left == [0.0]
+
+
+@pytest.mark.parametrize(("best", "seconds"), [(False, 0.005), (True, 0.001)])
+def test_where_others_have_the_cores_for_most_of_the_time_the_best_is_a_step_s_own(
+    best: bool, seconds: float, monkeypatch
+):
+    now, took = 0.0, itertools.cycle([0.005, 0.001, 0.005])
+
+    def run() -> None:
+        nonlocal now
+        now += next(took)
+
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: now)
+    bench = calibration._Bench(torch.device("cpu"), best)
+    assert bench._seconds(run) == pytest.approx(seconds)
 
 
 def test_a_quiet_measurement_is_made_once(folder: Path, monkeypatch):
