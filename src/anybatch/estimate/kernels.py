@@ -63,7 +63,7 @@ _SUPPORTS = {
 
 PRIMITIVE_BYTES: dict[str, int] = {
     "product": 590 << 10,
-    "first": 80 << 10,
+    "first in half": 80 << 10,
     "convolution": 85 << 10,
     "convolution transposed": 210 << 10,
     "convolution backward": 78 << 10,
@@ -77,7 +77,7 @@ PRIMITIVE_BYTES: dict[str, int] = {
 }
 """What oneDNN keeps in the heap, and as generated code, for each shape that it computed with once:
 by resident memory before and after the first call, over 2 to 20 shapes each (oneDNN 3.12, AVX-512).
-`first` comes with the first product of half precision, `first lstm` is the code of oneDNN's own
+`first in half` comes with the first product of half precision, `first lstm` is the code of oneDNN's own
 products in float32; an attention's products are those of its backward in half precision. Convolutions
 are means, to within 30 KiB, over those of VGG16, ResNets and U-Nets; their backward counts for each of
 its two gradients."""
@@ -88,7 +88,8 @@ _TILED_BYTES = {
     "convolution backward": 160 << 10,
     "convolution backward strided": 92 << 10,
     "convolution backward transposed": 162 << 10,
-    "first lstm in half": 950 << 10,
+    "first in half": 600 << 10,
+    "first lstm in half": 450 << 10,
 }
 """The same in bfloat16 on a processor with tiles (AMX), where they are others: means over 3 to 14
 shapes, within 80 KiB but for few."""
@@ -267,7 +268,7 @@ class CpuKernels(Kernels):
     def _product(self, left: Tensor, right: Tensor) -> None:
         if left.dtype in _HALF and _SUPPORTS[left.dtype]():
             if left.numel() * right.size(-1) > _LEAST_PRODUCT:
-                self._once("first")
+                self._once("first in half")
                 self._primitive("product", left, right, None)
         elif left.dtype in (torch.float32, *_HALF):  # of many matrices each thread takes whole ones
             sizes = left.size(-2), left.size(-1), right.size(-1)
