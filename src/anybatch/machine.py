@@ -120,9 +120,16 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The devices that a task may use, in rank order."""
+    """The devices that a task may use, in rank order.
+
+    Attributes:
+        devices: at least one.
+        is_limited: whether their budgets were named; else they are what is free, and nothing is
+            enforced.
+    """
 
     devices: tuple[Device, ...]
+    is_limited: bool = False
 
     @classmethod
     def here(
@@ -196,7 +203,8 @@ class Machine:
                     f" {format_bytes(device.total_bytes)}: give at most that, or leave it out to use"
                     " what is free."
                 )
-        return Machine(tuple(replace(device, budget_bytes=budget) for device in self.devices))
+        devices = tuple(replace(device, budget_bytes=budget) for device in self.devices)
+        return Machine(devices, is_limited=True)
 
     @property
     def device(self) -> Device:

@@ -131,7 +131,7 @@ def plan(
                 subject,
                 min(devices, key=lambda device: device.budget_bytes),
                 wishes,
-                limited=memory is not None or machine is not None,
+                limited=memory is not None or (machine is not None and machine.is_limited),
                 layouts=layouts_of(devices, parallel, balance, exact=exact),
                 norms=norms if exact else "ghosts",
                 notices=(
