@@ -25,7 +25,6 @@ from anybatch.data import (
     padded_size,
     steps_of,
 )
-from anybatch.estimate.samples import sample_bytes
 from anybatch.task import Task
 
 _INDEX_BYTES = 8
@@ -52,7 +51,6 @@ class Course:
             evaluation beside them.
         order_bytes: indices of the epochs that are kept, and lengths.
         worker_bytes: taken to speak to the processes that load samples. Their own are not the run's.
-        sample_bytes: of the heap, that each sample of a micro-batch leaves behind; see `samples`.
         total_steps: of the run; None: not known.
         unequal: how samples differ in length; None: they are alike.
     """
@@ -61,7 +59,6 @@ class Course:
     evaluates_between: bool = False
     order_bytes: int = 0
     worker_bytes: int = 0
-    sample_bytes: int = 0
     total_steps: int | None = None
     unequal: Unequal | None = None
 
@@ -140,8 +137,7 @@ def course_of(task: Task, ghost: int | None = None) -> Course:
     """The course of `task` with ghost batches of so many samples. Of a stream nothing is known, so it
     is taken to evaluate early."""
     if not is_map_style(task.train):
-        early = task.valid is not None
-        return Course(evaluates_between=early, sample_bytes=sample_bytes(task))
+        return Course(evaluates_between=task.valid is not None)
     steps = steps_of(task)
     total = steps.total_steps or 0
     per_epoch = max(1, -(-steps.epoch_samples // task.global_batch))
@@ -158,7 +154,6 @@ def course_of(task: Task, ghost: int | None = None) -> Course:
         evaluates_between=task.valid is not None and first < total,
         order_bytes=kept * _INDEX_BYTES * (steps.num_samples or 0),
         worker_bytes=_worker_bytes(task),
-        sample_bytes=sample_bytes(task),
         total_steps=total or None,
         unequal=unequal,
     )

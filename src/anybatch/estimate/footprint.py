@@ -207,7 +207,7 @@ def _beside(
     holes = _holes(timeline)
     # What comes and goes may come to lie behind the objects of samples, too.
     behind = min(num_samples * _SAMPLE_BYTES, _MOST_SAMPLES_BYTES, holes)
-    holes += max(behind, num_samples * subject.course.sample_bytes)
+    holes += max(behind, num_samples * subject.sample_bytes)
     return {
         "libraries": libraries + constant + subject.course.worker_bytes,
         OVERHEAD: holes,

@@ -94,11 +94,6 @@ _TILED_BYTES = {
 """The same in bfloat16 on a processor with tiles (AMX), where they are others: means over 3 to 14
 shapes, within 80 KiB but for few."""
 
-_TILED_ROWS, _TILED_PART = 384, 70 << 10
-_LEAST_TILED_SIDE, _TILED_SIDE, _TILED_REST, _TILE_ROWS = 512, 768, 130 << 10, 32
-_TILED_DEPTH, _LEAST_DEEP, _TILED_SLICE, _DEEPEST, _TILED_SLICES = 2000, 256, 64, 8192, 560 << 10
-"""Of products there: see `_of_tiles`."""
-
 _KEYS = 512
 """That a thread of attention takes at a time."""
 
@@ -388,19 +383,28 @@ def _primitive_bytes(name: str, is_half: bool) -> int:
 
 
 def _of_tiles(left: Tensor, right: Tensor) -> int:
-    """What the kernels of a product keep where its matrices come as tiles, beside those of others: by
-    24 shapes with 14 numbers of rows each, and 96 deep ones, mostly within 100 KiB, but for some of
-    fewer rows. One that is deep is made of slices, with kernels for the first, the last, and a rest."""
+    """What the kernels of a product keep where its matrices come as tiles, beside those of others.
+    There are more where a side is no whole number of tiles, and for the slices of a deep one.
+
+    By 950 random shapes of 16 to 3,072 rows, deep and wide: right within 0.1 MiB in the mean, and
+    within 0.03 where all sides are whole tiles; single ones differ by 0.25 to 0.4 MiB where they
+    are not.
+    """
     rows, depth, columns = left.size(-2), left.size(-1), right.size(-1)
-    if rows < _TILED_ROWS or _is_turned(left):
-        return 0
-    sides = depth, columns
-    parts = sum(side >= _LEAST_TILED_SIDE for side in sides) + (min(sides) >= _TILED_SIDE)
-    more = _TILED_REST if rows % _TILE_ROWS else 0
-    if depth >= _TILED_DEPTH and columns >= _LEAST_DEEP:
+    odd_rows, odd_columns, odd_depth = rows % 32 > 0, columns % 32 > 0, depth % 64 > 0
+    is_deep, is_wide = depth >= 512, columns >= 512
+    if _is_turned(left):
+        kib = odd_depth * (200 + 220 * odd_rows + 180 * odd_columns) + 80 * (is_deep and is_wide)
+        return kib << 10
+    kib = odd_columns * (200 if is_deep else 60) * (2 if odd_rows and rows >= 384 else 1)
+    if rows < 384:
+        few = is_deep and not _is_turned(right)  # the right one is copied tile by tile
+        return (kib + few * (350 if is_wide else 80)) << 10
+    parts = is_deep + is_wide + (min(depth, columns) >= 768)
+    if depth >= 2000 and columns >= 256:
         parts = max(parts, 2) + 5
-        more += _TILED_SLICES if depth % _TILED_SLICE or depth >= _DEEPEST else 0
-    return parts * _TILED_PART + more
+        kib += 560 if odd_depth or depth >= 8192 else 0
+    return (kib + 70 * parts + 130 * odd_rows) << 10
 
 
 def _is_turned(tensor: Tensor) -> bool:

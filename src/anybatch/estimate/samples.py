@@ -7,13 +7,13 @@ the heap keeps what they had when they are gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from anybatch.data import TensorFetch, is_map_style, open_fetch, parts_of
+from anybatch.data import TensorFetch, batch_size, is_map_style, open_fetch, parts_of
 from anybatch.errors import AnybatchError
 from anybatch.machine import MMAP_THRESHOLD
 from anybatch.task import Task
@@ -26,26 +26,37 @@ _SPREAD = 1.25
 was kept."""
 
 
-def sample_bytes(task: Task) -> int:
+def sample_bytes(task: Task, batch: Any) -> int:
     """Bytes of the heap that each sample of a micro-batch leaves behind; 0 where batches are taken out
-    of tensors in memory, or put together by other processes, or where samples cannot be read alone."""
+    of tensors in memory, or put together by other processes, or where samples cannot be read alone.
+
+    Args:
+        task: whose samples. One is read twice; of a stream none, since it may be spent by it.
+        batch: of the task, from which it is told what samples of a stream are made of.
+    """
     if task.num_workers:
         return 0
-    if is_map_style(task.train):
-        fetch = open_fetch(task.train, task.collate, task.seed)
-        if isinstance(fetch, TensorFetch):
-            return 0
-        try:
-            twice = [fetch.alone(0), fetch.alone(0)]
-        except AnybatchError:  # told where a batch is made
-            return 0
-    else:
-        twice = [next(iter(task.train), None)]
-    first, *again = [dict(enumerate(_blocks(sample))) for sample in twice]
-    there = {address for other in again for address, _ in other.values()}
-    made = (size for address, size in first.values() if address not in there)
-    own = sum(size for size in made if size < MMAP_THRESHOLD)
-    return len(first) * _OBJECT_BYTES + round(_SPREAD * own)
+    if not is_map_style(task.train):
+        size = batch_size(batch)
+        return _left_by([num_bytes // size for _, num_bytes in _blocks(batch)], [])
+    fetch = open_fetch(task.train, task.collate, task.seed)
+    if isinstance(fetch, TensorFetch):
+        return 0
+    try:
+        first, again = fetch.alone(0), fetch.alone(0)
+    except AnybatchError:  # told where a batch is made
+        return 0
+    held = {address for address, _ in _blocks(again)}
+    made, there = [], []
+    for address, num_bytes in _blocks(first):
+        (there if address in held else made).append(num_bytes)
+    return _left_by(made, there)
+
+
+def _left_by(made: Sequence[int], there: Sequence[int]) -> int:
+    """Of tensors and arrays whose numbers take so many bytes: made for the sample, or there already."""
+    own = sum(num_bytes for num_bytes in made if num_bytes < MMAP_THRESHOLD)
+    return (len(made) + len(there)) * _OBJECT_BYTES + round(_SPREAD * own)
 
 
 def _blocks(node: Any) -> Iterator[tuple[int, int]]:

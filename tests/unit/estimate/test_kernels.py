@@ -281,11 +281,12 @@ def test_on_a_processor_with_tiles_kernels_in_bfloat16_keep_more(
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
     kept = {
         (rows, dtype): halves(CpuKernels(2), rows, 1024, 1024, dtype)[1]
-        for rows in (64, 1024, 1000)
+        for rows in (64, 1024, 1000)  # the right matrix as it is
         for dtype in HALF
     }
     more = {key: size - kept[64, torch.float16] for key, size in kept.items()}
-    # Read off resident memory: 568, 800 and 940 KiB.
+    # Read off resident memory: 868, 800 and 940 KiB, where others keep 590.
+    assert more[64, torch.bfloat16] == has_tiles * 350 * KIB
     assert more[1024, torch.bfloat16] == has_tiles * 210 * KIB
     assert more[1000, torch.bfloat16] == has_tiles * 340 * KIB
-    assert more[64, torch.bfloat16] == more[1024, torch.float16] == 0
+    assert more[1024, torch.float16] == 0

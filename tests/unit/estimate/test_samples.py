@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 import anybatch as ab
 from anybatch.estimate import footprint, subject_of
-from anybatch.estimate.samples import sample_bytes
+from anybatch.estimate.samples import sample_bytes as bytes_of
 from anybatch.machine import MMAP_THRESHOLD
 from anybatch.plans import Choice
 
@@ -36,11 +36,6 @@ class Made(Dataset):
         return self.make(index)
 
 
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        return (row.clone() for row in ROWS)
-
-
 def task(train: Any, **more: Any) -> ab.Task:
     return ab.Task(
         model=lambda: nn.Linear(WIDTH, 4),
@@ -51,6 +46,10 @@ def task(train: Any, **more: Any) -> ab.Task:
         steps=2,
         **more,
     )
+
+
+def sample_bytes(task: ab.Task) -> int:
+    return bytes_of(task, ROWS[:2].clone())
 
 
 def test_tensors_in_memory_have_no_samples():
@@ -71,11 +70,23 @@ def test_of_samples_that_are_there_already_only_objects_are_made(train: Any):
         Made(lambda i: ROWS[i].numpy().copy()),
         Made(lambda i: {"x": ROWS[i] + 1, "y": i}),
         Subset(Made(lambda i: ROWS[i] * torch.rand(())), range(NUM // 2)),
-        Stream(),
     ],
 )
 def test_samples_that_are_made_leave_their_numbers(train: Any):
     assert 4 * WIDTH < sample_bytes(task(train)) < 1.5 * 4 * WIDTH + OBJECTS
+
+
+def test_of_a_stream_no_sample_is_spent():
+    taken: list[int] = []
+
+    class Once(IterableDataset):
+        def __iter__(self) -> Any:
+            for row in ROWS:
+                taken.append(1)
+                yield row
+
+    assert 4 * WIDTH < sample_bytes(task(Once())) < 1.5 * 4 * WIDTH + OBJECTS
+    assert not taken
 
 
 def test_large_samples_go_back_to_the_kernel():
