@@ -23,6 +23,7 @@ fake tensors cannot look into. It can be asked for, and in a trace ours stands f
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -49,6 +50,7 @@ _CHUNK_BYTES = 16 << 20
 _LEAST_TOKENS = {"cpu": 256, "cuda": 1024}
 """Every chunk of tokens reads the weight and adds to its gradient, so it should not be thin."""
 _LEAST_WORDS = 128
+_LOG2_E = math.log2(math.e)
 _STANDS_FOR: ContextVar[str | None] = ContextVar("stands_for", default=None)
 
 _FEW: ContextVar[bool] = ContextVar("few", default=False)
@@ -521,7 +523,7 @@ def _to_gradient(
     at_target = logits.gather(1, targets)
     mean = logits.mean(1, keepdim=True) if options.smoothing else None
     highest = logits.amax(1, keepdim=True)
-    total = logits.sub_(highest).exp_().sum(1, keepdim=True)
+    total = _exp(logits.sub_(highest)).sum(1, keepdim=True)
     normaliser = total.log().add_(highest)
     losses = _losses(normaliser, at_target, mean, scale, options)
     if wanted:
@@ -530,6 +532,15 @@ def _to_gradient(
         if slope is not None:
             logits.mul_(slope)
     return losses
+
+
+def _exp(x: Tensor) -> Tensor:
+    """e to the power of `x`, in place. On a CPU as a power of two: MKL's exponential, which torch
+    calls, takes twenty times as long where results are too small for a normal number, as those of
+    unlikely words are."""
+    if (_STANDS_FOR.get() or x.device.type) == "cpu":
+        return x.mul_(_LOG2_E).exp2_()
+    return x.exp_()
 
 
 class _ByVocabulary(torch.autograd.Function):
@@ -560,8 +571,8 @@ class _ByVocabulary(torch.autograd.Function):
             if mean is not None:
                 mean += logits.sum(1, keepdim=True) / words
             higher = torch.maximum(highest, logits.amax(1, keepdim=True))
-            total.mul_((highest - higher).exp_())
-            total += logits.sub_(higher).exp_().sum(1, keepdim=True)
+            total.mul_(_exp(highest - higher))
+            total += _exp(logits.sub_(higher)).sum(1, keepdim=True)
             highest = higher
             del logits  # before the next ones are made
         normaliser = total.log().add_(highest)
@@ -584,7 +595,7 @@ class _ByVocabulary(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             logits = _logits(hidden, weight, bias, part, precise)
             slope = _cap(logits, options.softcap, wanted=True)
-            logits.sub_(normaliser).exp_().mul_(rise)
+            _exp(logits.sub_(normaliser)).mul_(rise)
             within, place = _within(targets[:, None], start, logits.size(1))
             _fall(logits, place, torch.where(within, scale, 0.0), options, words, spread=scale)
             if slope is not None:

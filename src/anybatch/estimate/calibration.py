@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybatch.estimate.seconds_operations import Memory
+from anybatch.estimate.seconds_operations import HEAD_DIM, Memory
 from anybatch.machine import Device, Rates
 from anybatch.threads import MOST_IDLE, Stopwatch
 
@@ -41,6 +41,10 @@ _LONGEST_SECONDS = 4.0
 # What is left of the figures on a data sheet in a training step: large products of transformers reach
 # 60 to 75% of the matrix rate, streaming operations 80 to 90% of the memory's.
 _SHEET_MATMUL, _SHEET_CONVOLUTION, _SHEET_BYTES = 0.65, 0.45, 0.80
+_SHEET_ATTENTION = 0.60, 0.50
+_HALF_LENGTH = 256.0
+"""Forward and backward of attention reach 50 to 73% and 40 to 63% of the matrix rate with long
+sequences, and about half of that at this length (FlashAttention-2, Dao 2023, on an A100)."""
 
 SHEET_ERROR = 1.5
 """Factor within which step times from a data sheet are expected."""
@@ -53,6 +57,8 @@ class Speeds:
     Attributes:
         matmul: dtype to rate of matrix products, over floating-point operations.
         convolution: the same for convolutions.
+        attention: dtype to rates of forward and of backward, over the length of the sequence, with
+            heads of `HEAD_DIM`.
         memory: family of operations to bytes per second, over bytes.
         call_seconds: to start one operation, from Python and autograd, whatever it does.
         overlap: operations are started while earlier ones run (CUDA), so that the larger of the two
@@ -64,6 +70,7 @@ class Speeds:
 
     matmul: dict[str, Products]
     convolution: dict[str, Products]
+    attention: dict[str, tuple[Curve, Curve]]
     memory: dict[str, Curve]
     call_seconds: float
     overlap: bool
@@ -90,12 +97,12 @@ def rate_at(curve: Curve, work: float) -> float:
     return math.exp((1 - part) * math.log(slow) + part * math.log(fast))
 
 
-def product_rate(products: Products, work: float, narrow: float) -> float:
+def product_rate(products: Products, work: float, narrow: float, widest: float = math.inf) -> float:
     """The rate of a product of `work` operations whose smallest dim is `narrow`: between the thin ones
-    and the cubes, by the logarithm of that dim."""
+    and the cubes, by the logarithm of that dim. From `widest` on it is as fast as a cube."""
     thin, thin_curve, cubes = products
     work = max(work, 1.0)
-    side = max((work / 2) ** (1 / 3), thin * 1.001)
+    side = max(min((work / 2) ** (1 / 3), widest), thin * 1.001)
     if narrow <= 0:
         return rate_at(cubes, work)
     part = min(1.0, max(0.0, math.log(narrow / thin) / math.log(side / thin)))
@@ -119,10 +126,16 @@ def nominal(device: Device) -> Speeds:
     convolution = {
         name: _nominal_products(rate * _SHEET_CONVOLUTION) for name, rate in full.items()
     }
+    forward, backward = _SHEET_ATTENTION
+    attention = {
+        name: (_rising(rate * forward, _HALF_LENGTH), _rising(rate * backward, _HALF_LENGTH))
+        for name, rate in full.items()
+    }
     memory = _rising(rates.bytes * _SHEET_BYTES, rates.bytes * 5e-6)
     return Speeds(
         matmul=matmul,
         convolution=convolution,
+        attention=attention,
         memory=dict.fromkeys(FAMILIES, memory),
         call_seconds=rates.launch_seconds,
         overlap=True,
@@ -144,6 +157,7 @@ def _nominal_cpu(rates: Rates) -> Speeds:
     return Speeds(
         matmul=compute,
         convolution=compute,
+        attention={name: (cubes, cubes) for name, (_, _, cubes) in compute.items()},
         memory={
             name: tuple((size, rate * slower.get(name, 1.0)) for size, rate in memory)
             for name in FAMILIES
@@ -189,6 +203,7 @@ def measure(device: Device, best: bool = False) -> Speeds:
         found = Speeds(
             matmul={name: bench.products(name, start) for name in bench.dtypes},
             convolution={name: bench.convolutions(name, start) for name in bench.dtypes},
+            attention={name: bench.attention(name, start) for name in bench.dtypes},
             memory={family: bench.streams(family, start) for family in FAMILIES},
             call_seconds=bench.calls(),
             overlap=target.type == "cuda",
@@ -258,6 +273,42 @@ class _Bench:
         # Each of the three products has a third of the work, and of the starts.
         return 16.0, _above(few, start, parts=3), _above(wide, start, parts=3)
 
+    def attention(self, name: str, start: float) -> tuple[Curve, Curve]:
+        """Rates of attention, forward and backward, by the length of the sequence: of all tokens to
+        all, from one tensor of queries, keys and values as models have it."""
+        dtype, tf32 = _arithmetic(name)
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        try:
+            lengths = (256, 1024, 4096) if self._cuda else (64, 256, 1024)
+            found = [self._attention(length, dtype, start) for length in lengths]
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+        forward, backward = zip(*found, strict=True)
+        return forward, backward
+
+    def _attention(
+        self, length: int, dtype: torch.dtype, start: float
+    ) -> tuple[tuple[float, float], tuple[float, float]]:
+        """(length, rate) of forward and of backward."""
+        heads = 64 if self._cuda else max(2048 // length, torch.get_num_threads())
+        numbers = torch.ones(length, 3, heads, HEAD_DIM, dtype=dtype, device=self._target)
+        q, k, v = (x[None].requires_grad_() for x in numbers.permute(1, 2, 0, 3))
+        with torch.enable_grad():
+            result = F.scaled_dot_product_attention(q, k, v)
+        seen = torch.ones_like(result)
+
+        def backward() -> None:
+            torch.autograd.grad(result, (q, k, v), seen, retain_graph=True)
+
+        work = 4.0 * heads * HEAD_DIM * length**2
+        times = (
+            (work, self._seconds(lambda: F.scaled_dot_product_attention(q, k, v))),
+            (2.5 * work, self._seconds(backward)),
+        )
+        forward, back = (rate for _, rate in _above(list(times), start))
+        return (float(length), forward), (float(length), back)
+
     def _product(
         self, narrow: int, side: int, dtype: torch.dtype
     ) -> tuple[float, Callable[[], Any]]:
@@ -294,7 +345,7 @@ class _Bench:
         if self._cuda:
             sizes += [1 << 27, 1 << 29]
         elif family == "plain":  # the others make their result, of pages that the system must map
-            sizes += [1 << 26]
+            sizes += [1 << 26, 1 << 28]
         return _above(self._curve(_stream(family, size, self._target) for size in sizes), start)
 
     def calls(self) -> float:
@@ -406,6 +457,7 @@ def _stream(family: str, num_bytes: int, target: torch.device) -> tuple[float, C
         return twice, lambda: x.index_select(0, rows)
     if family == "pool":
         side = max(8, math.isqrt(numbers // 64) // 8 * 8)
-        image = torch.ones(1, numbers // side**2 or 1, side, side, device=target)
+        # The same numbers everywhere would tell the processor which of them is the largest.
+        image = torch.rand(1, numbers // side**2 or 1, side, side, device=target)
         return 4.0 * image.numel() * (1 + 0.25 * 3), lambda: F.max_pool2d(image, 2)
     return twice / 2, lambda: x.sum(dim=0)

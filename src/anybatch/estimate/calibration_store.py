@@ -29,7 +29,7 @@ from anybatch.estimate.calibration import FAMILIES, Speeds, nominal
 from anybatch.estimate.calibration_apart import SPEEDS, measure_apart
 from anybatch.machine import Device
 
-FORMAT = 3
+FORMAT = 4
 """Of the files, and of the way in which speeds are measured."""
 
 

@@ -35,20 +35,23 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 def copies_on_cpu(op: Any, args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
     """Bytes of each tensor that `op` copies into another layout, or out of it. Each of the two
     gradients of a convolution has copies for itself; with a stride, that of the image takes as long as
-    two more (measured, 1 x 1 and 3 x 3)."""
+    two more (measured, 1 x 1 and 3 x 3). The weight is brought into blocks every time, and its gradient
+    out of them."""
     if op is CONVOLUTION:
         image, weight = args[:2]
         if _by_channels_last(image, weight):
-            return () if _is_channels_last(image) else (image.nbytes,)
-        return _read_bytes(image), _blocked_bytes(result)
+            return weight.nbytes, *(() if _is_channels_last(image) else (image.nbytes,))
+        return weight.nbytes, _read_bytes(image), _blocked_bytes(result)
     if op is CONVOLUTION_BACKWARD:
         gradient, image, weight = args[:3]
+        weights = (weight.nbytes,) * sum(args[10][:2])
         if _by_channels_last(image, weight):
-            return tuple(t.nbytes for t in (gradient, image) if not _is_channels_last(t))
+            images = (t.nbytes for t in (gradient, image) if not _is_channels_last(t))
+            return *weights, *images
         pair = _blocked_bytes(gradient), _read_bytes(image)
         more = (pair[1],) * 2 if args[10][0] and max(args[4]) > 1 else ()
         turned = (gradient.nbytes,) if _is_channels_last(gradient) else ()
-        return pair * sum(args[10][:2]) + more + turned
+        return weights + pair * sum(args[10][:2]) + more + turned
     if op is _POOL_BACKWARD:
         gradient, image, indices = args[0], args[1], args[-1]
         if _is_channels_last(gradient) != _is_channels_last(image):

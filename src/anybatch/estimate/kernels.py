@@ -242,23 +242,15 @@ class CpuKernels(Kernels):
         if op is _LSTM:
             self._once("first lstm in half" if args[0].dtype in _HALF else "first lstm")
             self._primitive("lstm", args[0], args[1], None)
-            return _gate_bytes(args[0], args[2]) + _bytes(args[1]) + _bytes(args[2])
+            return _lstm(args)
         if op is _LSTM_BACKWARD:
             self._primitive("lstm backward", args[0], args[1], None)
-            given = args[10]  # where directions were put side by side, a part of each row
-            copied = 0 if given is None or given.is_contiguous() else _bytes(given)
-            return _lstm_backward(args[0], args[1], args[2]) + copied
+            return _lstm_backward(args)
         return 0
 
     def workspace(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
-        """See `Kernels`. oneDNN's LSTM keeps its gates, and its cells with the one before the first;
-        one that goes from the end to the beginning its inputs and outputs, too, in that order."""
-        if op is not _LSTM:
-            return None
-        gates = _gate_bytes(args[0], args[2])
-        length = args[0].size(0)
-        turned = 2 * _states_bytes(args[0], args[2], args[0].element_size()) if args[7] else 0
-        return result[3], gates + gates // 4 * (length + 1) // length + turned
+        """See `Kernels`."""
+        return (result[3], _lstm_workspace(args)) if op is _LSTM else None
 
     def _product(self, left: Tensor, right: Tensor) -> None:
         if left.dtype in _HALF and _SUPPORTS[left.dtype]():
@@ -363,15 +355,41 @@ def _states_bytes(inputs: Tensor, recurrent: Tensor, item_bytes: int) -> int:
     return (length + 1) * num_sequences * row * item_bytes
 
 
-def _lstm_backward(inputs: Tensor, weight: Tensor, recurrent: Tensor) -> int:
+def lstm_bytes(op: Any, args: tuple[Any, ...]) -> int:
+    """Bytes that `op`, if it is an LSTM on a CPU or its backward, takes beside its results and those of
+    its inputs: what it keeps for backward, and what it takes and gives back."""
+    if op is _LSTM:
+        return _lstm_workspace(args) + _lstm(args)
+    return _lstm_backward(args) if op is _LSTM_BACKWARD else 0
+
+
+def _lstm_workspace(args: tuple[Any, ...]) -> int:
+    """oneDNN's LSTM keeps its gates, and its cells with the one before the first; one that goes from
+    the end to the beginning its inputs and outputs, too, in that order."""
+    gates = _gate_bytes(args[0], args[2])
+    length = args[0].size(0)
+    turned = 2 * _states_bytes(args[0], args[2], args[0].element_size()) if args[7] else 0
+    return gates + gates // 4 * (length + 1) // length + turned
+
+
+def _lstm(args: tuple[Any, ...]) -> int:
+    """Gates, and both weights."""
+    return _gate_bytes(args[0], args[2]) + _bytes(args[1]) + _bytes(args[2])
+
+
+def _lstm_backward(args: tuple[Any, ...]) -> int:
     """Gates, with cells in float32; three times the states in float32, whose gradients go up, back and
     out; gradients of weights in float32, and once more in the dtype of the weights. By peaks of a layer
-    alone, of seventeen shapes of width 13 to 600: within 2%, two smaller than 5 MiB within 4%."""
+    alone, of seventeen shapes of width 13 to 600: within 2%, two smaller than 5 MiB within 4%. A
+    gradient that is a part of each row, where directions were put side by side, is copied."""
+    inputs, weight, recurrent = args[:3]
     gates = _gate_bytes(inputs, recurrent)
     is_half = inputs.dtype in _HALF
     states = 3 * _states_bytes(inputs, recurrent, 4)
     weights = (6 if is_half else 8) * (weight.numel() + recurrent.numel())
-    return (gates if is_half else gates * 5 // 4) + states + weights
+    given = args[10]
+    copied = 0 if given is None or given.is_contiguous() else _bytes(given)
+    return (gates if is_half else gates * 5 // 4) + states + weights + copied
 
 
 def _has_tiles() -> bool:

@@ -9,6 +9,7 @@ started ahead while earlier ones run, so the longer of the two sums counts.
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ import torch
 from anybatch.estimate.calibration import Speeds, product_rate, rate_at
 from anybatch.estimate.cuda import is_overlaid
 from anybatch.estimate.head import Head, LossWork, in_chunks, whole_loss
-from anybatch.estimate.seconds_operations import Operation
+from anybatch.estimate.seconds_operations import PRODUCTS, Operation
 from anybatch.estimate.seconds_work import Counting, Work, work_of
 from anybatch.estimate.subject import Subject
 from anybatch.machine import MMAP_THRESHOLD, Device
@@ -43,6 +44,13 @@ surrounds them, over gloo on one machine."""
 
 _PASS_SECONDS = 3e-4
 """What a micro-batch takes beside its operations: samples are fetched, collated and moved."""
+
+_WIDEST = 256.0
+"""A product on a CPU whose dims all have so many elements is no thin one: its tiles are full."""
+
+_CHECKPOINT_SECONDS = 1.5e-4
+"""What computing a block again takes beside its operations, in Python: torch's checkpoint follows what
+is saved, and keeps the state of random numbers."""
 
 _KERNEL_SECONDS = 2e-6
 """The shortest time of a kernel on CUDA."""
@@ -151,7 +159,10 @@ class Pace:
         self._tables: dict[int, dict[_Place, _Spent]] = {}
         self._memo: dict[tuple[int, Recompute], tuple[float, float, float]] = {}
         self.update_seconds: float = self._in_a_row(
-            self._spent([o for o in self._first.operations if o.phase == "update"])
+            self._spent(
+                (o for o in self._first.operations if o.phase == "update"),
+                2 * self._first.parameter_bytes + self._first.state_bytes,
+            )
         )
 
     @property
@@ -210,17 +221,18 @@ class Pace:
         if key not in self._losses:
             at = self._target, self._device.kind, self._subject
             whole, cut = whole_loss(head, micro_batch, *at), in_chunks(head, micro_batch, *at)
-            before, after = self._loss_seconds(whole), self._loss_seconds(cut)
+            reach = self._reach(micro_batch)
+            before, after = self._loss_seconds(whole, reach), self._loss_seconds(cut, reach)
             products = (o for o in whole.once if o.phase == "forward" and _is_product(o))
-            again = head.num_computed * self._in_a_row(self._spent(products))
+            again = head.num_computed * self._in_a_row(self._spent(products, reach))
             self._losses[key] = after[0] + again - before[0], after[1] - before[1]
         return self._losses[key]
 
-    def _loss_seconds(self, work: LossWork) -> tuple[float, float]:
-        """Seconds of forward and backward."""
+    def _loss_seconds(self, work: LossWork, reach: float) -> tuple[float, float]:
+        """Seconds of forward and backward, in a micro-batch that touches `reach` bytes."""
 
         def seconds(operations: Iterable[Operation], phase: str) -> float:
-            return self._in_a_row(self._spent(o for o in operations if o.phase == phase))
+            return self._in_a_row(self._spent((o for o in operations if o.phase == phase), reach))
 
         forward, backward = (
             seconds(work.once, phase) + work.others * seconds(work.each, phase)
@@ -275,8 +287,8 @@ class Pace:
         )
 
     def block_seconds(self, micro_batch: int, keep_matmuls: bool = False) -> list[float]:
-        """Seconds to compute each block once more."""
-        seconds = [0.0] * len(self._blocks)
+        """Seconds to compute each block once more; those of Python where nothing hides them."""
+        seconds = [0.0 if self._speeds.overlap else _CHECKPOINT_SECONDS] * len(self._blocks)
         for (phase, block, is_product), spent in self._table(micro_batch).items():
             if phase == "forward" and block >= 0 and not (keep_matmuls and is_product):
                 seconds[block] += spent.apart
@@ -299,12 +311,22 @@ class Pace:
         found = self._tables.get(micro_batch)
         if found is None:
             found = self._tables[micro_batch] = {}
+            reach = self._reach(micro_batch)
             for (one, other), blocks in self._lines.items():
-                spent = self._spent(self._between(one, other, micro_batch))
+                spent = self._spent(self._between(one, other, micro_batch), reach)
                 for block, count in blocks.items():
                     place = one.phase, block, _is_product(one)
                     found.setdefault(place, _Spent()).add(spent, count)
         return found
+
+    def _reach(self, micro_batch: int) -> float:
+        """Bytes that a micro-batch touches, forward and backward: so far away is what was not touched
+        just before."""
+        low, high = self._first, self._second
+        made = _line(
+            low.micro_batch, low.made_bytes, high.micro_batch, high.made_bytes, micro_batch
+        )
+        return made + 2.0 * low.parameter_bytes
 
     def _between(self, one: Operation, other: Operation, micro_batch: int) -> list[Operation]:
         """The operation that is `one` and `other` at the two micro-batches, at another."""
@@ -318,6 +340,7 @@ class Pace:
             narrow=between(one.narrow, other.narrow),
             flops=between(one.flops, other.flops),
             num_bytes=between(one.num_bytes, other.num_bytes),
+            far_bytes=between(one.far_bytes, other.far_bytes),
             fresh_bytes=between(one.fresh_bytes, other.fresh_bytes),
             copies=tuple(map(between, one.copies, other.copies)),
         )
@@ -329,30 +352,35 @@ class Pace:
         """Seconds of what is computed a second time (and, as a tree, more often)."""
         if not recompute.blocks:
             return 0.0
-        whole = self._in_a_row(_added(forward.values()))
+        every = _added(forward.values())
         if recompute.nested or "." in recompute.blocks:
             # A tree over n layers computes each log2(n) times more.
-            return whole * (self._first.tree_levels if recompute.nested else 1)
+            levels = self._first.tree_levels if recompute.nested else 1
+            every.calls += _CHECKPOINT_SECONDS * max(1, len(self._blocks))
+            return levels * self._in_a_row(every)
         names = set(recompute.blocks)
         numbers = {i for i, name in enumerate(self._blocks) if _named(name, names)}
         if not numbers:  # blocks of the user's own naming: as much of forward as there are names
-            return whole * min(1.0, len(names) / max(1, len(self._blocks) or len(names)))
-        return self._in_a_row(
-            _added(
-                spent
-                for (_, block, is_product), spent in forward.items()
-                if block in numbers and not (recompute.keep == "matmuls" and is_product)
-            )
+            every.calls += _CHECKPOINT_SECONDS * len(self._blocks)
+            part = min(1.0, len(names) / max(1, len(self._blocks) or len(names)))
+            return part * self._in_a_row(every)
+        again = _added(
+            spent
+            for (_, block, is_product), spent in forward.items()
+            if block in numbers and not (recompute.keep == "matmuls" and is_product)
         )
+        again.calls += _CHECKPOINT_SECONDS * len(numbers)
+        return self._in_a_row(again)
 
     def _in_a_row(self, spent: _Spent) -> float:
         """Seconds of operations that are started one after the other."""
         return max(spent.work, spent.calls) if self._speeds.overlap else spent.work + spent.calls
 
-    def _spent(self, operations: Iterable[Operation]) -> _Spent:
+    def _spent(self, operations: Iterable[Operation], reach: float) -> _Spent:
+        """What they take, where as many bytes as `reach` are touched over and over."""
         total = _Spent()
         for operation in operations:
-            spent = _Spent(self._work_seconds(operation), self._call_seconds(operation))
+            spent = _Spent(self._work_seconds(operation, reach), self._call_seconds(operation))
             spent.apart = self._in_a_row(spent)
             total.add(spent)
         return total
@@ -365,38 +393,47 @@ class Pace:
         more = max(0, operation.num_tensors - 3) if operation.phase == "update" else 0
         return self._speeds.call_seconds + more * self._speeds.call_seconds / 8
 
-    def _work_seconds(self, operation: Operation) -> float:
+    def _work_seconds(self, operation: Operation, reach: float) -> float:
         speeds = self._speeds
         family = operation.family
         product = _is_product(operation)
-        memory = speeds.memory["plain" if product else family]
+        plain = speeds.memory["plain"]
         halved = self._halved and product and operation.dtype == torch.float32
-        num_bytes = operation.num_bytes / 2 if halved else operation.num_bytes
-        # The matrices of a product come from as far as all that a micro-batch touches reaches.
-        among = max(num_bytes, 2.0 * self.parameter_bytes if product else 1.0)
-        seconds = num_bytes / rate_at(memory, among)
+        part = 0.5 if halved else 1.0
+        num_bytes = part * operation.num_bytes
+        is_mapped = operation.fresh_bytes >= self._mapped_from
+        seconds = num_bytes / rate_at(plain if product else speeds.memory[family], num_bytes)
+        far = part * (operation.far_bytes + (operation.fresh_bytes if is_mapped else 0.0))
+        slower = 1 / rate_at(plain, max(reach, num_bytes)) - 1 / rate_at(plain, num_bytes)
+        seconds += far * max(0.0, slower)
         if operation.flops and product:
-            curves = speeds.matmul if family == "matmul" else speeds.convolution
-            curve = curves.get(self._arithmetic(operation)) or curves["float32"]
-            each = operation.flops / max(1, operation.num_products)
-            rate = product_rate(curve, each, operation.narrow)
-            arithmetic = operation.flops / rate
+            arithmetic = operation.flops / self._product_rate(operation)
             # A GPU fetches ahead; one core does both in turn.
             seconds = max(seconds, arithmetic) if speeds.overlap else seconds + arithmetic
-        if operation.fresh_bytes >= self._mapped_from:
+        if is_mapped:
             seconds += operation.fresh_bytes * speeds.fault_seconds_per_byte
         for copied in operation.copies:
-            seconds += 2 * copied / rate_at(speeds.memory["plain"], 2 * copied)
+            seconds += 2 * copied / rate_at(plain, max(1.0, 2 * copied))
             if copied >= min(self._mapped_from, _COPIES_MAPPED):
-                seconds += copied * speeds.fault_seconds_per_byte
+                seconds += copied * (speeds.fault_seconds_per_byte + max(0.0, slower))
         if speeds.overlap and not (self._stands_in and operation.phase == "update"):
             seconds = max(seconds, _KERNEL_SECONDS)
         return seconds
 
+    def _product_rate(self, operation: Operation) -> float:
+        """Floating-point operations per second of a product."""
+        speeds, name = self._speeds, self._arithmetic(operation)
+        if operation.family == "attention":
+            forward, backward = speeds.attention.get(name) or speeds.attention["float32"]
+            return rate_at(backward if "backward" in operation.name else forward, operation.narrow)
+        curves = speeds.matmul if operation.family == "matmul" else speeds.convolution
+        each = operation.flops / max(1, operation.num_products)
+        widest = math.inf if speeds.overlap else _WIDEST
+        return product_rate(curves.get(name) or curves["float32"], each, operation.narrow, widest)
+
     def _arithmetic(self, operation: Operation) -> str:
+        """That of a product, as `Speeds` names it."""
         name = str(operation.dtype).removeprefix("torch.")
-        if not self._speeds.overlap and "scaled_dot_product" in operation.name:
-            return "float32"  # most of a CPU's attention, whose products are small
         if name != "float32":
             return name
         return "bfloat16" if self._halved else "tf32" if self._tf32 else name
@@ -466,6 +503,7 @@ def _over_ghosts(operation: Operation, num_ghosts: float) -> list[Operation]:
     part = replace(
         operation,
         num_bytes=operation.num_bytes / count,
+        far_bytes=operation.far_bytes / count,
         fresh_bytes=operation.fresh_bytes / count,
     )
     joined = replace(operation, name="cat", family="plain", fresh_bytes=operation.fresh_bytes)
@@ -473,7 +511,7 @@ def _over_ghosts(operation: Operation, num_ghosts: float) -> list[Operation]:
 
 
 def _is_product(operation: Operation) -> bool:
-    return operation.family in ("matmul", "convolution")
+    return operation.family in PRODUCTS
 
 
 def _line(low: int, at_low: float, high: int, at_high: float, x: int) -> float:

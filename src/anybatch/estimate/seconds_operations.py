@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,12 +13,25 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from anybatch.estimate.images import copies_on_cpu
+from anybatch.estimate.kernels import lstm_bytes
 
 Memory = Literal["plain", "special", "random", "norm", "batch_norm", "gather", "pool", "reduction"]
 """Operations that are limited by memory, each kind at a rate of its own."""
 
-Family = Literal["matmul", "convolution"] | Memory
-"""Operations whose speed is of one kind. The first two are limited by arithmetic or by memory."""
+Product = Literal["matmul", "convolution", "attention"]
+"""Operations that are limited by arithmetic or by memory."""
+
+Family = Product | Memory
+"""Operations whose speed is of one kind."""
+
+PRODUCTS: tuple[Product, ...] = get_args(Product)
+
+HEAD_DIM = 64
+"""Of the attention that calibration measures."""
+
+_KEYS_AT_ONCE = {"cpu": 512}
+"""Keys that a kernel of attention takes at a time, by the kind of device; 128 elsewhere. Where later
+tokens are masked, it passes over those keys that are masked for all queries at hand."""
 
 _FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot"), "matmul"),
@@ -37,10 +51,10 @@ _FAMILIES: dict[str, Family] = {
     # Their backward reads and writes in order.
     **dict.fromkeys(("native_batch_norm_backward", "max_pool2d_with_indices_backward"), "plain"),
 }
-_FREE = {
-    "device", "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias",
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
-}  # fmt: skip
+EMPTY = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+"""Operations that make storages and leave them as they are."""
+
+_FREE = {"device", "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias"} | EMPTY
 """Operations that touch no bytes."""
 
 _SPECIAL = (
@@ -49,6 +63,14 @@ _SPECIAL = (
 )  # fmt: skip
 _NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm")
 _POOLS = ("pool", "upsample", "grid_sampler", "im2col", "col2im")
+
+_DRAWN_BYTES = 4
+"""Of a number that is drawn: as calibration counts it."""
+
+_SEVERAL = {"_safe_softmax": (10.0, 2.25)}
+"""Of operations that are made of several: how much longer they take than by the bytes of arguments and
+results, and how much more they make than results. Here the softmax, a comparison of each number, of
+whole rows, which is slow, and a choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +83,13 @@ class Operation:
         dtype: of its largest tensor, which says what arithmetic it is.
         flops: floating-point operations; 0 where only bytes count.
         num_bytes: read and written.
+        far_bytes: of these, in tensors that the operations just before have not touched: a cache has
+            them only if all that a micro-batch touches fits into it.
         fresh_bytes: written to storage that it made itself.
         copies: bytes of each tensor that is copied into another layout, to a place of its own, or back.
-        narrow: smallest dim of a product: a tall or flat one is slower than a cube of the same work.
+        narrow: smallest dim of a product: a tall or flat one is slower than a cube of the same work. Of
+            attention, the length of the square sequences with heads of `HEAD_DIM` that would take as
+            much arithmetic.
         num_products: that it is: a backward of a convolution may be two in one, a recurrent layer is
             one for each step of its sequence.
         num_tensors: results; a `foreach` operation has many.
@@ -76,6 +102,7 @@ class Operation:
     dtype: torch.dtype
     flops: float
     num_bytes: float
+    far_bytes: float
     fresh_bytes: float
     copies: tuple[float, ...]
     narrow: float
@@ -86,7 +113,15 @@ class Operation:
 
 
 def operation_of(
-    func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, phase: str, block: int, kind: str
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    result: Any,
+    phase: str,
+    block: int,
+    kind: str,
+    near: Container[int] = (),
+    untouched: Container[int] = (),
 ) -> Operation | None:
     """What calling the aten overload `func` is on a `kind` of device, or None if it touches no bytes.
 
@@ -94,30 +129,40 @@ def operation_of(
         func: an overload.
         args, kwargs, result: on fake tensors.
         phase, block: where; see `Operation`.
+        near: storages that operations just before have touched; see `storage_of`.
+        untouched: storages that were made and not touched yet.
     """
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     tensors = [*inputs, *outputs]
     if not tensors:
         return None
-    packet = func._overloadpacket
-    name = packet.__name__
+    name = func._overloadpacket.__name__
     if name in _FREE:
         return None
-    given = {id(t.untyped_storage()) for t in inputs}
-    fresh = sum(bytes_of(t) for t in outputs if id(t.untyped_storage()) not in given)
+    given = {key for t in inputs if (key := storage_of(t)) not in untouched}
+    fresh = sum(bytes_of(t) for t in outputs if storage_of(t) not in given)
     largest = max(tensors, key=lambda t: t.numel() if t.is_floating_point() else -1)
     family = family_of(name)
-    moved = _gathered(inputs, outputs) if family == "gather" else sum(map(bytes_of, tensors))
+    far = sum(bytes_of(t) for t in inputs if (key := storage_of(t)) in given and key not in near)
+    beside = lstm_bytes(func, args) if kind == "cpu" else 0
+    fresh += beside
+    moved = sum(map(bytes_of, tensors)) + beside
+    if family == "gather":
+        moved = _gathered(inputs, outputs)
+    elif family == "random":  # takes as long per number in half precision
+        moved = sum(_DRAWN_BYTES * t.numel() for t in tensors)
+    times, making = _SEVERAL.get(name, (1.0, 1.0))
     return Operation(
         name=name,
         family=family,
         dtype=largest.dtype,
-        flops=_flops(packet, name, args, kwargs, result),
-        num_bytes=moved,
-        fresh_bytes=fresh,
+        flops=_flops(func, name, args, kwargs, result, kind),
+        num_bytes=times * moved,
+        far_bytes=min(far, moved),
+        fresh_bytes=making * fresh,
         copies=tuple(map(float, copies_on_cpu(func, args, result))) if kind == "cpu" else (),
-        narrow=_narrow(name, inputs),
+        narrow=_narrow(name, args, inputs),
         num_products=_num_products(name, args),
         num_tensors=max(1, len(outputs), len(inputs) if "_foreach_" in name else 0),
         phase=phase,
@@ -131,7 +176,7 @@ def family_of(name: str) -> Family:
     if plain in _FAMILIES:
         return _FAMILIES[plain]
     if "scaled_dot_product" in plain:
-        return "matmul"
+        return "attention"
     if any(part in plain for part in _NORMS):
         return "norm"
     if any(part in plain for part in _POOLS):
@@ -149,28 +194,48 @@ def _num_products(name: str, args: tuple[Any, ...]) -> int:
     return 1
 
 
-def _narrow(name: str, inputs: Sequence[Tensor]) -> float:
-    """The smallest of the three dims of a product, as a matrix product; 0 for another operation."""
+def _narrow(name: str, args: tuple[Any, ...], inputs: Sequence[Tensor]) -> float:
+    """`Operation.narrow`: the smallest of the three dims of a product, as a matrix product; 0 for an
+    operation that is none."""
+    if family_of(name) == "attention":
+        query, key = _query_and_key(name, args)
+        return math.sqrt(query.size(-2) * key.size(-2) * query.size(-1) / HEAD_DIM)
     if name.startswith("convolution"):
         weight = next((t for t in reversed(inputs) if t.dim() >= 3), None)
         return float(min(len(weight), weight[0].numel())) if weight is not None else 0.0
-    if family_of(name) not in ("matmul", "convolution"):
+    if family_of(name) not in PRODUCTS:
         return 0.0
     sides = [side for t in inputs if t.dim() >= 2 for side in t.shape[-2:]]
     return float(min(sides, default=1))
 
 
-def _flops(packet: Any, name: str, args: tuple[Any, ...], kwargs: Any, result: Any) -> float:
+def _query_and_key(name: str, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    return (args[1], args[2]) if "backward" in name else (args[0], args[1])
+
+
+def _attention_flops(func: Any, name: str, args: tuple[Any, ...], kwargs: Any, kind: str) -> float:
+    """Two products in forward, five in backward, which computes the weights anew; of the keys that the
+    kernel does not pass over."""
+    query, key = _query_and_key(name, args)
+    num_keys = key.size(-2)
+    pairs = query.numel() // query.size(-1) * num_keys
+    place = next(i for i, a in enumerate(func._schema.arguments) if a.name == "is_causal")
+    if kwargs.get("is_causal", args[place] if place < len(args) else False):
+        blocks = -(-num_keys // _KEYS_AT_ONCE.get(kind, 128))
+        pairs *= (blocks + 1) / (2 * blocks)
+    return float((10 if "backward" in name else 4) * pairs * query.size(-1))
+
+
+def _flops(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: Any, result: Any, kind: str
+) -> float:
+    if family_of(name) == "attention":
+        return _attention_flops(func, name, args, kwargs or {}, kind)
+    packet = func._overloadpacket
     in_place = getattr(torch.ops.aten, name.removesuffix("_"), None)
     counter = flop_registry.get(packet) or flop_registry.get(in_place)
     if counter is not None:
         return float(counter(*args, **kwargs, out_val=result))
-    if name.startswith("_scaled_dot_product"):  # those of the CPU are not in torch's table
-        backward = "backward" in name
-        query, key = (args[1], args[2]) if backward else (args[0], args[1])
-        pairs = query.numel() // query.size(-1) * key.size(-2)
-        # Two products in forward, five in backward, which computes the weights anew.
-        return float((10 if backward else 4) * pairs * query.size(-1))
     if name.startswith("mkldnn_rnn_layer"):  # each step multiplies by both weights; backward, twice
         inputs, weight, recurrent = args[:3]
         both = weight.numel() + recurrent.numel()
@@ -186,6 +251,11 @@ def _gathered(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
     """Bytes of an operation that reads as many rows of a table as it returns, not all of it."""
     result = sum(map(bytes_of, outputs))
     return 2.0 * result + sum(bytes_of(t) for t in inputs if not t.is_floating_point())
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tells the storage of `tensor` from others, as long as it lives."""
+    return tensor.untyped_storage()._cdata
 
 
 def bytes_of(tensor: Tensor) -> int:
