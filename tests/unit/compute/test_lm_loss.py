@@ -94,6 +94,19 @@ def test_single_precision_is_near_the_plain_loss_whatever_the_chunk(backend, chu
 
 
 @pytest.mark.parametrize("backend", CHUNKED)
+def test_words_too_unlikely_for_a_normal_number_add_nothing_wrong(backend):
+    hidden = torch.tensor([[1.0]]).requires_grad_()
+    logits = torch.tensor([0.0, -1.0, -20.0, -80.0, -95.0, -110.0, -1000.0])
+    weight = logits[:, None].clone().requires_grad_()
+    loss = ab.lm_loss(hidden, weight, torch.tensor([1]), backend=backend).sum
+    loss.backward()
+    likely = logits.double().softmax(0)
+    assert float(loss.detach()) == pytest.approx(-math.log(likely[1]), rel=1e-6)
+    likely[1] -= 1
+    assert torch.allclose(weight.grad[:, 0].double(), likely, rtol=1e-5, atol=1e-37)
+
+
+@pytest.mark.parametrize("backend", CHUNKED)
 def test_gradients_are_the_slopes_of_the_loss(backend):
     hidden, weight, bias, targets = problem()
 
