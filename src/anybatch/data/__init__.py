@@ -47,5 +47,6 @@ from anybatch.data.order import permutation as permutation
 from anybatch.data.resize import resized as resized
 from anybatch.data.schedule import Span as Span
 from anybatch.data.schedule import Steps as Steps
+from anybatch.data.stacking import AT_ONCE as AT_ONCE
 from anybatch.data.stream import StreamLoader as StreamLoader
 from anybatch.data.workers import Beside as Beside

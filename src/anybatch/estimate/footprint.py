@@ -205,13 +205,14 @@ def _beside(
         spoken = communicator_bytes(device) if subject.speaks else 0
         return {"libraries": libraries + spoken, "device context": constant}
     holes = _holes(timeline)
+    there = subject.samples.num_there(num_samples)
     # What comes and goes may come to lie behind the objects of samples, too.
-    behind = min(num_samples * _SAMPLE_BYTES, _MOST_SAMPLES_BYTES, holes)
-    holes += max(behind, num_samples * subject.sample_bytes)
+    behind = min(there * _SAMPLE_BYTES, _MOST_SAMPLES_BYTES, holes)
+    holes += max(behind, there * subject.samples.left_bytes)
     return {
         "libraries": libraries + constant + subject.course.worker_bytes,
         OVERHEAD: holes,
-        "input batch": subject.course.order_bytes,
+        "input batch": subject.course.order_bytes + subject.samples.held_bytes,
     }
 
 

@@ -1,19 +1,21 @@
-"""Samples: what they leave in the heap of the process that puts them together.
+"""Samples: what they take beside their batch in the process that puts them together.
 
 Until a batch is put together its samples are there as objects of their own. Blocks that are smaller
-than glibc's threshold for mappings come from the heap; and since the batch comes to lie behind them,
-the heap keeps what they had when they are gone.
+than glibc's threshold for mappings come from the heap; and since what stays comes to lie behind them,
+the heap keeps what they had when they are gone. Of a stream all samples of a global step are held until
+it is committed, since it may have to be redone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from anybatch.data import TensorFetch, batch_size, is_map_style, open_fetch, parts_of
+from anybatch.data import AT_ONCE, TensorFetch, batch_size, is_map_style, open_fetch, parts_of
 from anybatch.errors import AnybatchError
 from anybatch.machine import MMAP_THRESHOLD
 from anybatch.task import Task
@@ -26,31 +28,52 @@ _SPREAD = 1.25
 was kept."""
 
 
-def sample_bytes(task: Task, batch: Any) -> int:
-    """Bytes of the heap that each sample of a micro-batch leaves behind; 0 where batches are taken out
-    of tensors in memory, or put together by other processes, or where samples cannot be read alone.
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What the samples of a run take beside their batches.
+
+    Attributes:
+        left_bytes: of the heap, that each of those that are there at a time leaves behind.
+        at_once: how many of a micro-batch are there at a time; None: all.
+        held_bytes: of all samples of a global step, while it lasts.
+    """
+
+    left_bytes: int = 0
+    at_once: int | None = None
+    held_bytes: int = 0
+
+    def num_there(self, micro_batch: int) -> int:
+        """Samples that are there at a time."""
+        return micro_batch if self.at_once is None else min(micro_batch, self.at_once)
+
+
+def samples_of(task: Task, batch: Any) -> Samples:
+    """What the samples of `task` take. They leave nothing where batches are taken out of tensors in
+    memory or put together by other processes, or where samples cannot be read alone.
 
     Args:
         task: whose samples. One is read twice; of a stream none, since it may be spent by it.
         batch: of the task, from which it is told what samples of a stream are made of.
     """
-    if task.num_workers:
-        return 0
     if not is_map_style(task.train):
         size = batch_size(batch)
-        return _left_by([num_bytes // size for _, num_bytes in _blocks(batch)], [])
+        parts = [num_bytes // size for _, num_bytes in _blocks(batch)]
+        return Samples(held_bytes=task.global_batch * (len(parts) * _OBJECT_BYTES + sum(parts)))
+    if task.num_workers:
+        return Samples()
     fetch = open_fetch(task.train, task.collate, task.seed)
     if isinstance(fetch, TensorFetch):
-        return 0
+        return Samples()
+    at_once = AT_ONCE if fetch.stacks else None
     try:
         first, again = fetch.alone(0), fetch.alone(0)
     except AnybatchError:  # told where a batch is made
-        return 0
+        return Samples(at_once=at_once)
     held = {address for address, _ in _blocks(again)}
     made, there = [], []
     for address, num_bytes in _blocks(first):
         (there if address in held else made).append(num_bytes)
-    return _left_by(made, there)
+    return Samples(_left_by(made, there), at_once)
 
 
 def _left_by(made: Sequence[int], there: Sequence[int]) -> int:

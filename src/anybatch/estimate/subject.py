@@ -30,7 +30,7 @@ from anybatch.estimate.course import Course, course_of
 from anybatch.estimate.fake_modules import converting_fake_modules, without_addresses
 from anybatch.estimate.family import Family
 from anybatch.estimate.recall import Recall, Recalling, fake_mode
-from anybatch.estimate.samples import sample_bytes
+from anybatch.estimate.samples import Samples, samples_of
 from anybatch.estimate.sharding import Division
 from anybatch.estimate.template import template_of
 from anybatch.estimate.values import UNKNOWN
@@ -60,7 +60,7 @@ class Subject:
         division: how the model is divided over ranks, or None.
         depends: sentences on what in the model depends on how a step is cut.
         long: the longest sample, and how lengths are spread, in words; empty: they are alike.
-        sample_bytes: of the heap, that each sample of a micro-batch leaves behind; see `samples`.
+        samples: what they take beside their batches.
         uneven: samples that were looked at, of which the largest stand for all, where samples differ in
             size and no lengths are given; else 0.
         families: traces made so far, so that none is made twice.
@@ -86,7 +86,7 @@ class Subject:
     staged: bool = False
     division: Division | None = None
     long: str = ""
-    sample_bytes: int = 0
+    samples: Samples = field(default_factory=Samples)
     uneven: int = 0
     depends: tuple[str, ...] = ()
     families: dict[Hashable, Family] = field(default_factory=dict, compare=False, repr=False)
@@ -202,7 +202,7 @@ def subject_of(task: Task) -> Subject:
         recall=recall,
         course=course,
         long=_told_lengths(task),
-        sample_bytes=sample_bytes(task, template),
+        samples=samples_of(task, template),
         uneven=uneven,
         depends=depends_on_cut(model),
     )

@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 import anybatch as ab
+from anybatch.data import AT_ONCE
 from anybatch.estimate import footprint, subject_of
-from anybatch.estimate.samples import sample_bytes as bytes_of
+from anybatch.estimate.samples import samples_of
 from anybatch.machine import MMAP_THRESHOLD
 from anybatch.plans import Choice
 
@@ -49,7 +50,7 @@ def task(train: Any, **more: Any) -> ab.Task:
 
 
 def sample_bytes(task: ab.Task) -> int:
-    return bytes_of(task, ROWS[:2].clone())
+    return samples_of(task, ROWS[:2].clone()).left_bytes
 
 
 def test_tensors_in_memory_have_no_samples():
@@ -76,7 +77,7 @@ def test_samples_that_are_made_leave_their_numbers(train: Any):
     assert 4 * WIDTH < sample_bytes(task(train)) < 1.5 * 4 * WIDTH + OBJECTS
 
 
-def test_of_a_stream_no_sample_is_spent():
+def test_a_stream_holds_a_global_batch_of_samples_and_none_is_spent():
     taken: list[int] = []
 
     class Once(IterableDataset):
@@ -85,7 +86,9 @@ def test_of_a_stream_no_sample_is_spent():
                 taken.append(1)
                 yield row
 
-    assert 4 * WIDTH < sample_bytes(task(Once())) < 1.5 * 4 * WIDTH + OBJECTS
+    found = samples_of(task(Once()), ROWS[:2].clone())
+    assert 32 * 4 * WIDTH < found.held_bytes < 32 * (4 * WIDTH + OBJECTS)
+    assert found.left_bytes == 0
     assert not taken
 
 
@@ -106,10 +109,12 @@ def test_the_random_numbers_of_the_process_stay_as_they_were():
     assert torch.equal(torch.rand(4), expected[0])
 
 
-def test_every_sample_of_a_micro_batch_counts():
-    device, choice = ab.Machine.here("256MiB").device, Choice(micro_batch=32, evaluation_batch=1)
+@pytest.mark.parametrize(("collate", "counted"), [(torch.stack, 3 * AT_ONCE), (None, AT_ONCE)])
+def test_the_samples_that_are_there_at_a_time_count(collate: Any, counted: int):
+    choice = Choice(micro_batch=3 * AT_ONCE, evaluation_batch=1)
+    device = ab.Machine.here("256MiB").device
     made, there = (
-        footprint(subject_of(task(train)), choice, device).peak.num_bytes
-        for train in (Made(lambda i: ROWS[i].clone()), list(ROWS))
+        footprint(subject_of(task(train, collate=collate)), choice, device).peak.num_bytes
+        for train in (Made(lambda i: ROWS[i % NUM].clone()), list(ROWS))
     )
-    assert made - there > 0.8 * 32 * 4 * WIDTH
+    assert 0.8 * counted * 4 * WIDTH < made - there < 1.3 * counted * 4 * WIDTH
