@@ -1,6 +1,6 @@
 """How near is the predicted peak to the one that the operating system measures? One command:
 
-    python benchmarks/memory/run.py [--only NAME ...] [--jobs N] [--threads N]
+    python benchmarks/memory/run.py [--only NAME ...] [--jobs N] [--threads N] [--name FILE]
 
 Each cell (a model under a variant) trains three steps in a process of its own, under a budget that is
 held, and compares what was predicted with what the kernel counted, and with the time of a step. Nothing
@@ -32,6 +32,7 @@ VARIANTS = ("plain", "accumulated", "recomputed", "bf16")
 OF_WORDS = ("lstm", "gpt, tied", "gpt, untied", "experts")
 """Models with logits over a vocabulary, whose loss can be taken in chunks."""
 CHUNKED = ("chunked", "chunked bf16")
+WITH_LSTM = ("lstm", "speech")
 OF_IMAGES = ("convolutional", "residual", "vgg16", "u-net")
 CHANNELS_LAST = "channels last"
 BUDGET = "6GiB"
@@ -49,6 +50,16 @@ def variants_of(name: str) -> tuple[str, ...]:
     """Of one model."""
     chunked = CHUNKED if name in OF_WORDS else ()
     return (*VARIANTS, *chunked, *([CHANNELS_LAST] if name in OF_IMAGES else []))
+
+
+def can_run(name: str, variant: str) -> bool:
+    """Whether torch can compute the cell on this CPU: an LSTM under autocast only where oneDNN does."""
+    import torch
+
+    from anybatch.processor import this_processor
+
+    is_half = variant.endswith("bf16") and name in WITH_LSTM
+    return not is_half or torch.bfloat16 in this_processor().halves
 
 
 def measure(name: str, variant: str) -> dict[str, Any]:
@@ -219,11 +230,12 @@ def _of_seconds(cells: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run all cells, print the table, and write it to benchmarks/results/memory.md and .json."""
+    """Run all cells, print the table, and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these models alone")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--name", default="memory", help="of the files of results")
     parser.add_argument("--cell", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.cell:
@@ -238,13 +250,17 @@ def main() -> None:
         return cell
 
     with ThreadPoolExecutor(given.jobs) as pool:
-        cells = list(pool.map(cell_of, cells_of(given.only or KINDS)))
+        named = cells_of(given.only or KINDS)
+        cells = list(pool.map(cell_of, [one for one in named if can_run(*one)]))
     text = table(cells, given.threads)
+    if missing := [", ".join(one) for one in named if not can_run(*one)]:
+        text += f"\nTorch cannot compute on this CPU: {'; '.join(missing)}.\n"
     print(text)
     if not given.only:
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "memory.md").write_text(text, encoding="utf-8")
-        (RESULTS / "memory.json").write_text(json.dumps(cells, indent=2) + "\n", encoding="utf-8")
+        (RESULTS / f"{given.name}.md").write_text(text, encoding="utf-8")
+        data = json.dumps(cells, indent=2) + "\n"
+        (RESULTS / f"{given.name}.json").write_text(data, encoding="utf-8")
 
 
 if __name__ == "__main__":

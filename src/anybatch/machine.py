@@ -16,6 +16,7 @@ import torch
 
 from anybatch import catalogue
 from anybatch.errors import InputError
+from anybatch.processor import this_processor
 from anybatch.threads import num_cores
 from anybatch.units import format_bytes, parse_bytes
 
@@ -107,7 +108,7 @@ class Device:
         """Whether its matrix units compute in `format`. A GPU of which only the memory is known is
         taken for one that does."""
         if self.kind == "cpu":
-            return format == "bf16"
+            return format == "bf16" and torch.bfloat16 in this_processor().halves
         if self.capability.startswith("gfx"):
             return self.capability.startswith(_ON_ROCM[format])
         version = tuple(int(number) for number in self.capability.split(".") if number)

@@ -20,7 +20,10 @@ if sys.platform != "win32":
     import resource
 
 _ALLOCATOR_SIGNS = ("DefaultCPUAllocator", "allocate memory", "std::bad_alloc", "not enough memory")
-_MARKING_SIGNS = ("could not create a primitive", "could not create a memory object")
+_MARKING_SIGNS = re.compile(
+    # That of a descriptor fails where oneDNN has no such kernel, on this processor or at all.
+    r"could not create a (primitive(?! descriptor)|memory object)"
+)
 _REQUESTED = (
     re.compile(r"you tried to allocate (?P<size>\d+) (?P<unit>bytes)"),
     re.compile(r"Tried to allocate (?P<size>[\d.]+) (?P<unit>[KMG]?iB|bytes)"),
@@ -48,7 +51,7 @@ def as_memory_failure(error: BaseException) -> MemoryFailure | None:
     """`error` as a memory failure, or None if it is something else."""
     text = str(error)
     runtime = isinstance(error, RuntimeError)
-    marks_thread = runtime and any(sign in text for sign in _MARKING_SIGNS)
+    marks_thread = runtime and _MARKING_SIGNS.search(text) is not None
     is_one = (
         isinstance(error, torch.OutOfMemoryError | MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from anybatch.errors import InputError
 from anybatch.machine import Device, NumberFormat
 from anybatch.plans import Precision
+from anybatch.processor import this_processor
 
 NORMS: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,
@@ -176,7 +177,15 @@ def check_available(precision: Precision, device: Device) -> None:
 def precision_notices(precision: Precision, device: Device) -> Iterator[str]:
     """What to say where `device` computes in `precision`, but not as it computes best."""
     format = FORMATS[precision]
-    if torch.bfloat16 in (format.compute, format.weights) and not device.has("bf16"):
+    if device.kind == "cpu":
+        half = format.compute or format.weights
+        if half is not None and not this_processor().computes(half):
+            yield (
+                f"This CPU has no instructions for {str(half).removeprefix('torch.')}: in {precision}"
+                " products are no faster than in fp32, and convolutions take many times as long, and"
+                " more memory."
+            )
+    elif torch.bfloat16 in (format.compute, format.weights) and not device.has("bf16"):
         yield (
             f"{device.name} has no bfloat16 (compute capability {device.capability}): {precision} is"
             " emulated on it, no faster than float32. Its half precision is float16:"

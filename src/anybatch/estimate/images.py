@@ -1,8 +1,10 @@
 """Images: what operations on them copy, since their kernels compute in a layout of their own.
 
 oneDNN computes convolutions on blocks of channels, into which images are copied and out of which
-results are, unless their channels lie last; then only what lies otherwise is copied. The rules for CPUs
-were found by running single operations, as those in `kernels`.
+results are, unless their channels lie last; then only what lies otherwise is copied. In half precision,
+on CPUs without instructions for it, torch unfolds images instead, so that a convolution is a product:
+each pixel stands there as often as the kernel meets it. The rules for CPUs were found by running single
+operations, as those in `kernels`.
 
 cuDNN computes with the channels last if those of the image or of the weight lie so, and torch copies
 what does not: gradients and, at each use, weights (`cudnn_convolution` and its backward in
@@ -12,11 +14,15 @@ measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from anybatch.processor import Processor
 
 _aten: Any = torch.ops.aten
 CONVOLUTION: Any = _aten.convolution.default
@@ -25,30 +31,34 @@ _POOL_BACKWARD = _aten.max_pool2d_with_indices_backward.default
 IMAGES: frozenset[Any] = frozenset((CONVOLUTION, CONVOLUTION_BACKWARD, _POOL_BACKWARD))
 """The operations."""
 
-BLOCK = 16
-"""Channels per block of oneDNN's layouts, with 512-bit vectors."""
-
 _HALF = (torch.bfloat16, torch.float16)
+_WIDE = 64  # bytes of the vectors of AVX-512
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def copies_on_cpu(op: Any, args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
+def copies_on_cpu(
+    op: Any, args: tuple[Any, ...], result: Any, processor: Processor
+) -> tuple[int, ...]:
     """Bytes of each tensor that `op` copies into another layout, or out of it. Each of the two
     gradients of a convolution has copies for itself; with a stride, that of the image takes as long as
     two more (measured, 1 x 1 and 3 x 3). The weight is brought into blocks every time, and its gradient
     out of them."""
     if op is CONVOLUTION:
         image, weight = args[:2]
+        if not processor.computes(image.dtype):
+            return (_unfolded_bytes(Convolved.forward(args, result)),)
         if _by_channels_last(image, weight):
             return weight.nbytes, *(() if _is_channels_last(image) else (image.nbytes,))
-        return weight.nbytes, _read_bytes(image), _blocked_bytes(result)
+        return weight.nbytes, _read_bytes(image, processor), _blocked_bytes(result, processor)
     if op is CONVOLUTION_BACKWARD:
         gradient, image, weight = args[:3]
+        if not processor.computes(image.dtype):
+            return (_unfolded_bytes(Convolved.backward(args)),) * sum(args[10][:2])
         weights = (weight.nbytes,) * sum(args[10][:2])
         if _by_channels_last(image, weight):
             images = (t.nbytes for t in (gradient, image) if not _is_channels_last(t))
             return *weights, *images
-        pair = _blocked_bytes(gradient), _read_bytes(image)
+        pair = _blocked_bytes(gradient, processor), _read_bytes(image, processor)
         more = (pair[1],) * 2 if args[10][0] and max(args[4]) > 1 else ()
         turned = (gradient.nbytes,) if _is_channels_last(gradient) else ()
         return weights + pair * sum(args[10][:2]) + more + turned
@@ -59,13 +69,21 @@ def copies_on_cpu(op: Any, args: tuple[Any, ...], result: Any) -> tuple[int, ...
     return ()
 
 
-def scratch_on_cpu(op: Any, args: tuple[Any, ...], result: Any) -> int:
+def scratch_on_cpu(
+    op: Any, args: tuple[Any, ...], result: Any, processor: Processor, num_threads: int
+) -> int:
     """Bytes that `op`, one of `IMAGES`, takes and gives back while it runs."""
     if op is CONVOLUTION:
-        return _convolution(args[0], args[1], result)
+        convolved = Convolved.forward(args, result)
+        if not processor.computes(convolved.image.dtype):
+            return _unfolding(convolved)
+        return _convolution(convolved, processor)
     if op is CONVOLUTION_BACKWARD:
-        return _convolution_backward(args[0], args[1], args[2], strided=max(args[4]) > 1)
-    return sum(copies_on_cpu(op, args, result))
+        convolved = Convolved.backward(args)
+        if not processor.computes(convolved.image.dtype):
+            return _unfolding_backward(convolved, num_threads)
+        return _convolution_backward(convolved, processor, num_threads)
+    return sum(copies_on_cpu(op, args, result, processor))
 
 
 def copies_on_cuda(op: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -101,31 +119,116 @@ def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _convolution(image: Tensor, weight: Tensor, result: Tensor) -> int:
+@dataclass(frozen=True, slots=True)
+class Convolved:
+    """One convolution, forward or backward.
+
+    Attributes:
+        image, weight: what it convolves, and with what.
+        made: the result, or in backward its gradient.
+        stride, padding, dilation: along each dim of the image.
+        transposed, groups: as in torch.
+    """
+
+    image: Tensor
+    weight: Tensor
+    made: Tensor
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    groups: int
+
+    @classmethod
+    def forward(cls, args: tuple[Any, ...], result: Tensor) -> Convolved:
+        """Of the arguments of `aten.convolution`."""
+        image, weight, _, stride, padding, dilation, transposed, _, groups = args
+        return cls(image, weight, result, stride, padding, dilation, transposed, groups)
+
+    @classmethod
+    def backward(cls, args: tuple[Any, ...]) -> Convolved:
+        """Of the arguments of `aten.convolution_backward`."""
+        made, image, weight, _, stride, padding, dilation, transposed, _, groups, _ = args
+        return cls(image, weight, made, stride, padding, dilation, transposed, groups)
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether it skips pixels."""
+        return max(self.stride) > 1
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """Its sides."""
+        return tuple(self.weight.shape[2:])
+
+
+def _convolution(convolved: Convolved, processor: Processor) -> int:
     """Image and weight are copied into blocks, and the result is computed into blocks; then the copies
     are gone, and the result is copied out, whose pages nobody had touched before. With the channels
-    last there are no blocks of images."""
+    last there are no blocks of images. With vectors of 256 bits the blocks of a transposed one with
+    stride stand there twice, and a weight whose channels lie last."""
+    image, weight, result = convolved.image, convolved.weight, convolved.made
+    is_narrow = processor.vector_bytes < _WIDE
     if _by_channels_last(image, weight):
-        return weight.nbytes + (0 if _is_channels_last(image) else image.nbytes)
-    blocked = _blocked_bytes(result)
-    computing = _read_bytes(image) + weight.nbytes + blocked - result.nbytes
-    return max(computing, blocked, 0)
+        copied = 0 if _is_channels_last(image) else image.nbytes
+        return (1 + is_narrow) * weight.nbytes + copied
+    blocked = _blocked_bytes(result, processor)
+    computing = _read_bytes(image, processor) + weight.nbytes + blocked - result.nbytes
+    twice = is_narrow and convolved.transposed and convolved.is_strided
+    return max(computing, (1 + twice) * blocked, 0)
 
 
-def _convolution_backward(gradient: Tensor, image: Tensor, weight: Tensor, strided: bool) -> int:
+def _convolution_backward(convolved: Convolved, processor: Processor, num_threads: int) -> int:
     """The gradient of the weight takes most: image and gradient in blocks, and in half precision a sum
     in float32. With a stride the larger one stands there twice. With the channels last, only what is
-    not laid out so is copied, and the gradient of the weight stands there twice."""
+    not laid out so is copied, and the gradient of the weight stands there twice, with vectors of 256
+    bits three times. With these each of several threads adds up a gradient of its own where the kernel
+    is larger than the image."""
+    image, weight, gradient = convolved.image, convolved.weight, convolved.made
+    is_narrow = processor.vector_bytes < _WIDE
     if _by_channels_last(image, weight):
         turned = sum(t.nbytes for t in (gradient, image) if not _is_channels_last(t))
-        return turned + 2 * weight.nbytes
+        return turned + (2 + is_narrow) * weight.nbytes
+    is_beyond = any(k > side for k, side in zip(convolved.kernel, image.shape[2:], strict=True))
+    if is_narrow and is_beyond and num_threads > 1:
+        return num_threads * weight.nbytes
     sums = weight.numel() * 4 if weight.dtype in _HALF else 0
-    pair = _blocked_bytes(gradient) + _read_bytes(image)
-    if strided:
+    pair = _blocked_bytes(gradient, processor) + _read_bytes(image, processor)
+    if convolved.is_strided:
         larger = image if image.numel() > gradient.numel() else gradient
-        pair = _read_bytes(image) + _blocked_bytes(larger)
+        pair = _read_bytes(image, processor) + _blocked_bytes(larger, processor)
     turned = gradient.nbytes if _is_channels_last(gradient) else 0
     return max(pair + turned + sums, weight.nbytes)
+
+
+def _unfolded_bytes(convolved: Convolved) -> int:
+    """All images of a batch, unfolded: for each number of the kernel what it is multiplied with. Only
+    one sample at a time where it is transposed or dilated; nothing where it is a product as it is.
+    Groups go one after the other."""
+    sides = convolved.kernel
+    if max(sides) == max(convolved.stride) == 1 and not any(convolved.padding):
+        return 0
+    small = convolved.image if convolved.transposed else convolved.made
+    channels = (convolved.made if convolved.transposed else convolved.image).size(1)
+    at_once = convolved.transposed or max(convolved.dilation) > 1
+    pixels = math.prod(small.shape[2:]) * (1 if at_once else small.size(0))
+    return channels // convolved.groups * math.prod(sides) * pixels * convolved.image.itemsize
+
+
+def _unfolding(convolved: Convolved) -> int:
+    """The result of a transposed one, and those of groups, stand there twice."""
+    twice = convolved.transposed or convolved.groups > 1
+    return _unfolded_bytes(convolved) + twice * convolved.made.nbytes
+
+
+def _unfolding_backward(convolved: Convolved, num_threads: int) -> int:
+    """For the gradient of the weight images are unfolded again; for that of the image each thread has
+    one sample, and its sums in float32 beside it."""
+    unfolded = _unfolded_bytes(convolved)
+    sample = unfolded // (1 if convolved.transposed else convolved.image.size(0))
+    sums = num_threads * sample * (convolved.image.itemsize + 4) // convolved.image.itemsize
+    apart = convolved.image.nbytes if convolved.groups > 1 else 0
+    return max(unfolded, 0 if convolved.transposed else sums) + apart
 
 
 def _by_channels_last(image: Tensor, weight: Tensor) -> bool:
@@ -142,13 +245,13 @@ def _is_channels_last(tensor: Tensor) -> bool:
     )
 
 
-def _read_bytes(image: Tensor) -> int:
+def _read_bytes(image: Tensor, processor: Processor) -> int:
     """An image of one to four channels is read as it is."""
-    return 0 if image.size(1) <= 4 else _blocked_bytes(image)
+    return 0 if image.size(1) <= 4 else _blocked_bytes(image, processor)
 
 
-def _blocked_bytes(tensor: Tensor) -> int:
-    """In blocks of channels, the last one padded."""
-    channels = tensor.size(1)
-    padded = -(-channels // BLOCK) * BLOCK
+def _blocked_bytes(tensor: Tensor, processor: Processor) -> int:
+    """In blocks of as many channels as a vector holds numbers in float32, the last one padded."""
+    channels, block = tensor.size(1), processor.vector_bytes // 4
+    padded = -(-channels // block) * block
     return tensor.numel() // channels * padded * tensor.element_size()

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch.errors import InputError
 from anybatch.estimate.images import (
     CONVOLUTION,
     CONVOLUTION_BACKWARD,
@@ -31,6 +32,7 @@ from anybatch.estimate.images import (
     scratch_on_cpu,
 )
 from anybatch.estimate.products import Product, Products
+from anybatch.processor import Processor, this_processor
 
 _aten: Any = torch.ops.aten
 _node: Any = torch._C._current_autograd_node
@@ -56,10 +58,6 @@ _PROMOTING = {
     packet.Tensor for packet in (_aten.add, _aten.sub, _aten.mul, _aten.div, _aten.add_, _aten.mul_)
 } | {_aten.where.self}
 _HALF = (torch.bfloat16, torch.float16)
-_SUPPORTS = {
-    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-}  # whether the processor has instructions with which oneDNN multiplies such matrices; else MKL does
 
 PRIMITIVE_BYTES: dict[str, int] = {
     "product": 590 << 10,
@@ -93,6 +91,18 @@ _TILED_BYTES = {
 }
 """The same in bfloat16 on a processor with tiles (AMX), where they are others: means over 3 to 14
 shapes, within 80 KiB but for few."""
+
+_NARROW_BYTES = {
+    "convolution": 92 << 10,
+    "convolution transposed": 170 << 10,
+    "convolution backward": 69 << 10,
+    "convolution backward strided": 118 << 10,
+    "convolution backward transposed": 104 << 10,
+    "first lstm": 1990 << 10,
+    "lstm": 140 << 10,
+    "lstm backward": 120 << 10,
+}
+"""The same in float32 on a processor with vectors of 256 bits (AVX2): means over 4 to 8 shapes."""
 
 _KEYS = 512
 """That a thread of attention takes at a time."""
@@ -180,10 +190,14 @@ class Kernels(ABC):
 
 
 class CpuKernels(Kernels):
-    """oneDNN, MKL, and torch's own on a CPU with so many threads; for `packed_depth` see `mkl`."""
+    """oneDNN, MKL, and torch's own on a CPU with so many threads and these instructions; for
+    `packed_depth` see `mkl`."""
 
-    def __init__(self, num_threads: int, packed_depth: int = 192) -> None:
+    def __init__(
+        self, num_threads: int, packed_depth: int = 192, processor: Processor | None = None
+    ) -> None:
         self._num_threads = num_threads
+        self._processor = processor or Processor()
         self._forward: dict[Hashable, int] = {}
         self._backward: dict[Hashable, int] = {}
         self._first: dict[str, int] = {}
@@ -213,16 +227,16 @@ class CpuKernels(Kernels):
             at = _PRODUCTS[op]
             self._product(args[at], args[at + 1])
             return 0
-        if op is CONVOLUTION:
+        if op is CONVOLUTION and self._processor.computes(args[0].dtype):
             name = "convolution transposed" if args[6] else "convolution"
             self._primitive(name, args[0], args[1], args[3])
-        if op is CONVOLUTION_BACKWARD:
+        if op is CONVOLUTION_BACKWARD and self._processor.computes(args[0].dtype):
             way = " transposed" if args[7] else " strided" if max(args[4]) > 1 else ""
             for gradient in range(sum(args[10][:2])):
                 name = f"convolution backward{way}"
                 self._primitive(name, args[1], args[2], (args[4], gradient))
         if op in IMAGES:
-            return scratch_on_cpu(op, args, result)
+            return scratch_on_cpu(op, args, result, self._processor, self._num_threads)
         if op in _PROMOTING:
             return _casts(args, result)
         if op in _MEANS and args[0].dtype in _HALF:
@@ -240,6 +254,7 @@ class CpuKernels(Kernels):
             self._attention_backward(args[1], args[2])
             return 0
         if op is _LSTM:
+            self._check_lstm(args[0].dtype)
             self._once("first lstm in half" if args[0].dtype in _HALF else "first lstm")
             self._primitive("lstm", args[0], args[1], None)
             return _lstm(args)
@@ -252,8 +267,17 @@ class CpuKernels(Kernels):
         """See `Kernels`."""
         return (result[3], _lstm_workspace(args)) if op is _LSTM else None
 
+    def _check_lstm(self, dtype: torch.dtype) -> None:
+        if not self._processor.computes(dtype):
+            name = str(dtype).removeprefix("torch.")
+            raise InputError(
+                f"the model has an LSTM, which torch computes in {name} under autocast by oneDNN alone,"
+                f" and oneDNN only on CPUs with instructions for {name}, of which this is none: use"
+                " precision fp32."
+            )
+
     def _product(self, left: Tensor, right: Tensor) -> None:
-        if left.dtype in _HALF and _SUPPORTS[left.dtype]():
+        if left.dtype in _HALF and self._processor.computes(left.dtype):
             if left.numel() * right.size(-1) > _LEAST_PRODUCT:
                 self._once("first in half")
                 self._primitive("product", left, right, None)
@@ -273,7 +297,7 @@ class CpuKernels(Kernels):
 
     def _attention_backward(self, query: Tensor, key: Tensor) -> None:
         rows, keys, width = _attention_block(query, key)
-        if query.dtype in _HALF and _SUPPORTS[query.dtype]():
+        if query.dtype in _HALF and self._processor.computes(query.dtype):
             # Three products for each pair of sizes that pieces of queries and keys have.
             pairs = product(_pieces(query.size(-2), rows), _pieces(key.size(-2), keys))
             num_pairs = sum(
@@ -287,22 +311,28 @@ class CpuKernels(Kernels):
             self._products += _inner((rows, width, keys), (keys, rows, width), (rows, keys, width))
 
     def _once(self, name: str) -> None:
-        self._first[name] = _primitive_bytes(name, "half" in name)
+        self._first[name] = self._primitive_bytes(name, "half" in name)
 
     def _primitive(self, name: str, left: Tensor, right: Tensor, more: Any) -> None:
         tensors = tuple((tuple(t.shape), _is_turned(t), t.dtype) for t in (left, right))
         key = name, tensors, str(more)
         backward = "backward" in name or _node() is not None
         kept = self._backward if backward and key not in self._forward else self._forward
-        is_tiled = left.dtype is torch.bfloat16 and _has_tiles()
+        is_tiled = left.dtype is torch.bfloat16 and self._processor.tiles
         more = _of_tiles(left, right) if is_tiled and name == "product" else 0
-        kept[key] = _primitive_bytes(name, is_tiled) + more
+        kept[key] = self._primitive_bytes(name, left.dtype is torch.bfloat16) + more
+
+    def _primitive_bytes(self, name: str, is_half: bool) -> int:
+        others = _TILED_BYTES if is_half and self._processor.tiles else {}
+        if not is_half and self._processor.vector_bytes < 64:
+            others = _NARROW_BYTES
+        return others.get(name, PRIMITIVE_BYTES[name])
 
 
 def made_for_sizes(precision: str) -> bool:
     """Whether products of that precision are by kernels that are made for their sizes."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision.partition("-")[0])
-    return dtype is not None and bool(_SUPPORTS[dtype]())
+    return dtype is not None and this_processor().computes(dtype)
 
 
 def _casts(args: tuple[Any, ...], result: Tensor) -> int:
@@ -390,14 +420,6 @@ def _lstm_backward(args: tuple[Any, ...]) -> int:
     given = args[10]
     copied = 0 if given is None or given.is_contiguous() else _bytes(given)
     return (gates if is_half else gates * 5 // 4) + states + weights + copied
-
-
-def _has_tiles() -> bool:
-    return getattr(torch.cpu, "_is_amx_tile_supported", bool)()
-
-
-def _primitive_bytes(name: str, is_half: bool) -> int:
-    return (is_half and _has_tiles() and _TILED_BYTES.get(name)) or PRIMITIVE_BYTES[name]
 
 
 def _of_tiles(left: Tensor, right: Tensor) -> int:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from anybatch.estimate.images import copies_on_cpu
 from anybatch.estimate.kernels import lstm_bytes
+from anybatch.processor import this_processor
 
 Memory = Literal["plain", "special", "random", "norm", "batch_norm", "gather", "pool", "reduction"]
 """Operations that are limited by memory, each kind at a rate of its own."""
@@ -146,6 +147,7 @@ def operation_of(
     family = family_of(name)
     far = sum(bytes_of(t) for t in inputs if (key := storage_of(t)) in given and key not in near)
     beside = lstm_bytes(func, args) if kind == "cpu" else 0
+    copied = copies_on_cpu(func, args, result, this_processor()) if kind == "cpu" else ()
     fresh += beside
     moved = sum(map(bytes_of, tensors)) + beside
     if family == "gather":
@@ -161,7 +163,7 @@ def operation_of(
         num_bytes=times * moved,
         far_bytes=min(far, moved),
         fresh_bytes=making * fresh,
-        copies=tuple(map(float, copies_on_cpu(func, args, result))) if kind == "cpu" else (),
+        copies=tuple(map(float, copied)),
         narrow=_narrow(name, args, inputs),
         num_products=_num_products(name, args),
         num_tensors=max(1, len(outputs), len(inputs) if "_foreach_" in name else 0),

@@ -20,6 +20,7 @@ from anybatch.estimate.trace import Tracer
 from anybatch.machine import Device
 from anybatch.mkl import packed_depth
 from anybatch.plans import Choice, KernelChoices
+from anybatch.processor import this_processor
 from anybatch.task import parameters_in
 
 _MOST_GHOSTS = 4
@@ -133,5 +134,5 @@ def fake_device(device: Device) -> torch.device:
 def kernels_on(device: Device) -> Kernels:
     """What the kernels of `device` take, seen by nobody yet."""
     if device.kind == "cpu":
-        return CpuKernels(torch.get_num_threads(), packed_depth())
+        return CpuKernels(torch.get_num_threads(), packed_depth(), this_processor())
     return CudaKernels(resident_threads(device))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+import anybatch.compute.precision
+import anybatch.machine
 from anybatch.compute.precision import check_available, precision_notices
 from anybatch.errors import InputError
 from anybatch.machine import Device, Machine
 from anybatch.plans import Precision
+from anybatch.processor import Processor
 
 
 def device(name: str) -> Device:
@@ -40,6 +43,23 @@ def test_a_cpu_has_neither():
     for precision in ("fp8", "tf32"):
         with pytest.raises(InputError, match=f"precision {precision} .* this is the cpu"):
             check_available(precision, here)
+
+
+@pytest.mark.parametrize(
+    ("precision", "told"),
+    [("bf16", "bfloat16"), ("bf16-pure", "bfloat16"), ("fp16", "float16"), ("fp32", None)],
+)
+def test_half_precision_on_a_cpu_without_its_instructions_is_told(
+    precision: Precision, told: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    def notices(processor: Processor) -> list[str]:
+        for module in (anybatch.machine, anybatch.compute.precision):
+            monkeypatch.setattr(module, "this_processor", lambda: processor)
+        return list(precision_notices(precision, Machine.here(device="cpu").device))
+
+    assert notices(Processor()) == []
+    without = notices(Processor(halves=frozenset()))
+    assert without == [] if told is None else f"no instructions for {told}" in without[0]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-weights", "bf16-pure"])

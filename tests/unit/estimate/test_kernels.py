@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from anybatch.errors import InputError
 from anybatch.estimate.cuda_kernels import CudaKernels
-from anybatch.estimate.kernels import _SUPPORTS, PRIMITIVE_BYTES, CpuKernels, Scratch
+from anybatch.estimate.kernels import PRIMITIVE_BYTES, CpuKernels, Scratch
+from anybatch.processor import Processor
 
 _aten = torch.ops.aten
 KIB = 1 << 10
@@ -74,12 +76,9 @@ def test_thin_products_pack_nothing():
     assert multiply(kernels, 1, 256, 512) == 0
 
 
-@pytest.fixture(params=[True, False], ids=["by oneDNN", "by MKL"])
-def by_onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """On a processor with and without instructions for products in half precision."""
-    for dtype in HALF:
-        monkeypatch.setitem(_SUPPORTS, dtype, lambda: request.param)
-    return request.param
+WITHOUT_HALVES = Processor(halves=frozenset())
+NARROW = Processor(vector_bytes=32, halves=frozenset())
+"""A processor without instructions for half precision, and one with AVX2 alone."""
 
 
 def halves(kernels: CpuKernels, m: int, k: int, n: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -95,10 +94,11 @@ def halves(kernels: CpuKernels, m: int, k: int, n: int, dtype: torch.dtype) -> t
 
 
 @pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("by_onednn", [True, False])
 def test_a_product_in_half_precision_keeps_a_kernel_or_what_it_packs(
     by_onednn: bool, dtype: torch.dtype
 ):
-    kernels = CpuKernels(2)
+    kernels = CpuKernels(2, processor=Processor() if by_onednn else WITHOUT_HALVES)
     first, shape = halves(kernels, 64, 64, 64, dtype)
     assert first > 0
     assert (shape > 0) == by_onednn
@@ -107,9 +107,9 @@ def test_a_product_in_half_precision_keeps_a_kernel_or_what_it_packs(
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_a_small_product_in_half_precision_is_not_onednns(by_onednn: bool, dtype: torch.dtype):
+def test_a_small_product_in_half_precision_is_not_onednns(dtype: torch.dtype):
     assert halves(CpuKernels(2), 2, 204, 10, dtype)[1] == 0
-    assert (halves(CpuKernels(2), 2, 205, 10, dtype)[1] > 0) == by_onednn
+    assert halves(CpuKernels(2), 2, 205, 10, dtype)[1] > 0
 
 
 def attend(kernels: CpuKernels, length: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -123,8 +123,6 @@ def attend(kernels: CpuKernels, length: int, dtype: torch.dtype) -> tuple[int, i
     return forward - before, all_kept(kernels) - forward
 
 
-@pytest.mark.parametrize("by_onednn", [True], indirect=True)
-@pytest.mark.usefixtures("by_onednn")
 def test_attention_in_half_precision_keeps_products_of_every_pair_of_pieces():
     even, uneven = (attend(CpuKernels(1), length, HALF[0])[1] for length in (1024, 1025))
     # 1025 queries are pieces of 256 and one of 1, and as many keys are pieces of 512 and one of 1.
@@ -134,8 +132,9 @@ def test_attention_in_half_precision_keeps_products_of_every_pair_of_pieces():
     assert attend(CpuKernels(1), 1040, HALF[0])[1] == 4 * products
 
 
-def test_attention_in_half_precision_is_counted_once(by_onednn: bool):
-    kernels = CpuKernels(2)
+@pytest.mark.parametrize("processor", [Processor(), WITHOUT_HALVES])
+def test_attention_in_half_precision_is_counted_once(processor: Processor):
+    kernels = CpuKernels(2, processor=processor)
     kept, _ = attend(kernels, 256, HALF[0])
     assert kept > 0
     assert attend(kernels, 256, HALF[0]) == (0, 0)
@@ -273,14 +272,10 @@ def test_an_lstm_from_the_end_to_the_beginning_keeps_its_inputs_and_outputs_too(
 
 
 @pytest.mark.parametrize("has_tiles", [False, True])
-def test_on_a_processor_with_tiles_kernels_in_bfloat16_keep_more(
-    monkeypatch: pytest.MonkeyPatch, has_tiles: bool
-):
-    for dtype in HALF:
-        monkeypatch.setitem(_SUPPORTS, dtype, lambda: True)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
+def test_on_a_processor_with_tiles_kernels_in_bfloat16_keep_more(has_tiles: bool):
+    processor = Processor(tiles=has_tiles)
     kept = {
-        (rows, dtype): halves(CpuKernels(2), rows, 1024, 1024, dtype)[1]
+        (rows, dtype): halves(CpuKernels(2, processor=processor), rows, 1024, 1024, dtype)[1]
         for rows in (64, 1024, 1000)  # the right matrix as it is
         for dtype in HALF
     }
@@ -290,3 +285,84 @@ def test_on_a_processor_with_tiles_kernels_in_bfloat16_keep_more(
     assert more[1024, torch.bfloat16] == has_tiles * 210 * KIB
     assert more[1000, torch.bfloat16] == has_tiles * 340 * KIB
     assert more[1024, torch.float16] == 0
+
+
+def convolved(
+    processor: Processor,
+    image: Tensor,
+    channels: int,
+    kernel: int,
+    *,
+    stride: int = 1,
+    padding: int = 0,
+    transposed: bool = False,
+    threads: int = 2,
+) -> tuple[float, float]:
+    """MiB that a convolution takes beside its results, and that its gradients do."""
+    given, dtype = image.size(1), image.dtype
+    sides = (given, channels) if transposed else (channels, given)
+    weight = fake(*sides, kernel, kernel, dtype=dtype)
+    some = ([stride] * 2, [padding] * 2, [1, 1], transposed, [0, 0], 1)
+    result = _aten.convolution.default(image, weight, None, *some)
+    kernels = CpuKernels(threads, processor=processor)
+    forward = kernels.scratch(_aten.convolution.default, (image, weight, None, *some), result)
+    args = (result, image, weight, None, *some, [True, True, False])
+    backward = kernels.scratch(_aten.convolution_backward.default, args, None)
+    return forward / 2**20, backward / 2**20
+
+
+@pytest.mark.parametrize(
+    ("channels", "side", "made", "kernel", "more", "forward", "backward"),
+    [  # of 64 images; MiB beside results as measured on an EPYC with AVX2 and two threads
+        (24, 32, 24, 3, {"padding": 1}, 5.8, 11.8),  # three blocks of eight channels
+        (64, 32, 10, 3, {"padding": 1}, 17.3, 19.8),
+        (20, 32, 64, 3, {"padding": 1}, 15.8, 21.8),
+        (64, 16, 128, 2, {"stride": 2, "transposed": True}, 63.8, 35.9),
+        (64, 16, 64, 3, {"padding": 1, "transposed": True}, 3.9, 7.8),
+        (256, 2, 256, 3, {"padding": 1}, 2.4, 4.3),  # the kernel is larger than the image
+        (256, 2, 256, 3, {"padding": 1, "threads": 1}, 2.3, 2.1),
+        (256, 4, 256, 3, {"padding": 1}, 3.0, 2.1),
+    ],
+)
+def test_convolutions_on_narrow_vectors(
+    channels: int,
+    side: int,
+    made: int,
+    kernel: int,
+    more: dict[str, Any],
+    forward: float,
+    backward: float,
+):
+    found = convolved(NARROW, fake(64, channels, side, side), made, kernel, **more)
+    assert found == pytest.approx((forward, backward), abs=0.3)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    ("num", "made", "kernel", "more", "forward", "backward"),
+    [  # as above; of 64 channels, 32 by 32
+        (64, 64, 3, {"padding": 1}, 71.9, 71.9),
+        (8, 64, 3, {"padding": 1}, 8.9, 8.9),
+        (64, 64, 3, {"padding": 1, "stride": 2}, 17.8, 17.8),
+        (64, 64, 1, {}, 0.0, 0.6),
+        (64, 64, 1, {"stride": 2}, 1.9, 1.9),
+        (64, 128, 2, {"stride": 2, "transposed": True}, 64.9, 0.8),
+    ],
+)
+def test_convolutions_in_half_precision_without_onednn_unfold_their_images(
+    dtype: torch.dtype,
+    num: int,
+    made: int,
+    kernel: int,
+    more: dict[str, Any],
+    forward: float,
+    backward: float,
+):
+    found = convolved(NARROW, fake(num, 64, 32, 32, dtype=dtype), made, kernel, **more)
+    assert found == pytest.approx((forward, backward), abs=0.7)
+
+
+def test_an_lstm_in_half_precision_that_torch_has_not_is_told():
+    state = fake(4, 3, 16, dtype=torch.bfloat16)
+    with pytest.raises(InputError, match=r"LSTM.*bfloat16.*use precision fp32"):
+        CpuKernels(2, processor=NARROW).scratch(_aten.mkldnn_rnn_layer.default, (state,), None)

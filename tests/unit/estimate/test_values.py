@@ -21,6 +21,7 @@ from anybatch.estimate.stage import trace_step
 from anybatch.estimate.subject import Subject
 from anybatch.machine import Machine
 from anybatch.plans import Choice
+from anybatch.processor import Processor
 
 ABSENT = Machine.describe("24GiB").device
 TOKENS, WIDTH, EXPERTS, EACH = 16, 32, 4, 2
@@ -207,7 +208,7 @@ def test_a_plan_for_a_device_that_is_not_here_tells_what_was_taken_for_granted()
 def test_experts_have_kernels_for_each_number_of_tokens_in_half_precision(
     precision: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(kernels._SUPPORTS, torch.bfloat16, lambda: True)
+    monkeypatch.setattr(kernels, "this_processor", Processor)
     subject = subject_of(task_of(lambda: Routed(by_nonzero)))
     choice = Choice(micro_batch=8, evaluation_batch=1, precision=precision)
     device = Machine.here("1GiB", device="cpu").device

@@ -1,0 +1,52 @@
+"""What counts as memory that ran out: a leaner plan is tried for it, and for nothing else."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch
+
+from anybatch.oom import as_memory_failure
+
+CPU = (
+    "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you"
+    " tried to allocate 123 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "requested", "marks"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."), 2 << 20, False),
+        (RuntimeError(CPU), 123, False),
+        (MemoryError(), None, False),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), None, False),
+        (RuntimeError("could not create a primitive"), None, True),
+        (RuntimeError("could not create a memory object"), None, True),
+    ],
+)
+def test_memory_that_ran_out_is_told_from_what_was_raised(
+    error: Exception, requested: int | None, marks: bool
+):
+    found = as_memory_failure(error)
+    assert found is not None
+    assert (found.requested_bytes, found.marks_thread) == (requested, marks)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        # oneDNN has no such kernel: no memory would help.
+        RuntimeError(
+            "could not create a primitive descriptor for the LSTM forward propagation primitive. Run"
+            " workload with environment variable ONEDNN_VERBOSE=all to get additional diagnostic"
+            " information."
+        ),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        ValueError(CPU),
+        OSError(errno.ENOENT, "No such file or directory"),
+    ],
+)
+def test_other_errors_are_none(error: Exception):
+    assert as_memory_failure(error) is None
