@@ -1,6 +1,7 @@
 """How near is the predicted peak to the one that the operating system measures? One command:
 
-    python benchmarks/memory/run.py [--only NAME ...] [--jobs N] [--threads N] [--name FILE]
+    python benchmarks/memory/run.py [--only NAME ...] [--variants VARIANT ...] [--jobs N]
+                                    [--threads N] [--name FILE]
 
 Each cell (a model under a variant) trains three steps in a process of its own, under a budget that is
 held, and compares what was predicted with what the kernel counted, and with the time of a step. Nothing
@@ -233,6 +234,7 @@ def main() -> None:
     """Run all cells, print the table, and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these models alone")
+    parser.add_argument("--variants", nargs="+", metavar="VARIANT", help="these alone")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--name", default="memory", help="of the files of results")
@@ -250,7 +252,11 @@ def main() -> None:
         return cell
 
     with ThreadPoolExecutor(given.jobs) as pool:
-        named = cells_of(given.only or KINDS)
+        named = [
+            (name, variant)
+            for name, variant in cells_of(given.only or KINDS)
+            if not given.variants or variant in given.variants
+        ]
         cells = list(pool.map(cell_of, [one for one in named if can_run(*one)]))
     text = table(cells, given.threads)
     if missing := [", ".join(one) for one in named if not can_run(*one)]:

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
-from anybatch.estimate import subject_of
+from anybatch.estimate import seconds_operations, subject_of
 from anybatch.estimate.calibration import FAMILIES, Speeds, nominal, product_rate, rate_at
 from anybatch.estimate.seconds import Pace, exchange_seconds
 from anybatch.estimate.seconds_operations import family_of, operation_of
 from anybatch.estimate.seconds_work import Work, work_of
 from anybatch.machine import MMAP_THRESHOLD, Machine
 from anybatch.plans import Choice, Recompute
+from anybatch.processor import Processor
 
 CPU = Machine.here(device="cpu").device
 EVEN = ((1.0, 1e9), (1e12, 1e9))
@@ -362,6 +363,13 @@ def convolving(layout: torch.memory_format, stride: int = 1) -> ab.Task:
     )
 
 
+@pytest.fixture
+def blocks_of_sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As oneDNN computes on processors with AVX-512."""
+    monkeypatch.setattr(seconds_operations, "this_processor", Processor)
+
+
+@pytest.mark.usefixtures("blocks_of_sixteen")
 def test_a_convolution_on_a_cpu_copies_its_images_and_its_weight_into_blocks():
     found = work(convolving(torch.contiguous_format), 4).operations
     copies = [o.copies for o in found if o.family == "convolution"]
@@ -395,6 +403,7 @@ def test_with_the_channels_last_only_images_that_lie_otherwise_are_copied():
     assert copies == [(one,), (two,), (two, two, gradient), (one,)]
 
 
+@pytest.mark.usefixtures("blocks_of_sixteen")
 def test_copies_take_time_and_fresh_pages():
     task = convolving(torch.contiguous_format)
     free, dear = pace(task), pace(task, even(fault_seconds_per_byte=1e-6))
