@@ -188,7 +188,7 @@ def table(cells: list[dict[str, Any]], threads: int) -> str:
         lines.append(
             f"| {cell['model']} | {cell['variant']} | {cell['measured_bytes'] / 2**20:.1f}"
             f" | {cell['predicted_bytes'] / 2**20:.1f} | {_error(cell):+.2%} | {rest}"
-            f" | {cell['measured_seconds']:.3f} | {cell['predicted_seconds']:.3f} |"
+            f" | {_seconds_of(cell)} |"
         )
     large = [c for c in cells if c["measured_bytes"] >= TINY_BYTES]
     errors = [e for c in large if (e := _error(c)) is not None]
@@ -211,14 +211,24 @@ def table(cells: list[dict[str, Any]], threads: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _is_disturbed(cell: dict[str, Any]) -> bool:
+    return cell["idle_seconds"] >= MOST_IDLE * cell["measured_seconds"]
+
+
+def _seconds_of(cell: dict[str, Any]) -> str:
+    """Measured and predicted; not of a cell that other processes disturbed."""
+    if _is_disturbed(cell):
+        return "- | -"
+    return f"{cell['measured_seconds']:.3f} | {cell['predicted_seconds']:.3f}"
+
+
 def _of_seconds(cells: list[dict[str, Any]]) -> str:
     """How near the predicted times of a step are; without those of milliseconds, and of cells that
     other processes disturbed."""
     counted = [
         cell["predicted_seconds"] / cell["measured_seconds"]
         for cell in cells
-        if cell["measured_seconds"] > LEAST_SECONDS
-        and cell["idle_seconds"] < MOST_IDLE * cell["measured_seconds"]
+        if cell["measured_seconds"] > LEAST_SECONDS and not _is_disturbed(cell)
     ]
     if len(counted) < 2:
         return "No times to compare."

@@ -29,19 +29,26 @@ def free_product_buffers() -> None:
         free()
 
 
+def product_buffer_bytes() -> int | None:
+    """Bytes that MKL holds, by its own books; None where there is no MKL, or its books are closed."""
+    books = _function("mkl_serv_mem_stat", "MKL_Mem_Stat")
+    if books is None:
+        return None
+    books.restype = ctypes.c_longlong
+    return books(ctypes.byref(ctypes.c_int()))
+
+
 @functools.cache
 def packed_depth() -> int:
     """How many rows of the right matrix of a product MKL packs at a time on this CPU, of products that
     have more; the lowest number seen where there is no MKL, or its books are closed."""
-    books = _function("mkl_serv_mem_stat", "MKL_Mem_Stat")
-    if books is None:
-        return _DEPTHS[0]
-    books.restype = ctypes.c_longlong
     left, right = torch.ones(_ROWS, _DEPTHS[-1]), torch.ones(_DEPTHS[-1], _COLUMNS)
     free_product_buffers()
-    before = books(ctypes.byref(ctypes.c_int()))
+    before = product_buffer_bytes()
+    if before is None:
+        return _DEPTHS[0]
     torch.mm(left, right)
-    taken = books(ctypes.byref(ctypes.c_int())) - before
+    taken = (product_buffer_bytes() or before) - before
     free_product_buffers()
     per_row = 4 * torch.get_num_threads() * (_COLUMNS + 2 * _DEPTHS[-1])  # as the lower depth asks
     return _DEPTHS[taken > 1.5 * _DEPTHS[0] * per_row]

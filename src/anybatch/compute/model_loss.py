@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from anybatch.errors import DataError, InputError, listed
+from anybatch.mkl import free_product_buffers
 from anybatch.task import Loss
 
 _IGNORED = -100
@@ -125,7 +126,8 @@ def takes_cache(model: nn.Module) -> bool:
 
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """In evaluation mode, with modes and random numbers as before in the end."""
+    """In evaluation mode, with modes and random numbers as before in the end. What MKL packed is given
+    back: products of growing sizes would each leave a buffer, which no plan knows of."""
     modes = [(module, module.training) for module in model.modules()]
     others = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(others, device_type=device.type if others else "cuda"):
@@ -135,6 +137,7 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         finally:
             for module, training in modes:
                 module.training = training
+            free_product_buffers()
 
 
 def check_not_moved(ids: Tensor, targets: Tensor, ignored: int, given: str) -> None:

@@ -33,6 +33,8 @@ IMAGES: frozenset[Any] = frozenset((CONVOLUTION, CONVOLUTION_BACKWARD, _POOL_BAC
 
 _HALF = (torch.bfloat16, torch.float16)
 _WIDE = 64  # bytes of the vectors of AVX-512
+_MOST_WIDTH = 14  # of a kernel, from which on oneDNN computes a weight's gradient as a product
+_MOST_PIXELS = 512  # of an image, for each thread, up to which it is one thread's
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -48,7 +50,7 @@ def copies_on_cpu(
         if not processor.computes(image.dtype):
             return (_unfolded_bytes(Convolved.forward(args, result)),)
         if _by_channels_last(image, weight):
-            return weight.nbytes, *(() if _is_channels_last(image) else (image.nbytes,))
+            return weight.nbytes, *(() if _lies_last(image) else (image.nbytes,))
         return weight.nbytes, _read_bytes(image, processor), _blocked_bytes(result, processor)
     if op is CONVOLUTION_BACKWARD:
         gradient, image, weight = args[:3]
@@ -56,7 +58,7 @@ def copies_on_cpu(
             return (_unfolded_bytes(Convolved.backward(args)),) * sum(args[10][:2])
         weights = (weight.nbytes,) * sum(args[10][:2])
         if _by_channels_last(image, weight):
-            images = (t.nbytes for t in (gradient, image) if not _is_channels_last(t))
+            images = (t.nbytes for t in (gradient, image) if not _lies_last(t))
             return *weights, *images
         pair = _blocked_bytes(gradient, processor), _read_bytes(image, processor)
         more = (pair[1],) * 2 if args[10][0] and max(args[4]) > 1 else ()
@@ -156,6 +158,32 @@ class Convolved:
         """Whether it skips pixels."""
         return max(self.stride) > 1
 
+    def is_product(self, processor: Processor) -> bool:
+        """Whether oneDNN computes the gradient of the weight as a product of unfolded images, as with
+        vectors of 256 bits where its own kernels do not go (`jit_avx2_conv_bwd_weights` in its sources;
+        seen in what it prints of 19 shapes)."""
+        if processor.vector_bytes >= _WIDE or self.transposed or self.is_channels_last:
+            return False
+        sides, (*_, height, width) = self.kernel, (1, *self.kernel)
+        given, made = (t.size(1) // self.groups for t in (self.image, self.made))
+        is_beyond = len(sides) > 1 and height > self.image.size(-2)
+        is_odd = self.groups > 1 and given * made > 1 and (given % 8 or made % 8) > 0
+        is_padded_deep = len(sides) == 3 and self.padding[0] > 0
+        is_all_padding = any(pad >= k for pad, k in zip(self.padding, sides, strict=False))
+        return (
+            is_beyond
+            or is_odd
+            or is_padded_deep
+            or is_all_padding
+            or width >= _MOST_WIDTH
+            or max(self.dilation) > 1
+        )
+
+    @property
+    def is_channels_last(self) -> bool:
+        """Whether it takes and makes images whose channels lie last: if either one's do."""
+        return _is_channels_last(self.image) or _is_channels_last(self.weight)
+
     @property
     def kernel(self) -> tuple[int, ...]:
         """Its sides."""
@@ -165,13 +193,12 @@ class Convolved:
 def _convolution(convolved: Convolved, processor: Processor) -> int:
     """Image and weight are copied into blocks, and the result is computed into blocks; then the copies
     are gone, and the result is copied out, whose pages nobody had touched before. With the channels
-    last there are no blocks of images. With vectors of 256 bits the blocks of a transposed one with
-    stride stand there twice, and a weight whose channels lie last."""
+    last there are no blocks of images, and what lies otherwise is copied. With vectors of 256 bits the
+    blocks of a transposed one with stride stand there twice."""
     image, weight, result = convolved.image, convolved.weight, convolved.made
     is_narrow = processor.vector_bytes < _WIDE
-    if _by_channels_last(image, weight):
-        copied = 0 if _is_channels_last(image) else image.nbytes
-        return (1 + is_narrow) * weight.nbytes + copied
+    if convolved.is_channels_last:
+        return weight.nbytes + sum(t.nbytes for t in (image, weight) if not _lies_last(t))
     blocked = _blocked_bytes(result, processor)
     computing = _read_bytes(image, processor) + weight.nbytes + blocked - result.nbytes
     twice = is_narrow and convolved.transposed and convolved.is_strided
@@ -181,24 +208,31 @@ def _convolution(convolved: Convolved, processor: Processor) -> int:
 def _convolution_backward(convolved: Convolved, processor: Processor, num_threads: int) -> int:
     """The gradient of the weight takes most: image and gradient in blocks, and in half precision a sum
     in float32. With a stride the larger one stands there twice. With the channels last, only what is
-    not laid out so is copied, and the gradient of the weight stands there twice, with vectors of 256
-    bits three times. With these each of several threads adds up a gradient of its own where the kernel
-    is larger than the image."""
+    not laid out so is copied, and the gradient of the weight stands there twice."""
     image, weight, gradient = convolved.image, convolved.weight, convolved.made
-    is_narrow = processor.vector_bytes < _WIDE
-    if _by_channels_last(image, weight):
-        turned = sum(t.nbytes for t in (gradient, image) if not _is_channels_last(t))
-        return turned + (2 + is_narrow) * weight.nbytes
-    is_beyond = any(k > side for k, side in zip(convolved.kernel, image.shape[2:], strict=True))
-    if is_narrow and is_beyond and num_threads > 1:
-        return num_threads * weight.nbytes
+    if convolved.is_channels_last:
+        turned = sum(t.nbytes for t in (gradient, image, weight) if not _lies_last(t))
+        return turned + 2 * weight.nbytes
     sums = weight.numel() * 4 if weight.dtype in _HALF else 0
     pair = _blocked_bytes(gradient, processor) + _read_bytes(image, processor)
     if convolved.is_strided:
         larger = image if image.numel() > gradient.numel() else gradient
         pair = _read_bytes(image, processor) + _blocked_bytes(larger, processor)
     turned = gradient.nbytes if _is_channels_last(gradient) else 0
-    return max(pair + turned + sums, weight.nbytes)
+    product = _product(convolved, num_threads) if convolved.is_product(processor) else 0
+    return max(pair + turned + sums, weight.nbytes, product)
+
+
+def _product(convolved: Convolved, num_threads: int) -> int:
+    """The gradient of a weight by oneDNN's own product: of small images each thread unfolds one by
+    itself and adds up a gradient of its own; else all threads unfold one. Deep ones go by slices."""
+    pixels = math.prod(convolved.made.shape[2:][-2:])
+    channels = convolved.image.size(1) // convolved.groups
+    unfolded = channels * math.prod(convolved.kernel) * pixels * convolved.image.itemsize
+    is_small = pixels < _MOST_PIXELS * num_threads and convolved.image.size(0) > 1
+    if not is_small or num_threads == 1:
+        return unfolded
+    return num_threads * (unfolded + convolved.weight.nbytes)
 
 
 def _unfolded_bytes(convolved: Convolved) -> int:
@@ -234,6 +268,11 @@ def _unfolding_backward(convolved: Convolved, num_threads: int) -> int:
 def _by_channels_last(image: Tensor, weight: Tensor) -> bool:
     """Whether a convolution takes and makes images whose channels lie last: if either one's do."""
     return _is_channels_last(image) or _is_channels_last(weight)
+
+
+def _lies_last(tensor: Tensor) -> bool:
+    """Whether its channels lie last; those of a weight of one pixel do in either layout."""
+    return tensor.is_contiguous(memory_format=_LAST.get(tensor.dim(), torch.contiguous_format))
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

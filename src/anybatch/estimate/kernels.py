@@ -29,6 +29,7 @@ from anybatch.estimate.images import (
     CONVOLUTION,
     CONVOLUTION_BACKWARD,
     IMAGES,
+    Convolved,
     scratch_on_cpu,
 )
 from anybatch.estimate.products import Product, Products
@@ -67,7 +68,7 @@ PRIMITIVE_BYTES: dict[str, int] = {
     "convolution backward": 78 << 10,
     "convolution backward strided": 111 << 10,
     "convolution backward transposed": 125 << 10,
-    "first lstm": 3600 << 10,
+    "own products": 3600 << 10,
     "first lstm in half": 300 << 10,
     "lstm": 300 << 10,
     "lstm backward": 200 << 10,
@@ -75,10 +76,10 @@ PRIMITIVE_BYTES: dict[str, int] = {
 }
 """What oneDNN keeps in the heap, and as generated code, for each shape that it computed with once:
 by resident memory before and after the first call, over 2 to 20 shapes each (oneDNN 3.12, AVX-512).
-`first in half` comes with the first product of half precision, `first lstm` is the code of oneDNN's own
-products in float32; an attention's products are those of its backward in half precision. Convolutions
-are means, to within 30 KiB, over those of VGG16, ResNets and U-Nets; their backward counts for each of
-its two gradients."""
+`first in half` comes with the first product of half precision, `own products` is the code of oneDNN's
+products in float32, with the first LSTM; an attention's products are those of its backward in half
+precision. Convolutions are means, to within 30 KiB, over those of VGG16, ResNets and U-Nets; their
+backward counts for each of its two gradients."""
 
 _TILED_BYTES = {
     "convolution": 137 << 10,
@@ -98,7 +99,8 @@ _NARROW_BYTES = {
     "convolution backward": 69 << 10,
     "convolution backward strided": 118 << 10,
     "convolution backward transposed": 104 << 10,
-    "first lstm": 1990 << 10,
+    "convolution backward by product": 28 << 10,
+    "own products": 1990 << 10,
     "lstm": 140 << 10,
     "lstm backward": 120 << 10,
 }
@@ -231,10 +233,7 @@ class CpuKernels(Kernels):
             name = "convolution transposed" if args[6] else "convolution"
             self._primitive(name, args[0], args[1], args[3])
         if op is CONVOLUTION_BACKWARD and self._processor.computes(args[0].dtype):
-            way = " transposed" if args[7] else " strided" if max(args[4]) > 1 else ""
-            for gradient in range(sum(args[10][:2])):
-                name = f"convolution backward{way}"
-                self._primitive(name, args[1], args[2], (args[4], gradient))
+            self._convolution_backward(args)
         if op in IMAGES:
             return scratch_on_cpu(op, args, result, self._processor, self._num_threads)
         if op in _PROMOTING:
@@ -255,7 +254,7 @@ class CpuKernels(Kernels):
             return 0
         if op is _LSTM:
             self._check_lstm(args[0].dtype)
-            self._once("first lstm in half" if args[0].dtype in _HALF else "first lstm")
+            self._once("first lstm in half" if args[0].dtype in _HALF else "own products")
             self._primitive("lstm", args[0], args[1], None)
             return _lstm(args)
         if op is _LSTM_BACKWARD:
@@ -266,6 +265,17 @@ class CpuKernels(Kernels):
     def workspace(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
         """See `Kernels`."""
         return (result[3], _lstm_workspace(args)) if op is _LSTM else None
+
+    def _convolution_backward(self, args: tuple[Any, ...]) -> None:
+        way = " transposed" if args[7] else " strided" if max(args[4]) > 1 else ""
+        of_image, of_weight, _ = args[10]
+        if of_image:
+            self._primitive(f"convolution backward{way}", args[1], args[2], (args[4], "image"))
+        if of_weight:
+            if Convolved.backward(args).is_product(self._processor):
+                self._once("own products")
+                way = " by product"
+            self._primitive(f"convolution backward{way}", args[1], args[2], (args[4], "weight"))
 
     def _check_lstm(self, dtype: torch.dtype) -> None:
         if not self._processor.computes(dtype):
@@ -326,7 +336,7 @@ class CpuKernels(Kernels):
         others = _TILED_BYTES if is_half and self._processor.tiles else {}
         if not is_half and self._processor.vector_bytes < 64:
             others = _NARROW_BYTES
-        return others.get(name, PRIMITIVE_BYTES[name])
+        return (others if name in others else PRIMITIVE_BYTES)[name]
 
 
 def made_for_sizes(precision: str) -> bool:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch.errors import InputError
 from anybatch.estimate.cuda_kernels import CudaKernels
+from anybatch.estimate.images import Convolved
 from anybatch.estimate.kernels import PRIMITIVE_BYTES, CpuKernels, Scratch
 from anybatch.processor import Processor
 
@@ -335,6 +336,51 @@ def test_convolutions_on_narrow_vectors(
 ):
     found = convolved(NARROW, fake(64, channels, side, side), made, kernel, **more)
     assert found == pytest.approx((forward, backward), abs=0.3)
+
+
+def test_a_weight_whose_gradient_is_a_product_has_its_images_unfolded_by_each_thread():
+    _, backward = convolved(NARROW, fake(16, 64, 32, 32), 64, 14)
+    assert backward == pytest.approx(40.6, abs=0.3)  # measured
+
+
+@pytest.mark.parametrize(
+    ("image", "weight", "stride", "padding", "dilation", "groups", "expected"),
+    [  # by what oneDNN 3.12 printed on an EPYC with AVX2
+        ((4, 16, 8, 16, 16), (32, 16, 3, 3, 3), 1, (0, 0, 0), 1, 1, False),
+        ((4, 16, 8, 16, 16), (32, 16, 3, 3, 3), 1, (1, 0, 0), 1, 1, True),
+        ((4, 16, 8, 16, 16), (32, 16, 3, 3, 3), 1, (0, 1, 1), 1, 1, False),
+        ((4, 16, 20, 20), (32, 16, 13, 13), 1, (0, 0), 1, 1, False),
+        ((4, 16, 20, 20), (32, 16, 1, 14), 1, (0, 0), 1, 1, True),
+        ((4, 16, 20, 20), (32, 16, 14, 1), 1, (0, 0), 1, 1, False),
+        ((4, 1, 16000), (32, 1, 80), 4, (0,), 1, 1, True),
+        ((4, 32, 995), (64, 32, 3), 1, (0,), 1, 1, False),
+        ((4, 32, 20, 20), (32, 1, 3, 3), 1, (1, 1), 1, 32, False),
+        ((4, 32, 20, 20), (32, 8, 3, 3), 1, (1, 1), 1, 4, False),
+        ((4, 10, 20, 20), (32, 5, 3, 3), 1, (1, 1), 1, 2, True),
+        ((4, 32, 20, 20), (32, 32, 3, 3), 1, (2, 2), 2, 1, True),
+        ((4, 16, 20, 2), (32, 16, 3, 3), 1, (1, 1), 1, 1, False),
+        ((4, 16, 2, 20), (32, 16, 3, 3), 1, (1, 1), 1, 1, True),
+        ((4, 16, 20, 20), (32, 16, 3, 3), 1, (3, 3), 1, 1, True),
+        ((4, 16, 20, 20), (32, 16, 1, 1), 1, (1, 1), 1, 1, True),
+        ((8, 64, 8, 8), (64, 64, 3, 3), 2, (1, 1), 1, 1, False),
+    ],
+)
+def test_which_gradients_of_weights_are_products_on_narrow_vectors(
+    image: tuple[int, ...],
+    weight: tuple[int, ...],
+    stride: int,
+    padding: tuple[int, ...],
+    dilation: int,
+    groups: int,
+    expected: bool,
+):
+    num = len(padding)
+    some = ([stride] * num, list(padding), [dilation] * num, False, [0] * num, groups)
+    given, kernel = fake(*image), fake(*weight)
+    args = (given, kernel, None, *some)
+    found = Convolved.forward(args, _aten.convolution.default(*args))
+    assert found.is_product(NARROW) == expected
+    assert not found.is_product(Processor())
 
 
 @pytest.mark.parametrize("dtype", HALF)
