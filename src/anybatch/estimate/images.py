@@ -48,14 +48,16 @@ def copies_on_cpu(
     if op is CONVOLUTION:
         image, weight = args[:2]
         if not processor.computes(image.dtype):
-            return (_unfolded_bytes(Convolved.forward(args, result)),)
+            convolved = Convolved.forward(args, result)
+            return (convolved.image.size(0) * _unfolded_bytes(convolved),)
         if _by_channels_last(image, weight):
             return weight.nbytes, *(() if _lies_last(image) else (image.nbytes,))
         return weight.nbytes, _read_bytes(image, processor), _blocked_bytes(result, processor)
     if op is CONVOLUTION_BACKWARD:
         gradient, image, weight = args[:3]
         if not processor.computes(image.dtype):
-            return (_unfolded_bytes(Convolved.backward(args)),) * sum(args[10][:2])
+            unfolded = image.size(0) * _unfolded_bytes(Convolved.backward(args))
+            return (unfolded,) * sum(args[10][:2])
         weights = (weight.nbytes,) * sum(args[10][:2])
         if _by_channels_last(image, weight):
             images = (t.nbytes for t in (gradient, image) if not _lies_last(t))
@@ -160,8 +162,8 @@ class Convolved:
 
     def is_product(self, processor: Processor) -> bool:
         """Whether oneDNN computes the gradient of the weight as a product of unfolded images, as with
-        vectors of 256 bits where its own kernels do not go (`jit_avx2_conv_bwd_weights` in its sources;
-        seen in what it prints of 19 shapes)."""
+        vectors of 256 bits where its other kernels do not go (oneDNN 3.12, by what it printed of 19
+        shapes)."""
         if processor.vector_bytes >= _WIDE or self.transposed or self.is_channels_last:
             return False
         sides, (*_, height, width) = self.kernel, (1, *self.kernel)
@@ -236,33 +238,43 @@ def _product(convolved: Convolved, num_threads: int) -> int:
 
 
 def _unfolded_bytes(convolved: Convolved) -> int:
-    """All images of a batch, unfolded: for each number of the kernel what it is multiplied with. Only
-    one sample at a time where it is transposed or dilated; nothing where it is a product as it is.
-    Groups go one after the other."""
+    """One sample, unfolded: for each number of the kernel what it is multiplied with; nothing where it
+    is a product as it is. Groups go one after the other."""
     sides = convolved.kernel
     if max(sides) == max(convolved.stride) == 1 and not any(convolved.padding):
         return 0
-    small = convolved.image if convolved.transposed else convolved.made
-    channels = (convolved.made if convolved.transposed else convolved.image).size(1)
-    at_once = convolved.transposed or max(convolved.dilation) > 1
-    pixels = math.prod(small.shape[2:]) * (1 if at_once else small.size(0))
-    return channels // convolved.groups * math.prod(sides) * pixels * convolved.image.itemsize
+    small, other = convolved.made, convolved.image
+    if convolved.transposed:
+        small, other = other, small
+    channels, pixels = other.size(1) // convolved.groups, math.prod(small.shape[2:])
+    return channels * math.prod(sides) * pixels * other.itemsize
+
+
+def _num_unfolded(convolved: Convolved) -> int:
+    """Samples that are unfolded at a time."""
+    one_by_one = convolved.transposed or max(convolved.dilation) > 1
+    return 1 if one_by_one else convolved.image.size(0)
 
 
 def _unfolding(convolved: Convolved) -> int:
     """The result of a transposed one, and those of groups, stand there twice."""
     twice = convolved.transposed or convolved.groups > 1
-    return _unfolded_bytes(convolved) + twice * convolved.made.nbytes
+    unfolded = _num_unfolded(convolved) * _unfolded_bytes(convolved)
+    return unfolded + twice * convolved.made.nbytes
 
 
 def _unfolding_backward(convolved: Convolved, num_threads: int) -> int:
     """For the gradient of the weight images are unfolded again; for that of the image each thread has
-    one sample, and its sums in float32 beside it."""
-    unfolded = _unfolded_bytes(convolved)
-    sample = unfolded // (1 if convolved.transposed else convolved.image.size(0))
-    sums = num_threads * sample * (convolved.image.itemsize + 4) // convolved.image.itemsize
-    apart = convolved.image.nbytes if convolved.groups > 1 else 0
-    return max(unfolded, 0 if convolved.transposed else sums) + apart
+    one sample (dilated ones go one by one), and its sums in float32 beside it. Deep images stay
+    unfolded meanwhile. Gradients of groups stand there twice."""
+    one, num = _unfolded_bytes(convolved), _num_unfolded(convolved)
+    size, apart = convolved.image.itemsize, convolved.image.nbytes * (convolved.groups > 1)
+    if convolved.transposed:
+        return one + apart
+    threads = min(num_threads, num)
+    if len(convolved.kernel) == 3:
+        return (num + threads) * one + apart
+    return max(num * one, threads * one * (size + 4) // size) + apart
 
 
 def _by_channels_last(image: Tensor, weight: Tensor) -> bool:
