@@ -167,7 +167,8 @@ class Numerics:
 def check_available(precision: Precision, device: Device) -> None:
     """Raises `InputError` if `precision` cannot be had on `device`, saying what is missing."""
     if precision == "fp8":
-        _check_has("fp8", device, "8.9", "bf16" if device.has("bf16") else "fp16")
+        other = "fp16" if device.kind == "cuda" and not device.has("bf16") else "bf16"
+        _check_has("fp8", device, "8.9", other)
         if importlib.util.find_spec("torchao") is None:
             raise InputError("precision fp8 needs torchao: pip install torchao, or use bf16.")
     if precision == "tf32":
