@@ -184,7 +184,7 @@ class Convolved:
     @property
     def is_channels_last(self) -> bool:
         """Whether it takes and makes images whose channels lie last: if either one's do."""
-        return _is_channels_last(self.image) or _is_channels_last(self.weight)
+        return _by_channels_last(self.image, self.weight)
 
     @property
     def kernel(self) -> tuple[int, ...]:
