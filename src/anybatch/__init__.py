@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from anybatch.state import save_weights as save_weights
     from anybatch.step import Outcome as Outcome
     from anybatch.step import Step as Step
+    from anybatch.task import Grains as Grains
     from anybatch.task import Loss as Loss
     from anybatch.task import Progress as Progress
     from anybatch.task import Task as Task
@@ -85,7 +86,7 @@ _HOMES = {
     "session": ("Session",),
     "state": ("load_weights", "save_adapters", "save_weights"),
     "step": ("Outcome", "Step"),
-    "task": ("Loss", "Progress", "Task"),
+    "task": ("Grains", "Loss", "Progress", "Task"),
     "proof": ("Verdict", "verify"),
 }
 _WHERE = {name: home for home, names in _HOMES.items() for name in names}
@@ -97,6 +98,7 @@ __all__ = [
     "DataParallelCriterion",
     "DataParallelModel",
     "Exchange",
+    "Grains",
     "InputError",
     "KernelChoices",
     "LaunchError",

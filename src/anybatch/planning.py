@@ -9,11 +9,13 @@ given its plan, so that no rounding or setting can make them differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from anybatch.compute.determinism import one_thread
 from anybatch.compute.precision import check_available, precision_notices
 from anybatch.data import is_map_style, num_samples_of
 from anybatch.errors import InputError, PeerFailed
@@ -104,6 +106,18 @@ def plan(
     together = machine is None and _are_several()
     devices = _devices(machine, memory, ranks, parallel)
 
+    is_reproducible = task.grains is not None
+    if is_reproducible:
+        _check_reproducible(
+            parallel=parallel,
+            micro_batch=micro_batch,
+            chunked_loss=chunked_loss,
+            exchange=exchange,
+            norms=norms,
+            balance=balance,
+            compile=compile,
+        )
+
     def make() -> Plan:
         wanted = parse_open_precision(precision)
         told: dict[str, None] = {}  # each once
@@ -117,9 +131,9 @@ def plan(
             subject = subject_of(task)
             wishes = Wishes(
                 precision=wanted,
-                micro_batch=micro_batch,
+                micro_batch=subject.identity.grain or micro_batch,
                 recompute=_recompute(recompute, subject),
-                chunked_loss=parse_chunked_loss(chunked_loss),
+                chunked_loss=False if is_reproducible else parse_chunked_loss(chunked_loss),
                 frontier=frontier,
                 watch=watch,
                 compile=compile,
@@ -132,21 +146,68 @@ def plan(
                 min(devices, key=lambda device: device.budget_bytes),
                 wishes,
                 limited=memory is not None or (machine is not None and machine.is_limited),
-                layouts=layouts_of(devices, parallel, balance, exact=exact),
-                norms=norms if exact else "ghosts",
+                layouts=layouts_of(
+                    devices,
+                    parallel,
+                    "fixed" if is_reproducible else balance,
+                    divisible=exact and not is_reproducible,
+                ),
+                norms=norms if exact and not is_reproducible else "ghosts",
                 notices=(
                     *default_ghost_notice(subject.identity.ghost_batch, task.ghost_batch),
                     *_size_notice(task),
                     *told,
-                    *_length_notice(subject),
-                    *subject.depends,
+                    *_length_notice(subject, cut_by_size=not is_reproducible),
+                    *(() if is_reproducible else subject.depends),
                 ),
             )
         if machine is None and not together and wishes.micro_batch is None:
             made = _measured(task, made)
         return made if exchange is None else made.exchanging(exchange)
 
-    return _by_rank_0(make) if together else make()
+    # As the run will compute, so that what is predicted is what is run.
+    on_cpu = any(device.kind == "cpu" for device in devices)
+    with one_thread() if is_reproducible and on_cpu else nullcontext():
+        return _by_rank_0(make) if together else make()
+
+
+def _check_reproducible(
+    *,
+    parallel: Parallel | None,
+    micro_batch: int | None,
+    chunked_loss: bool | None,
+    exchange: Exchange | None,
+    norms: Norms | None,
+    balance: Balancing | None,
+    compile: Compile,
+) -> None:
+    """Raises `InputError` for a wish that would make the bits of a reproducible run depend on it."""
+    why = {
+        "parallel": (
+            parallel not in (None, "single", "replicate"),
+            parallel,
+            "gradients are then added up in another order: leave it out, or take 'replicate'",
+        ),
+        "micro_batch": (
+            micro_batch is not None,
+            micro_batch,
+            "a pass is a grain: set that of the task (--grain, anybatch.Grains)",
+        ),
+        "chunked_loss": (chunked_loss is True, True, "chunks round otherwise: leave it out"),
+        "exchange": (
+            exchange is not None and not exchange.is_exact,
+            exchange.describe() if exchange else "",
+            "the result then depends on the number of ranks: leave it out",
+        ),
+        "norms": (norms == "synchronised", norms, "its sums depend on the ranks: leave it out"),
+        "balance": (balance == "measured", balance, "ranks take whole parts: leave it out"),
+        "compile": (bool(compile), compile, "compiled kernels round otherwise: leave it out"),
+    }
+    for name, (is_wrong, value, remedy) in why.items():
+        if is_wrong:
+            raise InputError(
+                f"{name} is {value!r} and the run is to be reproducible, but {remedy}."
+            )
 
 
 def _measured(task: Task, plan: Plan) -> Plan:
@@ -195,6 +256,7 @@ def serves_again(
     return (
         before.task.name == task.name
         and before.task.global_batch == task.global_batch
+        and (before.task.grain, before.task.part) == _grains(task, before)
         and len(before.shares) == len(devices)
         and before.device_name == leanest.name
         and before.enforced == (memory is not None and not (compile is True and on_cpu))
@@ -209,6 +271,13 @@ def serves_again(
         and recompute is None
         and chunked_loss in (None, bool(before.choice.chunked_head))
     )
+
+
+def _grains(task: Task, before: Plan) -> tuple[int | None, int | None]:
+    """Of `task`, whose model is that of `before`. Raises `InputError` if they would cut ghosts."""
+    if task.grains is None:
+        return None, None
+    return task.grains.cut(task.global_batch, before.task.ghost_batch)
 
 
 def checked_ranks(ranks: int | None, parallel: Parallel | None) -> None:
@@ -320,11 +389,16 @@ def _recompute(wish: str | Recompute | None, subject: Subject) -> Recompute | No
     return Recompute(blocks=named, nested=wish == "nested")
 
 
-def _length_notice(subject: Subject) -> Iterator[str]:
+def _length_notice(subject: Subject, cut_by_size: bool) -> Iterator[str]:
     if subject.long:
+        cut = (
+            "Micro-batches are cut by padded size"
+            if cut_by_size
+            else "Grains of a reproducible run are cut by number"
+        )
         yield (
-            f"Samples differ in length: {subject.long}. Micro-batches are cut by padded size, and bytes"
-            " and seconds are predicted for the longest samples, which is the most they can be."
+            f"Samples differ in length: {subject.long}. {cut}, and bytes and seconds are predicted for"
+            " the longest samples, which is the most they can be."
         )
     if subject.uneven:
         yield (

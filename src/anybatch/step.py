@@ -421,6 +421,11 @@ class _Pieces:
         self.ranges: Sequence[range] = ()
 
     @property
+    def num_samples(self) -> int:
+        """See `engine.Source`: other ranks' are not known here."""
+        return 0
+
+    @property
     def size(self) -> int:
         """Number of samples; 0 where they cannot be counted: the step itself will tell why."""
         with suppress(DataError):

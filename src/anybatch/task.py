@@ -75,6 +75,48 @@ class Progress:
         return min(1.0, self.samples / max(1, self.total_samples))
 
 
+@dataclass(frozen=True, slots=True)
+class Grains:
+    """How the steps of a reproducible run are cut and added up, whatever runs them.
+
+    A global batch is cut into grains, which are forward passes of one size, and grains that follow one
+    another make up parts. Gradients are added up grain by grain inside a part, and over the parts in a
+    fixed binary tree. A rank takes whole parts.
+
+    Attributes:
+        samples: per grain. None: a part's share of the global batch, at most 32; a multiple of the
+            ghost batch where the model has BatchNorm.
+        parts: of a full global batch, at most; as many ranks can have work. What a rank holds of sums
+            grows with the logarithm of how many parts it has.
+    """
+
+    samples: int | None = None
+    parts: int = 8
+
+    def cut(self, global_batch: int, ghost_batch: int | None) -> tuple[int, int]:
+        """Samples of a grain, and of a part.
+
+        Raises `InputError` if grains of that size would cut ghost batches.
+        """
+        unit = min(ghost_batch or 1, global_batch)
+        if self.samples is None:
+            wanted = min(_LARGEST_GRAIN, -(-global_batch // self.parts))
+            size = -(-wanted // unit) * unit
+        else:
+            size = self.samples
+            if size % unit and size < global_batch:
+                raise InputError(
+                    f"grains of {size} samples would cut ghost batches of BatchNorm ({unit} samples):"
+                    f" make them a multiple of {unit}."
+                )
+        size = min(size, global_batch)
+        num_grains = -(-global_batch // size)
+        return size, -(-num_grains // self.parts) * size
+
+
+_LARGEST_GRAIN = 32
+
+
 LossFunction: TypeAlias = (
     "Callable[[nn.Module, Any], Loss | Tensor | tuple[Tensor, Tensor | float]]"
 )
@@ -139,6 +181,9 @@ class Task:
             others exactly. A step that is not finite though each of its samples is, is then left out
             whole. Learning rates go by all samples, left out or not.
         evaluate_every: steps between evaluations; None: at the end of each epoch.
+        reproducible: the same run gives the same bits on any number of ranks, under any plan, and after
+            a restart: a step is cut in one way, see `Grains`, which also say how where they are given.
+            For whole models, with one thread per rank on a CPU.
         tell: the trained module (in evaluation mode) to a text, a sample of what it makes, say. Called
             at the end, on rank 0; the text is an event.
         seed: of the order of samples, of initialisation and of dropout.
@@ -167,6 +212,7 @@ class Task:
     num_workers: int = 0
     bad_data: Literal["stop", "skip"] = "stop"
     evaluate_every: int | None = None
+    reproducible: bool | Grains = False
     tell: Callable[[nn.Module], str] | None = None
     seed: int = 0
     name: str = "task"
@@ -179,6 +225,13 @@ class Task:
         faults = list(_faults(self))
         if faults:
             raise InputError(f"the task {self.name!r} cannot be trained: {'; '.join(faults)}.")
+
+    @property
+    def grains(self) -> Grains | None:
+        """How steps are cut for a reproducible run; None: the plan is free to cut them."""
+        if isinstance(self.reproducible, Grains):
+            return self.reproducible
+        return Grains() if self.reproducible else None
 
     def build_model(self) -> nn.Module:
         """The module to train, initialised under `seed`. Raises `InputError` if `model` is a function
@@ -318,7 +371,18 @@ def _faults(task: Task) -> Iterable[str]:
     if task.bad_data not in ("stop", "skip"):
         yield f"bad_data is {task.bad_data!r}; give {listed(['stop', 'skip'])}"
 
+    yield from _grain_faults(task)
     yield from _data_faults(task)
+
+
+def _grain_faults(task: Task) -> Iterable[str]:
+    grains = task.reproducible
+    if not isinstance(grains, bool | Grains):
+        yield f"reproducible is {_kind(grains)}; give True, False or anybatch.Grains"
+    elif isinstance(grains, Grains):
+        if grains.samples is not None:
+            yield from _whole(grains, "samples", least=1, of="reproducible.")
+        yield from _whole(grains, "parts", least=1, of="reproducible.")
 
 
 def _data_faults(task: Task) -> Iterable[str]:
@@ -352,7 +416,7 @@ def _drops_all(task: Task, num_samples: int | None) -> bool:
     return num_samples < size
 
 
-def _whole(task: Task, name: str, least: int) -> Iterable[str]:
-    value = getattr(task, name)
+def _whole(owner: Task | Grains, name: str, least: int, of: str = "") -> Iterable[str]:
+    value = getattr(owner, name)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        yield f"{name} is {value!r}; give a whole number of at least {least}"
+        yield f"{of}{name} is {value!r}; give a whole number of at least {least}"

@@ -17,11 +17,13 @@ from anybatch.cli.options import (
     DeviceName,
     Devices,
     GlobalBatch,
+    Grain,
     Memory,
     MicroBatch,
     ParallelName,
     PrecisionName,
     RecomputeNames,
+    Reproducible,
     Settings,
     TaskName,
     compile_of,
@@ -58,6 +60,8 @@ def memory(
     chunked_loss: ChunkedLoss = None,
     compile: Compile = False,
     compile_if_faster: CompileIfFaster = False,
+    reproducible: Reproducible = False,
+    grain: Grain = None,
     parallel: ParallelName = None,
     json: Annotated[
         str | None,
@@ -99,7 +103,7 @@ def memory(
     from anybatch.plans import parse_parallel
     from anybatch.report import print_ledger, write_ledger
 
-    loaded = load_task(task, settings, global_batch)
+    loaded = load_task(task, settings, global_batch, reproducible, grain)
     where = machine_of(device, devices) or Machine.here()
     if memory is not None:
         where = where.with_budget(memory)

@@ -87,6 +87,21 @@ ParallelName: TypeAlias = Annotated[
         help="single, replicate, ddp, shard or in-process. Default: chosen.",
     ),
 ]
+Reproducible: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--reproducible",
+        help="The same bits on any number of ranks, under any plan, after any restart.",
+    ),
+]
+Grain: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--grain",
+        metavar="N",
+        help="Samples per pass of a reproducible run. Default: by the global batch, at most 32.",
+    ),
+]
 Settings: TypeAlias = Annotated[
     list[str] | None,
     typer.Option("-s", "--set", metavar="KEY=VALUE", help="An argument of the task's function."),
@@ -131,12 +146,35 @@ def machine_of(device: str | None, devices: int | None) -> Machine | None:
     return Machine.describe(device, count=devices)
 
 
-def load_task(name: str, settings: Sequence[str] | None, global_batch: int | None) -> Task:
+def load_task(
+    name: str,
+    settings: Sequence[str] | None,
+    global_batch: int | None,
+    reproducible: bool = False,
+    grain: int | None = None,
+) -> Task:
     """The task named `name`. The global batch is passed to the task's function where that takes one,
-    since other settings (the learning rate, say) may follow from it; else it is set in the task.
+    since other settings (the learning rate, say) may follow from it; else it is set in the task. That
+    it is to be `reproducible`, in such a `grain`, is set in the task.
 
     Raises `InputError` for anything that is not as it should be.
     """
+    from dataclasses import replace
+
+    from anybatch.task import Grains
+
+    task = _of_size(name, settings, global_batch)
+    if grain is not None and not (reproducible or task.grains):
+        raise InputError(
+            f"--grain is {grain} and the run is not to be reproducible: give --reproducible too, or"
+            " leave it out."
+        )
+    if grain is not None:
+        return replace(task, reproducible=replace(task.grains or Grains(), samples=grain))
+    return replace(task, reproducible=task.grains or True) if reproducible else task
+
+
+def _of_size(name: str, settings: Sequence[str] | None, global_batch: int | None) -> Task:
     from dataclasses import replace
 
     from anybatch.recipes import options_of, resolve

@@ -14,11 +14,13 @@ from anybatch.cli.options import (
     DeviceName,
     Devices,
     GlobalBatch,
+    Grain,
     Memory,
     MicroBatch,
     ParallelName,
     PrecisionName,
     RecomputeNames,
+    Reproducible,
     Settings,
     TaskName,
     Why,
@@ -41,6 +43,8 @@ def plan(
     chunked_loss: ChunkedLoss = None,
     compile: Compile = False,
     compile_if_faster: CompileIfFaster = False,
+    reproducible: Reproducible = False,
+    grain: Grain = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Save the plan, to be run.")
     ] = None,
@@ -62,7 +66,8 @@ def plan(
     from anybatch.plans import parse_parallel
     from anybatch.report import print_plan, write_frontier
 
-    loaded, where = load_task(task, settings, global_batch), machine_of(device, devices)
+    loaded = load_task(task, settings, global_batch, reproducible, grain)
+    where = machine_of(device, devices)
     with Waiting("planning:") as waiting:
         chosen = make_plan(
             loaded,

@@ -14,12 +14,14 @@ from anybatch.cli.options import (
     Compile,
     CompileIfFaster,
     GlobalBatch,
+    Grain,
     Memory,
     MicroBatch,
     ParallelName,
     PrecisionName,
     Ranks,
     RecomputeNames,
+    Reproducible,
     Settings,
     TaskName,
     Why,
@@ -42,6 +44,8 @@ def train(
     chunked_loss: ChunkedLoss = None,
     compile: Compile = False,
     compile_if_faster: CompileIfFaster = False,
+    reproducible: Reproducible = False,
+    grain: Grain = None,
     ranks: Ranks = None,
     parallel: ParallelName = None,
     balance: Annotated[
@@ -177,9 +181,8 @@ def train(
     given = None if plan_file is None else Plan.load(plan_file)
     processes = num_processes(given, ranks, way)
     if find() is None and (processes > 1 or machines != 1):
-        loaded = load_task(
-            task, settings, global_batch
-        )  # or says here, once, what is wrong with it
+        # Or it says here, once, what is wrong with it.
+        loaded = load_task(task, settings, global_batch, reproducible, grain)
         arguments = context.find_root().obj
         if out is None:  # named here, since ranks that are started again must find it
             arguments = [*arguments, "--out", str(_next_folder(Path("runs"), loaded.name))]
@@ -190,7 +193,7 @@ def train(
         )
     with joined(), contextlib.ExitStack() as stack:
         console = Console(quiet=not leads())
-        loaded = load_task(task, settings, global_batch)
+        loaded = load_task(task, settings, global_batch, reproducible, grain)
         # That of rank 0: ranks on other machines may find other names taken.
         folder = Path(tell(str(out or _next_folder(Path("runs"), loaded.name)))[0])
         if leads():

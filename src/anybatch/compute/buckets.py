@@ -31,6 +31,10 @@ DistributedDataParallel found good (Li et al. 2020, "PyTorch Distributed", secti
 buckets are faster, since several under way fill the cable in both directions
 (benchmarks/communication)."""
 
+PIECE_BYTES = 4 << 20
+"""Of a bucket, so much is added up by each rank at a time, where ranks do that by themselves: what
+waits for it takes memory."""
+
 _ALIGNED = 64  # bytes: what vector instructions and kernels over many tensors like
 
 

@@ -14,6 +14,7 @@ from anybatch.engine.outcome import PassedOver as PassedOver
 from anybatch.engine.pulse import Pulse as Pulse
 from anybatch.engine.randomness import Ambient as Ambient
 from anybatch.engine.randomness import Keyed as Keyed
+from anybatch.engine.randomness import KeyedByGrain as KeyedByGrain
 from anybatch.engine.rehearsal import Rehearsed as Rehearsed
 from anybatch.engine.skips import Skips as Skips
 from anybatch.engine.source import MicroBatch as MicroBatch

@@ -2,8 +2,9 @@
 
 A run that anybatch owns seeds every generator at the beginning of each attempt of a step, from (seed,
 step, rank): then a redone step draws what the first attempt drew, and a resumed run needs no saved
-state. Around an existing script the generators are the user's: they are left alone, and only put back
-when a step is redone.
+state. A reproducible run seeds them for every pass, from what does not depend on the ranks.
+Around an existing script the generators are the user's: they are left alone, and only put back when a
+step is redone.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ class Randomness(ABC):
     def redo(self, step: int) -> None:
         """Called before every further attempt of `step`."""
 
+    def begin_grain(self, step: int, grain: int) -> None:  # noqa: B027
+        """Called before the pass over `grain` of a reproducible step."""
+
+    def begin_update(self, step: int) -> None:  # noqa: B027
+        """Called before the update of `step`."""
+
     @abstractmethod
     def close(self) -> None:
         """Training is over."""
@@ -44,17 +51,35 @@ class Keyed(Randomness):
 
     def begin(self, step: int) -> None:
         """Seed all generators for `step`."""
-        key = mix(self._seed, step, self._rank)
-        seed_by(key)
-        if self._cuda is not None:
-            with torch.cuda.device(self._cuda):
-                torch.cuda.manual_seed(key)
+        self._seed_by(mix(self._seed, step, self._rank))
 
     redo = begin
 
     def close(self) -> None:
         """Put the generators back."""
         self._found.redo(0)
+
+    def _seed_by(self, key: int) -> None:
+        seed_by(key)
+        if self._cuda is not None:
+            with torch.cuda.device(self._cuda):
+                torch.cuda.manual_seed(key)
+
+
+class KeyedByGrain(Keyed):
+    """Seeded from (seed, step, grain) for each pass, and from (seed, step) for the update: whichever
+    rank runs a grain draws the same."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__(seed, 0, device)
+
+    def begin_grain(self, step: int, grain: int) -> None:
+        """See `Randomness`."""
+        self._seed_by(mix(self._seed, step, 0, grain))
+
+    def begin_update(self, step: int) -> None:
+        """See `Randomness`."""
+        self.begin(step)
 
 
 class Ambient(Randomness):

@@ -20,6 +20,9 @@ class MicroBatch:
         ghosts: its cut into ghost batches.
         last: whether it is this rank's last one of the step.
         padded: its padded size, in samples of the longest, where they differ in length; else None.
+        grain: its number in the global batch, where that is cut into grains; else None.
+        part: the part of the step that it belongs to, where steps are cut into parts.
+        ends_part: whether it is the last one of that part.
     """
 
     batch: Any
@@ -27,6 +30,9 @@ class MicroBatch:
     ghosts: Sequence[int] = ()
     last: bool = False
     padded: float | None = None
+    grain: int | None = None
+    part: int = 0
+    ends_part: bool = False
 
     @property
     def amount(self) -> float:
@@ -36,6 +42,11 @@ class MicroBatch:
 
 class Source(Protocol):
     """The samples of one global step, given as often as the step is tried."""
+
+    @property
+    def num_samples(self) -> int:
+        """Of all ranks together, without those that are left out; 0: not known."""
+        ...
 
     def micro_batches(self, choice: Choice) -> Iterator[MicroBatch]:
         """The micro-batches of this rank under `choice`, in order, from the first."""

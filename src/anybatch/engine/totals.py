@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,18 +23,24 @@ _CHUNK = 256
 
 
 class Totals:
-    """Sums of one rank over one step, or over one evaluation."""
+    """Sums of one rank over one step, or over one evaluation.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: of the losses.
+        num_parts: each with sums of its own, see `Group.num_parts`.
+    """
+
+    def __init__(self, device: torch.device, num_parts: int = 1) -> None:
         self._device = device
-        self._losses = _Series(device)
-        self._weights = _Series(device)
+        self._num_parts = num_parts
+        self._losses = _Series(device, num_parts)
+        self._weights = _Series(device, num_parts)
         self._metrics: dict[str, tuple[_Series, _Series]] | None = None
 
-    def add(self, loss: Loss, extra: Mapping[str, Any] | None = None) -> None:
-        """Take in one micro-batch. `extra` holds further metrics: name to (sum, weight)."""
-        self._losses.add(loss.sum)
-        self._weights.add(loss.weight)
+    def add(self, loss: Loss, extra: Mapping[str, Any] | None = None, part: int = 0) -> None:
+        """Take in one micro-batch, of `part`. `extra` holds further metrics: name to (sum, weight)."""
+        self._losses.add(loss.sum, part)
+        self._weights.add(loss.weight, part)
         for metrics in (loss.metrics, extra):
             if metrics is not None and not isinstance(metrics, Mapping):
                 raise LossError(
@@ -43,7 +50,7 @@ class Totals:
         if loss.metrics or extra or self._metrics:
             pairs = {n: _pair(n, v, loss.weight) for n, v in loss.metrics.items()}
             pairs.update((n, _pair(n, v, loss.weight)) for n, v in (extra or {}).items())
-            self._add_metrics(pairs)
+            self._add_metrics(pairs, part)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,11 +58,13 @@ class Totals:
         return tuple(self._metrics or ())
 
     def tensor(self) -> Tensor:
-        """float64 `[3 + 2 * num_metrics]`: loss sum, weight, number of negative weights, and the sum
-        and weight of each metric."""
+        """float64 `[(3 + 2 * num_metrics) * num_parts]`: loss sum, weight, number of negative weights,
+        and the sum and weight of each metric; each of all parts, one after the other."""
         pairs = [series for pair in (self._metrics or {}).values() for series in pair]
         negative = self._weights.num_negative()
-        sums = [self._losses.total(), self._weights.total(), negative, *(s.total() for s in pairs)]
+        sums = [*self._losses.totals(), *self._weights.totals(), *negative]
+        for series in pairs:
+            sums += series.totals()
         if not any(isinstance(one, Tensor) for one in sums):
             return torch.tensor(sums, dtype=torch.float64, device=self._device)
         return torch.stack([self._placed(one) for one in sums])
@@ -70,17 +79,30 @@ class Totals:
             return value.to(self._device, torch.float64)
         return torch.full((), value, dtype=torch.float64, device=self._device)
 
-    def _add_metrics(self, pairs: dict[str, tuple[Any, Any]]) -> None:
+    def _add_metrics(self, pairs: dict[str, tuple[Any, Any]], part: int) -> None:
         if self._metrics is None:
-            self._metrics = {n: (_Series(self._device), _Series(self._device)) for n in pairs}
+            self._metrics = {n: (self._series(), self._series()) for n in pairs}
         if self._metrics.keys() != pairs.keys():
             raise LossError(
                 f"the metrics {sorted(pairs)} of this micro-batch are not the metrics"
                 f" {sorted(self._metrics)} of the one before: return the same names each time."
             )
         for name, (value, weight) in pairs.items():
-            self._metrics[name][0].add(value)
-            self._metrics[name][1].add(weight)
+            self._metrics[name][0].add(value, part)
+            self._metrics[name][1].add(weight, part)
+
+    def _series(self) -> _Series:
+        return _Series(self._device, self._num_parts)
+
+
+def over_parts(agreed: Agreed, num_parts: int) -> Agreed:
+    """`agreed` upon in totals of so many parts each: the totals of all parts, which are exact sums, so
+    that no order can change them."""
+    if num_parts == 1:
+        return agreed
+    totals = agreed.totals
+    sums = [math.fsum(totals[at : at + num_parts]) for at in range(0, len(totals), num_parts)]
+    return replace(agreed, totals=sums, lengths=tuple(n // num_parts for n in agreed.lengths))
 
 
 class Names:
@@ -122,59 +144,64 @@ class Means:
 
 
 class _Series:
-    """Numbers, one per micro-batch: those on the host are added up at once, those on a device later."""
+    """Numbers, one per micro-batch: those on the host are added up at once, those on a device later.
+    Micro-batches of one part come one after the other."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_parts: int) -> None:
         self._device = device
-        self._plain = 0.0
+        self._plain = [0.0] * num_parts
         self._plain_count = 0
-        self._plain_negative = 0
+        self._plain_negative = [0] * num_parts
         self._plain_not_finite: list[int] = []  # numbers
-        self._tensors: list[Tensor] = []
-        self._chunks: list[Tensor] = []
+        self._part = 0
+        self._tensors: list[Tensor] = []  # of that part
+        self._chunks: list[tuple[int, Tensor]] = []  # with their parts
 
-    def add(self, value: Tensor | float) -> None:
+    def add(self, value: Tensor | float, part: int) -> None:
         if isinstance(value, Tensor):
             if value.device.type != "cpu":
-                self._gather(value.detach())
+                self._gather(value.detach(), part)
                 return
             value = value.item()
         if not math.isfinite(value):
             self._plain_not_finite.append(self._plain_count)
-        self._plain += value
+        self._plain[part] += value
         self._plain_count += 1
-        self._plain_negative += value < 0
+        self._plain_negative[part] += value < 0
 
-    def total(self) -> Tensor | float:
-        total: Tensor | float = self._plain
-        for part in self._parts():
-            total = total + part.sum(dtype=torch.float64)
-        return total
+    def totals(self) -> list[Tensor | float]:
+        """By part."""
+        sums: list[Tensor | float] = [*self._plain]
+        for part, chunk in self._all_chunks():
+            sums[part] = sums[part] + chunk.sum(dtype=torch.float64)
+        return sums
 
-    def num_negative(self) -> Tensor | float:
-        count: Tensor | float = self._plain_negative
-        for part in self._parts():
-            count = count + (part < 0).sum(dtype=torch.float64)
-        return count
+    def num_negative(self) -> list[Tensor | float]:
+        """By part."""
+        counts: list[Tensor | float] = [*self._plain_negative]
+        for part, chunk in self._all_chunks():
+            counts[part] = counts[part] + (chunk < 0).sum(dtype=torch.float64)
+        return counts
 
     def not_finite(self) -> list[int]:
-        parts = self._parts()
-        if not parts:
+        chunks = [chunk for _, chunk in self._all_chunks()]
+        if not chunks:
             return self._plain_not_finite
-        return torch.cat(parts).isfinite().logical_not().nonzero().flatten().tolist()
+        return torch.cat(chunks).isfinite().logical_not().nonzero().flatten().tolist()
 
-    def _gather(self, value: Tensor) -> None:
-        self._tensors.append(value)
-        if len(self._tensors) == _CHUNK:
-            # A scalar tensor weighs some hundred bytes: a long step would hold many of them.
-            self._chunks.append(self._joined())
+    def _gather(self, value: Tensor, part: int) -> None:
+        # A scalar tensor weighs some hundred bytes: a long step would hold many of them.
+        if part != self._part or len(self._tensors) == _CHUNK:
+            self._chunks = self._all_chunks()
             self._tensors.clear()
+        self._part = part
+        self._tensors.append(value)
 
-    def _parts(self) -> list[Tensor]:
-        return [*self._chunks, self._joined()] if self._tensors else self._chunks
-
-    def _joined(self) -> Tensor:
-        return torch.stack([t.to(self._device).reshape(()) for t in self._tensors])
+    def _all_chunks(self) -> list[tuple[int, Tensor]]:
+        if not self._tensors:
+            return self._chunks
+        joined = torch.stack([t.to(self._device).reshape(()) for t in self._tensors])
+        return [*self._chunks, (self._part, joined)]
 
 
 def _pair(name: str, value: Any, weight: Any) -> tuple[Any, Any]:

@@ -37,7 +37,7 @@ from anybatch.engine.room import Crossing, Room
 from anybatch.engine.sentences import nothing_leaner, too_late
 from anybatch.engine.skips import Skips
 from anybatch.engine.source import Blame, Source
-from anybatch.engine.totals import Means, Names, Totals
+from anybatch.engine.totals import Means, Names, Totals, over_parts
 from anybatch.engine.watch import Watch
 from anybatch.errors import DataError, LossError, NoPlanFits, PeerLost, RankLost
 from anybatch.events import Overflowed, Replanned, Sink
@@ -220,13 +220,14 @@ class Transactions:
         self, source: Source, before_update: Callable[[], None]
     ) -> Committed | PassedOver | Again:
         """One try: the committed step, or nothing changed and what is to be done about it."""
-        staged = Staged(self._step, source, Totals(self._device))
+        staged = Staged(self._step, source, Totals(self._device, self._group.num_parts))
         told = Told()
         mine: torch.Tensor | None = None
         wrong: Exception | None = None
         self._buffers.forget()  # until this attempt has saved them, they are as they should be
         try:
             self.crossing.reserve()
+            self._group.expect(source.num_samples)
             self._group.begin()
             self._buffers.save()
             self._stage(staged)
@@ -265,6 +266,7 @@ class Transactions:
                     everyone = self._group.exchange(told)
                     first_error(wrong, everyone, self._step)
                     return Again(everyone, by_rank(told.bad for told in everyone))
+                agreed = over_parts(agreed, self._group.num_parts)
                 names = self._names.common(staged.totals.names, agreed)
             means = Means(agreed.totals, names)
             if not self._judge.accepts(means):
@@ -301,6 +303,8 @@ class Transactions:
         choice = self.plan.choice
         with self._watch.running():
             for number, micro in enumerate(source.micro_batches(choice)):
+                if micro.grain is not None:
+                    self._randomness.begin_grain(self._step, micro.grain)
                 with (
                     self._naming(staged, number),
                     self._limit.first_pass(choice.kind, micro.batch),
@@ -308,10 +312,14 @@ class Transactions:
                 ):
                     loss = replica.accumulate(micro.batch, micro.num_samples, micro.ghosts)
                 if micro.num_samples:
-                    staged.totals.add(loss)
+                    staged.totals.add(loss, part=micro.part)
                     staged.numbers.append(number)
                 elif micro.batch is not None:  # run for the others' sake, before all that count
                     self._buffers.put_back()
+                if micro.ends_part:
+                    group.part_staged(micro.part, self._buffers.held)
+                    if not micro.last:
+                        self._buffers.put_back()
                 del micro  # so that it is gone while the next one is loaded
                 group.between_passes()
                 replica.phase = "loading"
@@ -338,6 +346,7 @@ class Transactions:
         scale = replica.loss_scale
         if scale is None and not math.isfinite(norm):
             return _Steep(norm)
+        self._randomness.begin_update(self._step)
         before_update()
         if replica.apply():
             self._has_updated = True

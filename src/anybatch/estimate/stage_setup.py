@@ -78,6 +78,9 @@ def set_up(
         buckets = replica.flatten()
         for flat in buckets.flats:
             tracer.see(flat, "gradients")
+        for held in subject.sums.held(buckets.flats) if subject.sums else ():
+            copies.append(held)
+            tracer.see(held, "gradients")
         if subject.staged and device.kind == "cuda":  # of rank 0, see `parallel.in_process`
             copies.append(torch.empty_like(max(buckets.flats, key=lambda flat: flat.nbytes)))
             tracer.see(copies[-1], "gradients")

@@ -32,6 +32,7 @@ from anybatch.estimate.family import Family
 from anybatch.estimate.recall import Recall, Recalling, fake_mode
 from anybatch.estimate.samples import Samples, samples_of
 from anybatch.estimate.sharding import Division
+from anybatch.estimate.sums import Sums
 from anybatch.estimate.template import template_of
 from anybatch.estimate.values import UNKNOWN
 from anybatch.machine import Device
@@ -55,6 +56,7 @@ class Subject:
         clip_norm: see `Task`.
         blocks, chains: names of what can be recomputed block by block, and as a tree.
         flat: gradients are kept in buckets, for several ranks.
+        sums: what is held of gradients beside the buckets of a reproducible run, or None.
         staged: there is room for the largest of them from another device.
         course: what a run does beside full micro-batches.
         division: how the model is divided over ranks, or None.
@@ -83,6 +85,7 @@ class Subject:
     chains: tuple[str, ...]
     course: Course = field(default_factory=Course)
     flat: bool = False
+    sums: Sums | None = None
     staged: bool = False
     division: Division | None = None
     long: str = ""
@@ -105,7 +108,8 @@ class Subject:
     @property
     def speaks(self) -> bool:
         """Whether it is one of several processes, which tell each other gradients or weights."""
-        return self.division is not None or (self.flat and not self.staged)
+        alone = self.sums is not None and self.sums.num_ranks == 1
+        return self.division is not None or (self.flat and not self.staged and not alone)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -186,7 +190,7 @@ def subject_of(task: Task) -> Subject:
             build = partial(fake_copy, model)
     identity = identify(task, model)
     course = course_of(task, identity.ghost_batch)
-    if course.unequal is not None:
+    if course.unequal is not None and identity.grain is None:
         identity = identity.model_copy(update={"padded": course.unequal.padded})
     template, uneven = template_of(task)
     return Subject(
@@ -211,17 +215,21 @@ def subject_of(task: Task) -> Subject:
 def identify(task: Task, model: nn.Module) -> TaskIdentity:
     """What a plan must agree with to be one for `task`.
 
-    Raises `InputError` if the model has nothing to train.
+    Raises `InputError` if the model has nothing to train, or the task's grains would cut ghost batches.
     """
     trainable = list(parameters_in(task.parameters_of(model)))
     lengths = lengths_of(task.lengths, task.train, "training")
+    ghost = ghost_batch_of(task, model)
+    grain, part = task.grains.cut(task.global_batch, ghost) if task.grains else (None, None)
     return TaskIdentity(
         name=task.name,
         global_batch=task.global_batch,
         parameters=sum(p.numel() for p in model.parameters()),
         trainable_parameters=sum(p.numel() for p in trainable if p.requires_grad),
-        ghost_batch=ghost_batch_of(task, model),
+        ghost_batch=ghost,
         longest=None if lengths is None else int(lengths.max()),
+        grain=grain,
+        part=part,
         dtypes=dtypes_of(model),
     )
 

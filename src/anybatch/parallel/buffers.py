@@ -89,6 +89,11 @@ class BufferAgreement:
         """The contribution of a rank that has none, on the CPU."""
         return torch.zeros(self.size, dtype=torch.float64)
 
+    def begin(self, held: Held) -> None:
+        """For a rank that may have no `contribution`: what tells the buffers at the start of the
+        step."""
+        self._held = held
+
     @torch.no_grad()
     def contribution(self, held: Held) -> Tensor:
         """What this rank did to the buffers: float64, shape [size], on the CPU. Waits for the device.
@@ -134,6 +139,15 @@ class BufferAgreement:
             self._settle_norms(counts.long().tolist(), values)
         if bool(flags.any()):
             self._settle_others(flags, broadcast)
+
+    def changed(self, contribution: Tensor) -> list[tuple[nn.Module, list[str]]]:
+        """The modules other than norms whose buffers changed, by that contribution, with the names of
+        all their buffers."""
+        flags = contribution[2 * len(self._norms) + self._num_values :]
+        per_module = flags.split([len(names) for _, names in self._others])
+        return [
+            place for place, some in zip(self._others, per_module, strict=True) if bool(some.any())
+        ]
 
     def _batches(self) -> list[tuple[int, int]]:
         """Of each norm: batches before the step, and in it. One wait for the device, for all."""
@@ -271,26 +285,111 @@ class BuffersOverGroup:
             self._agreement.settle(self._theirs.cpu(), self._broadcast)
 
     def _broadcast(self, mine: Sequence[Tensor | None], source: int) -> list[Tensor | None]:
-        """See `Broadcast`. Tensors cross in place where their shapes agree, as bytes, since backends
-        do not know every dtype."""
-        forms: list[Any] = [None if t is None else (t.shape, t.dtype, t.device.type) for t in mine]
-        dist.broadcast_object_list(forms, group_src=source, group=self._group)
-        given: list[Tensor | None] = []
-        for own, form in zip(mine, forms, strict=True):
-            if form is None:
-                given.append(None)
-                continue
-            shape, dtype, kind = form
-            if own is None or (own.shape, own.dtype, own.device.type) != form:
-                device = self._device if self._device.type == kind else torch.device(kind)
-                own = torch.empty(shape, dtype=dtype, device=device)
-            if own.numel():
-                wire = own.detach().to(self._device).contiguous()
-                dist.broadcast(wire.view(-1).view(torch.uint8), group_src=source, group=self._group)
-                if wire.data_ptr() != own.data_ptr():
-                    own.data.copy_(wire)
-            given.append(own)
-        return given
+        return _given_by(source, mine, self._device, self._group)
+
+
+@final
+class BuffersByPart:
+    """A `BufferAgreement` of the parts of a step, each of which began with the buffers that the step
+    found: they come out the same to the bit, whichever ranks had which parts.
+
+        begin      an attempt begins
+        staged     the passes of a part are over; may run out of memory
+        ended      those of all parts are
+        gather     on every rank in every attempt, before the vote
+        settle     on every rank, once the step is committed
+
+    Args:
+        model: the same on all ranks.
+        device: of the group's tensors.
+        num_parts: of a full step, the most there are.
+        several: there are other ranks, of the default group.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, num_parts: int, several: bool
+    ) -> None:
+        self._agreement = BufferAgreement(model)
+        self._device = device
+        self._several = several
+        self._parts = self._agreement.nothing().new_zeros(num_parts, self._agreement.size)
+        self._first: dict[nn.Module, dict[str, Tensor | None]] = {}
+        self._owners: Sequence[int] = ()
+
+    def begin(self, owners: Sequence[int]) -> None:
+        """`owners`: the rank that has each part."""
+        self._parts.zero_()
+        self._first.clear()
+        self._owners = owners
+
+    @torch.no_grad()
+    def staged(self, part: int, held: Held) -> None:
+        """Work out what `part` contributes; the buffers are to be put back before the next part. Waits
+        for the device."""
+        if not self._agreement.size:
+            return
+        contribution = self._agreement.contribution(held)
+        self._parts[part] = contribution + 0.0  # no rank's zero has a sign of its own
+        for module, names in self._agreement.changed(contribution):
+            if module not in self._first:  # the lowest part that wrote is the one that counts
+                now = {name: module._buffers.get(name) for name in names}
+                self._first[module] = {
+                    name: None if one is None else one.detach().clone() for name, one in now.items()
+                }
+
+    def ended(self, held: Held) -> None:
+        """The passes of all parts are over, on a rank that perhaps has none."""
+        self._agreement.begin(held)
+
+    def gather(self) -> None:
+        """Tell one another what the parts contribute. Each is one rank's, so sums change no bit."""
+        if self._agreement.size and self._several:
+            theirs = self._parts.to(self._device)
+            dist.all_reduce(theirs)
+            self._parts.copy_(theirs)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Make the buffers the same on all ranks. The step must have succeeded on all of them."""
+        for module, found in self._first.items():
+            module._buffers.update(found)
+        self._first.clear()
+        if self._agreement.size:
+            self._agreement.settle(self._parts, self._broadcast)
+
+    def _broadcast(self, mine: Sequence[Tensor | None], source: int) -> list[Tensor | None]:
+        """See `Broadcast`; `source` is a part."""
+        if not self._several:
+            return list(mine)
+        return _given_by(self._owners[source], mine, self._device)
+
+
+def _given_by(
+    rank: int,
+    mine: Sequence[Tensor | None],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> list[Tensor | None]:
+    """See `Broadcast`. Tensors cross in place where their shapes agree, as bytes, since backends do not
+    know every dtype."""
+    forms: list[Any] = [None if t is None else (t.shape, t.dtype, t.device.type) for t in mine]
+    dist.broadcast_object_list(forms, group_src=rank, group=group)
+    given: list[Tensor | None] = []
+    for own, form in zip(mine, forms, strict=True):
+        if form is None:
+            given.append(None)
+            continue
+        shape, dtype, kind = form
+        if own is None or (own.shape, own.dtype, own.device.type) != form:
+            home = device if device.type == kind else torch.device(kind)
+            own = torch.empty(shape, dtype=dtype, device=home)
+        if own.numel():
+            wire = own.detach().to(device).contiguous()
+            dist.broadcast(wire.view(-1).view(torch.uint8), group_src=rank, group=group)
+            if wire.data_ptr() != own.data_ptr():
+                own.data.copy_(wire)
+        given.append(own)
+    return given
 
 
 def _is_affine(norm: _BatchNorm) -> bool:

@@ -15,6 +15,7 @@ from anybatch.parallel.ddp import Ddp
 from anybatch.parallel.group import Group, SingleDevice
 from anybatch.parallel.local_steps import LocalSteps
 from anybatch.parallel.replicate import Replicate
+from anybatch.parallel.reproducible import Reproducible
 from anybatch.parallel.shard import Shard
 from anybatch.parallel.stale import Stale
 from anybatch.plans import Plan
@@ -26,8 +27,13 @@ def group_of(plan: Plan) -> Iterator[tuple[Group, str]]:
 
     Raises `InputError` if there are not as many ranks as the plan has.
     """
+    part = plan.task.part
     if plan.parallel == "single":
-        yield SingleDevice(), _first(plan.device)
+        device = _first(plan.device)
+        if part is None:
+            yield SingleDevice(), device
+        else:
+            yield _in_parts(plan, part, device), device
         return
     if plan.parallel == "in-process":
         raise ValueError("ranks of one process are made by anybatch.crew, all at once")
@@ -38,6 +44,9 @@ def group_of(plan: Plan) -> Iterator[tuple[Group, str]]:
             f" start it with `anybatch train --ranks {plan.num_ranks}` or torchrun, or plan anew."
         )
     device = _own(plan.device)
+    if part is not None:
+        yield _in_parts(plan, part, device), device
+        return
     # What the kernel may refuse memory must not be refused any while it speaks to others.
     overlaps = device != "cpu" or not (plan.enforced or is_limited())
     if plan.parallel == "ddp" or not plan.exchange.is_exact:
@@ -48,6 +57,10 @@ def group_of(plan: Plan) -> Iterator[tuple[Group, str]]:
         return
     synchronised = plan.norms == "synchronised"
     yield Replicate(plan.shares, torch.device(device), overlaps, synchronised), device
+
+
+def _in_parts(plan: Plan, part: int, device: str) -> Group:
+    return Reproducible(plan.shares, torch.device(device), plan.task.global_batch, part)
 
 
 def _as_asked(plan: Plan, device: torch.device, overlaps: bool) -> Group:

@@ -5,7 +5,8 @@ it: a rank that failed says so in the vote instead of staying away, so no rank e
 does not come.
 
     prepare, adopt                    once: the same weights everywhere, gradients taken charge of
-    begin, last_pass, staged          in every attempt of a step: this rank's own part
+    expect, begin                     in every attempt of a step, as it begins
+    last_pass, part_staged, staged    in every attempt: this rank's own part
     gather, agree                     in every attempt: the sums and the vote
     exchange                          when the vote has shown that there is something to tell
     committed                         after the update
@@ -43,7 +44,7 @@ class Agreed:
     """What all ranks know after a vote without a failure.
 
     Attributes:
-        totals: the sums over all ranks.
+        totals: the sums over all ranks, by part where there are several.
         lengths: how many totals each rank had: a rank without samples knows of no metrics.
         notes: the number that each rank sent along.
         wished: what any rank wished.
@@ -64,6 +65,7 @@ class Group(ABC):
         lockstep: every rank must run equally many passes in a step, since ranks meet inside passes.
         overlaps: whether gradients may begin to cross while the last backward pass still runs.
         in_one_process: the ranks are threads of one process.
+        num_parts: sums of losses and weights that each rank has, see `Reproducible`; else 1.
         diverges: weights and optimizer states differ between ranks, which take steps by themselves.
     """
 
@@ -73,6 +75,7 @@ class Group(ABC):
     overlaps: bool = False
     in_one_process: bool = False
     diverges: bool = False
+    num_parts: int = 1
 
     @property
     def size(self) -> int:
@@ -95,6 +98,9 @@ class Group(ABC):
     def adopt(self, replica: Replica) -> None:  # noqa: B027
         """Take charge of the gradients of `replica`."""
 
+    def expect(self, num_samples: int) -> None:  # noqa: B027
+        """The step that is tried next has so many samples, over all ranks."""
+
     def begin(self) -> None:  # noqa: B027
         """An attempt at a step begins."""
 
@@ -104,6 +110,10 @@ class Group(ABC):
 
     def between_passes(self) -> None:  # noqa: B027
         """Between two passes: other ranks of this process may have their turn on the host."""
+
+    def part_staged(self, part: int, held: Held) -> None:  # noqa: B027
+        """The passes of `part` of a reproducible step are over. May run out of memory. If another part
+        follows, buffers are put back to what they `held` when the step began."""
 
     def staged(self, held: Held) -> None:  # noqa: B027
         """This rank's passes are over. `held` tells what buffers held when the step began. May run out

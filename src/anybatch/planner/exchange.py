@@ -26,7 +26,8 @@ def seconds_of_exchange(subject: Subject, setting: Setting, choice: Choice, pass
     if num_ranks == 1:
         return 0.0
     computing = pace.micro(choice.micro_batch, choice.recompute)
-    overlaps = device.kind == "cuda" and layout.parallel != "in-process"
+    is_last = layout.parallel == "in-process" or subject.sums is not None  # after all computing
+    overlaps = device.kind == "cuda" and not is_last
     if subject.division is None:
         crossing = exchange_seconds(pace.parameter_bytes, device, num_ranks)
         groups = -(-pace.parameter_bytes // BUCKET_BYTES)

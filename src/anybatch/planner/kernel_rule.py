@@ -26,11 +26,11 @@ def with_kernels(plan: Plan, subject: Subject, compiled: Compile, shapes_vary: b
     """
     kernels, notices = _compiling(plan, compiled)
     if plan.device != "cpu" and (found := convolutions_of(subject)).number:
-        varying = next(_variation(plan, shapes_vary), "")
+        varying, free = next(_variation(plan, shapes_vary), ""), plan.task.grain is None
         kernels = kernels.model_copy(
-            update={"channels_last": found.can_turn, "autotune": not varying}
+            update={"channels_last": found.can_turn, "autotune": free and not varying}
         )
-        notices += [_told_layout(found), _told_tuning(varying)]
+        notices += [_told_layout(found), _told_tuning(varying) if free else _NOT_TUNED]
     return plan.model_copy(update={"kernels": kernels, "notices": (*plan.notices, *notices)})
 
 
@@ -84,6 +84,10 @@ def _told_tuning(varying: str) -> str:
     )
 
 
+_NOT_TUNED = (
+    "cuDNN chooses its algorithms without trying them: in a reproducible run no measured time may"
+    " decide what computes."
+)
 _COMPILED = (
     "The blocks of the model are compiled, as asked for: the first pass of each size takes longer."
     " Bytes and seconds are predicted of the model as it is, uncompiled."

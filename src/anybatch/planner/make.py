@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from anybatch.compute import DEFAULT_GHOST_BATCH
 from anybatch.compute.lm_loss import PLAIN_LOGITS
+from anybatch.data import num_parts_of
 from anybatch.errors import AnybatchError, InputError, NoPlanFits
 from anybatch.estimate import Head, Subject, head_of, why_untraced
 from anybatch.estimate.seconds import meeting_seconds
@@ -174,6 +175,8 @@ def _make(
             " more memory, more ranks, or a smaller ghost batch, which changes BatchNorm's result.",
             least_bytes=found.option.footprint.peak.num_bytes,
         )
+    if not found.fits and whole.identity.grain is not None:
+        raise _no_grain_fits(found, device)
     if not found.fits:
         told.append(
             f"The micro-batch of {found.choice.micro_batch} that was asked for is predicted to need"
@@ -202,6 +205,19 @@ def _make(
         rejected=found.rejected,
         frontier=found.frontier,
         notices=tuple(told),
+    )
+
+
+def _no_grain_fits(found: Found, device: Device) -> NoPlanFits:
+    size, peak = found.choice.micro_batch, found.option.footprint.peak.num_bytes
+    smaller = ""
+    if size > 1:
+        smaller = ", or smaller grains (--grain, anybatch.Grains), which change the result's bits"
+    return NoPlanFits(
+        f"no plan fits the budget of {format_bytes(device.budget_bytes)}: a grain of {size} samples of"
+        f" the reproducible run is predicted to need {format_bytes(peak)} at the least. Give it more"
+        f" memory{smaller}.",
+        least_bytes=peak,
     )
 
 
@@ -298,7 +314,10 @@ def _ranks(
 def _told_idle(subject: Subject, layout: Layout, idle: int) -> str:
     identity, ranks = subject.identity, len(layout.shares)
     units = f"{identity.global_batch:,} samples"
-    if identity.ghost_batch:
+    if identity.part is not None:
+        parts = num_parts_of(identity.global_batch, identity.part)
+        units += f", {parts} parts of a reproducible step (`Grains.parts`),"
+    elif identity.ghost_batch:
         units += f", {num_ghosts(subject)} ghost batches of BatchNorm,"
     return (
         f"A global batch of {units} leaves {idle:,} of {ranks:,} ranks without work in every step:"
@@ -328,7 +347,7 @@ def _why_divided(found: Found) -> str:
 def _first_try(subject: Subject, wishes: Wishes) -> Choice:
     """For a model that cannot be traced: begin small, and let the ladder do the rest."""
     identity = subject.identity
-    unit = min(identity.ghost_batch or 1, identity.global_batch)
+    unit = min(identity.unit, identity.global_batch)
     size = wishes.micro_batch or min(subject.whole, max(unit, _UNTRACED_MICRO_BATCH // unit * unit))
     return Choice(
         micro_batch=size,
@@ -340,7 +359,7 @@ def _first_try(subject: Subject, wishes: Wishes) -> Choice:
 
 def _rungs(option: Option, layout: Layout) -> tuple[Choice, ...]:
     """Those of the ladder that can be run: a pass is one ghost batch where they are divided."""
-    if layout.norms == "ghosts":
+    if layout.norms == "ghosts":  # of a reproducible run all have the grain
         return option.ladder
     return tuple(r for r in option.ladder if r.micro_batch == option.choice.micro_batch)
 

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from anybatch.compute import batch_norms
 from anybatch.compute.dividing import check_divisible
 from anybatch.compute.optimizers import check_whole
-from anybatch.data import divided_ghosts, ghosts, share
-from anybatch.estimate import Subject
+from anybatch.data import divided_ghosts, ghosts, num_parts_of, share
+from anybatch.estimate import Subject, sums_of
 from anybatch.estimate.sharding import Division, parts_of
 from anybatch.machine import Device
 from anybatch.planner.reserve import reserve_of
@@ -56,7 +56,7 @@ def layouts_of(
     parallel: Parallel | None,
     balance: Balancing | None = None,
     *,
-    exact: bool = True,
+    divisible: bool = True,
 ) -> tuple[Layout, ...]:
     """How the ranks on `devices`, one each, may share a step, before anything is measured: by the
     nominal speed of their devices. The one to take among equals comes first.
@@ -65,7 +65,8 @@ def layouts_of(
         devices: one for each rank.
         parallel: as asked for; None leaves open whether the model is divided.
         balance: as asked for; None: measured where the ranks' times tell something.
-        exact: whether ranks tell each other everything in every step; else each has the whole model.
+        divisible: whether ranks may have parts of the model, which takes that they tell each other
+            everything in every step; else each has the whole.
     """
     if len(devices) == 1 and parallel in (None, "single"):
         return (Layout(),)
@@ -78,7 +79,7 @@ def layouts_of(
         balance=balance or ("fixed" if devices[0].kind == "cpu" else "measured"),
         devices=tuple(d.torch_name for d in devices) if parallel == "in-process" else (),
     )
-    if parallel is not None or not exact:
+    if parallel is not None or not divisible:
         return (whole,)
     return whole, replace(whole, parallel="shard")
 
@@ -86,10 +87,11 @@ def layouts_of(
 def of_one_rank(subject: Subject, layout: Layout) -> Subject:
     """What the rank with the largest share computes if it holds the whole model: its part of the global
     batch. `division_of` tells what it holds of one that is divided."""
-    if len(layout.shares) == 1:
-        return subject
     identity = subject.identity
-    unit = identity.ghost_batch or 1
+    sums = sums_of(identity, layout.shares)
+    if len(layout.shares) == 1:
+        return subject if sums is None else replace(subject, flat=True, sums=sums)
+    unit = identity.part or identity.ghost_batch or 1
     if layout.norms == "synchronised":
         unit = pass_of(subject, layout)
         most = unit * num_ghosts(subject)
@@ -104,12 +106,13 @@ def of_one_rank(subject: Subject, layout: Layout) -> Subject:
         identity=identity.model_copy(
             update={
                 "global_batch": most,
-                "ghost_batch": identity.ghost_batch and unit,
+                "ghost_batch": unit if layout.norms == "synchronised" else identity.ghost_batch,
                 "padded": identity.padded and _part_of_padded(identity.padded, layout, unit),
             }
         ),
         num_valid=valid and max(_parts(valid, layout, 1)),
         # Of a divided model too: its gradients are there all the time, and both are traced at once.
+        sums=sums,
         flat=layout.parallel in ("replicate", "shard", "in-process"),
         staged=layout.parallel == "in-process",
         families={},  # traces of the whole say nothing of a part
@@ -160,10 +163,14 @@ def pass_of(subject: Subject, layout: Layout) -> int:
 
 
 def num_idle(subject: Subject, layout: Layout) -> int:
-    """Ranks that would take part, but have no sample of their own, or no ghost batch."""
+    """Ranks that would take part, but have no sample of their own, or no ghost batch, or no part of a
+    reproducible step."""
     able = sum(1 for one in layout.shares if one > 0)
     identity = subject.identity
-    return max(0, able - (num_ghosts(subject) if identity.ghost_batch else identity.global_batch))
+    units = num_ghosts(subject) if identity.ghost_batch else identity.global_batch
+    if identity.part is not None:
+        units = num_parts_of(identity.global_batch, identity.part)
+    return max(0, able - units)
 
 
 def norms_that_meet(subject: Subject) -> int | None:

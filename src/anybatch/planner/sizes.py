@@ -29,7 +29,7 @@ class Sizes:
 
     Attributes:
         whole: samples of a step.
-        smallest: one sample, or one ghost batch.
+        smallest: one sample, one ghost batch, or one grain.
     """
 
     whole: int
@@ -38,7 +38,7 @@ class Sizes:
     @classmethod
     def of(cls, subject: Subject) -> Sizes:
         """Those of a step of `subject`."""
-        return cls(subject.whole, min(subject.identity.ghost_batch or 1, subject.whole))
+        return cls(subject.whole, min(subject.identity.unit, subject.whole))
 
     @property
     def low(self) -> int:

@@ -19,6 +19,7 @@ def check(plan: Plan) -> None:
     """Raises `ValueError` if no engine could run `plan`."""
     _check_ranks(plan)
     _check_exchange(plan)
+    _check_grains(plan)
     _check_kernels(plan)
     _check_choices(plan)
 
@@ -109,6 +110,47 @@ def _check_exchange(plan: Plan) -> None:
             f" {list(plan.shares)} leaves a rank without samples: make the batch larger, or take"
             " fewer ranks"
         )
+
+
+def _check_grains(plan: Plan) -> None:
+    """What would make the bits of a reproducible run depend on the plan."""
+    grain, part = plan.task.grain, plan.task.part
+    if (grain is None) != (part is None) or (grain and part and part % grain):
+        raise ValueError(
+            f"task.grain is {grain} and task.part {part}: a reproducible run has both, the part a"
+            " multiple of the grain; any other run has neither"
+        )
+    if grain is None:
+        return
+    why = f"task.grain is {grain}, so the run is to be reproducible, but"
+    if plan.parallel not in ("single", "replicate"):
+        raise ValueError(
+            f"{why} parallel is {plan.parallel!r}, which adds up gradients in an order of its own:"
+            " make it 'replicate'"
+        )
+    if not plan.exchange.is_exact:
+        raise ValueError(f"{why} exchange asks for {plan.exchange.describe()}: leave it out")
+    if plan.norms == "synchronised":
+        raise ValueError(
+            f"{why} norms is 'synchronised', whose sums depend on the ranks: make it 'ghosts'"
+        )
+    kernels = plan.kernels
+    if kernels.autotune or kernels.compile or kernels.compile_if_faster == "open":
+        raise ValueError(
+            f"{why} kernels asks for {kernels.describe()}, where measured times decide what computes:"
+            " leave it out"
+        )
+    for place, choice in _choices(plan):
+        if choice.micro_batch != grain:
+            raise ValueError(
+                f"{why} {place}.micro_batch is {choice.micro_batch}: make it the grain, or give the"
+                " task other grains"
+            )
+        if choice.chunked_head:
+            raise ValueError(
+                f"{why} {place}.chunked_head is {choice.chunked_head!r}, and a loss in chunks rounds"
+                " otherwise: leave it empty"
+            )
 
 
 def _check_kernels(plan: Plan) -> None:

@@ -38,9 +38,20 @@ class TaskIdentity(Frozen):
         ge=1,
         description="padded size of a mean global batch in samples of the longest, where they differ",
     )
+    grain: int | None = Field(
+        default=None, ge=1, description="samples per forward pass of a reproducible run"
+    )
+    part: int | None = Field(
+        default=None, ge=1, description="samples per part of its steps, which one rank takes"
+    )
     dtypes: tuple[str, ...] = Field(
         default=(), description="of the floating parameters as the model has them; empty: not told"
     )
+
+    @property
+    def unit(self) -> int:
+        """Samples that no cut into micro-batches parts: a grain, a ghost batch of BatchNorm, or one."""
+        return self.grain or self.ghost_batch or 1
 
 
 class Plan(Frozen):
@@ -139,7 +150,7 @@ class Plan(Frozen):
         last rung half the micro-batch. None: there is nothing leaner."""
         if self.ladder:
             return self.model_copy(update={"choice": self.ladder[0], "ladder": self.ladder[1:]})
-        unit = min(self.task.ghost_batch or 1, self.task.global_batch)
+        unit = min(self.task.unit, self.task.global_batch)
         if self.choice.micro_batch <= unit or self.norms == "synchronised":
             return None
         half = max(unit, self.choice.micro_batch // 2 // unit * unit)
@@ -167,7 +178,8 @@ class Plan(Frozen):
 
     def _largest_part(self, whole: int) -> int:
         """What the rank with the largest share takes of `whole`, at most; whole ghost batches."""
-        unit = 1 if self.norms == "synchronised" else self.task.ghost_batch or 1
+        task = self.task
+        unit = 1 if self.norms == "synchronised" else task.part or task.ghost_batch or 1
         units = -(-whole // unit)
         part = math.ceil(units * max(self.shares) / sum(self.shares) - 1e-9)
         return min(whole, max(1, part) * unit)
@@ -200,6 +212,8 @@ class Plan(Frozen):
                 "trainable_parameters",
                 "ghost_batch",
                 "longest",
+                "grain",
+                "part",
             )
             if getattr(self.task, name) != getattr(identity, name)
         ]

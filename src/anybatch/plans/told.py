@@ -36,8 +36,10 @@ def explained(plan: Plan) -> list[tuple[str, str]]:
         lines.append(("ranks", f"{plan.num_ranks}, {_PARALLEL[plan.parallel]}"))
     if not plan.exchange.is_exact:
         lines.append(("exchange", f"not exact: {plan.exchange.describe()}"))
+    lines.append(("global batch", f"{samples}: {each}{_cut(plan)}{ghost}"))
+    if task.grain and task.part:
+        lines.append(("reproducible", _grains(task.global_batch, task.grain, task.part)))
     lines += [
-        ("global batch", f"{samples}: {each}{_cut(plan)}{ghost}"),
         ("precision", _precision(plan)),
         ("recompute", choice.recompute.describe(named=True)),
     ]
@@ -101,6 +103,15 @@ def _cut(plan: Plan) -> str:
     return (
         f"micro-batches of a padded size of at most {size * longest:,} ({size} x {longest:,}, the"
         " longest), accumulated exactly"
+    )
+
+
+def _grains(global_batch: int, grain: int, part: int) -> str:
+    parts = -(-global_batch // part)
+    each = "of one grain each" if part == grain else f"of {part // grain} grains each"
+    return (
+        f"the same bits on any number of ranks: grains of {grain}, in {parts} parts {each}, added up in"
+        " a fixed order"
     )
 
 

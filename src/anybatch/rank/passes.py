@@ -6,13 +6,14 @@
 Where ranks meet inside every pass, all run as many as the one with the most. Where they also compute
 BatchNorm together, every ghost batch is divided over all of them. Where samples differ in length,
 shares are of their total length, and a micro-batch may have the padded size of as many of the longest
-as the plan says.
+as the plan says. In a reproducible run micro-batches are grains, and shares whole parts, by number.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from anybatch.data import (
     micro_batches_by_length,
     on_device,
     padded_size,
+    part_at,
+    share,
     to_device,
 )
 from anybatch.engine import MicroBatch, Pulse
@@ -42,6 +45,7 @@ class Cutting:
 
     def __init__(self, plan: Plan, group: Group) -> None:
         self._ghost = plan.task.ghost_batch
+        self._grain, self._part = plan.task.grain, plan.task.part
         self._longest = plan.task.longest or 1
         self._divides_ghosts = plan.norms == "synchronised"
         self._group = group
@@ -54,7 +58,7 @@ class Cutting:
             return Passes(parts, [[len(part)] if part else [] for part in parts])
         cut, padded = self._micro_batches(choice, extent, group.rank), self._padded(extent)
         if not group.lockstep:
-            return Passes(cut, ghost, padded=padded)
+            return Passes(cut, ghost, padded=padded, places=self._places(extent))
         most = max(len(self._micro_batches(choice, extent, rank)) for rank in range(group.size))
         again = cut[0] if cut else range(1)  # any samples do: they are given no weight
         num_idle = most - len(cut)
@@ -62,8 +66,19 @@ class Cutting:
 
     def amounts(self, extent: Extent, shares: Sequence[float]) -> list[int]:
         """What each rank has to do of a step that has `extent`, under `shares`: see `Extent.amount`."""
-        parts = (extent.share(shares, rank, self._ghost) for rank in range(self._group.size))
+        parts = (self._share(extent, shares, rank) for rank in range(self._group.size))
         return [extent.amount(part) for part in parts]
+
+    def _share(self, extent: Extent, shares: Sequence[float], rank: int) -> range:
+        if self._part is not None:
+            return share(extent.num_samples, shares, rank, self._part)
+        return extent.share(shares, rank, self._ghost)
+
+    def _places(self, extent: Extent) -> Callable[[int], tuple[int, int]] | None:
+        grain, part = self._grain, self._part
+        if grain is None or part is None:
+            return None
+        return lambda start: (start // grain, part_at(start, extent.num_samples, part))
 
     def _padded(self, extent: Extent) -> Callable[[range], float] | None:
         lengths = extent.lengths
@@ -72,8 +87,8 @@ class Cutting:
         return lambda part: padded_size(lengths, part) / self._longest
 
     def _micro_batches(self, choice: Choice, extent: Extent, rank: int) -> Sequence[range]:
-        part, size = extent.share(self._group.shares, rank, self._ghost), choice.micro_batch
-        if extent.lengths is None:
+        part, size = self._share(extent, self._group.shares, rank), choice.micro_batch
+        if extent.lengths is None or self._grain is not None:
             return micro_batches(part, size, self._ghost, extent.num_samples)
         return micro_batches_by_length(extent.lengths, part, size * self._longest, self._ghost)
 
@@ -88,6 +103,8 @@ class Passes:
         num_idle: so many passes are only run because other ranks run as many. They come first, while
             buffers can still be put back to what the step found.
         padded: of a part, in samples of the longest, where they differ in length.
+        places: from the first position of a pass to the numbers of its grain and of its part, where
+            steps are cut into these.
     """
 
     def __init__(
@@ -96,11 +113,13 @@ class Passes:
         ghosts: Sequence[Sequence[int]] | int | None,
         num_idle: int = 0,
         padded: Callable[[range], float] | None = None,
+        places: Callable[[int], tuple[int, int]] | None = None,
     ) -> None:
         self.parts: Sequence[range] = parts
         self._ghosts = ghosts
         self._num_idle = num_idle
         self._padded = padded
+        self._places = places
 
     @property
     def fetched(self) -> Sequence[range]:
@@ -112,13 +131,19 @@ class Passes:
     def micro_batch(self, number: int, batches: Iterator[Any]) -> MicroBatch:
         """Pass `number`, with the next of `batches` unless it has no samples."""
         part, real = self.parts[number], number >= self._num_idle
-        return MicroBatch(
+        last = number + 1 == len(self.parts)
+        micro = MicroBatch(
             next(batches) if part else None,
             len(part) if real else 0,
             self._cut(number) if real else (),
-            last=number + 1 == len(self.parts),
+            last=last,
             padded=self._padded(part) if self._padded is not None else None,
         )
+        if self._places is None:
+            return micro
+        grain, place = self._places(part.start)
+        ends = last or self._places(self.parts[number + 1].start)[1] > place
+        return replace(micro, grain=grain, part=place, ends_part=ends)
 
     def _cut(self, number: int) -> Sequence[int]:
         if self._ghosts is None:
@@ -154,6 +179,11 @@ class GlobalStep:
         self._parts: Sequence[range] = ()
         self._gaps: Sequence[int] = ()
         self._tried = False
+
+    @property
+    def num_samples(self) -> int:
+        """See `Source`."""
+        return self.kept.num_samples
 
     def micro_batches(self, choice: Choice) -> Iterator[MicroBatch]:
         """See `Source`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from anybatch.compute import kernel_choices
+from anybatch.compute.determinism import deterministic
 from anybatch.compute.precision import check_available
 from anybatch.compute.synchronised import SingleValue
 from anybatch.data import (
@@ -30,6 +31,7 @@ from anybatch.engine import (
     CompileTrial,
     Evaluation,
     Keyed,
+    KeyedByGrain,
     LearningRate,
     Meter,
     OneByOne,
@@ -149,11 +151,17 @@ class Rank:
         # From here on memory counts, so that what speaks to the other ranks was made before.
         self._limit = make_limit(plan, device, counted=(task.model,))
         self._meter: Meter = self._limit.enter()
-        self._randomness = Keyed(task.seed, group.rank, device)
+        self._kernels = ExitStack()
+        if plan.task.grain is None:
+            self._randomness = Keyed(task.seed, group.rank, device)
+        else:
+            self._kernels.enter_context(deterministic(device))
+            self._randomness = KeyedByGrain(task.seed, device)
         try:
             self._set_up(checkpoints)
             self._check_single_sample()
         except BaseException:
+            self._kernels.close()
             self._limit.leave()
             raise
         self._aside = SetAside()
@@ -169,6 +177,7 @@ class Rank:
         self._group.close()
         self._replica.close()
         self._randomness.close()
+        self._kernels.close()
         self._limit.leave()
 
     @property

@@ -115,6 +115,14 @@ def test_micro_batch_precision_and_recompute_reach_the_plan(trained: Callable[..
     assert {step.micro_batch for step in steps} == {3}
 
 
+def test_a_reproducible_run_has_the_same_bits_whatever_is_recomputed(trained: Callable[..., Path]):
+    one = trained("--reproducible", "--grain", "3")
+    other = trained("--reproducible", "--grain", "3", "--recompute", "0")
+    assert Plan.load(one / "plan.json").task.grain == 3
+    weights = [(run / "model.safetensors").read_bytes() for run in (one, other)]
+    assert weights[0] == weights[1]
+
+
 def test_every_cut_trains_to_the_same_weights(trained: Callable[..., Path]):
     whole = load_file(trained() / "model.safetensors")
     cut = load_file(trained("--micro-batch", "3", "--recompute", "0") / "model.safetensors")

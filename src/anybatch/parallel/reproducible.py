@@ -1,0 +1,247 @@
+"""Reproducible: a whole model on every rank, gradients added up in an order that no rank can change.
+
+A step is cut into parts, each into grains (forward passes of one size), by the task alone. A rank takes
+whole parts. Inside a part gradients are added up grain after grain, over the parts in a binary tree
+(`data.tree`): on each rank the nodes that it has whole, then over the ranks the rest. So one rank does
+the same sums as four, and the result is the same to the bit.
+
+    parts       0   1   2   3 | 4   5   6   7         2 ranks
+    on a rank   ((0+1)+(2+3)) | ((4+5)+(6+7))
+    over ranks         ( ... ) + ( ... )
+
+Over the ranks each rank adds up its piece of every bucket, and gives it to the others: as many bytes as
+an all-reduce, in an order of our own. Losses and weights cross part by part, and who reads them adds
+them up exactly; buffers see each part from where the step began (`buffers.BuffersByPart`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from anybatch.compute import Replica
+from anybatch.compute.buckets import PIECE_BYTES, Buckets
+from anybatch.data import Node, join, most_kept, nodes_of, num_parts_of, parts_of_rank, push
+from anybatch.parallel.buffers import BuffersByPart, Held
+from anybatch.parallel.group import Agreed, Group, Wish
+from anybatch.parallel.vote import Vote, calling, exchange, same_weights
+
+T = TypeVar("T")
+
+# torch 2.13 has the second under another name, and warns of the old one.
+_all_to_all: Any = dist.all_to_all_single
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@final
+class Reproducible(Group):
+    """One rank, or those of torch.distributed's default group, each with the whole model.
+
+    Args:
+        shares: by rank; each takes whole parts.
+        device: of this rank.
+        global_batch: of a full step.
+        part: samples of a part.
+    """
+
+    def __init__(
+        self, shares: Sequence[float], device: torch.device, global_batch: int, part: int
+    ) -> None:
+        self.shares: Sequence[float] = tuple(shares)
+        several = len(self.shares) > 1
+        self.rank: int = dist.get_rank() if several else 0
+        self.num_parts: int = num_parts_of(global_batch, part)
+        self._device = device
+        self._global_batch = global_batch
+        self._part = part
+        self._vote = Vote(device) if several else None
+        self._buckets: Buckets | None = None
+        self._buffers: BuffersByPart | None = None
+        self._sums: list[tuple[Node, Sequence[Tensor]]] = []
+        self._free: list[Sequence[Tensor]] = []  # for sums, as large as the buckets
+        self._used: list[bool] = []
+        self._ranges: list[range] = []  # of parts, by rank
+        self._there = 0  # parts of this step
+        self._wire: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+
+    def prepare(self, model: nn.Module) -> None:
+        """See `Group`: those of rank 0."""
+        if self._vote is not None:
+            same_weights(model)
+
+    def adopt(self, replica: Replica) -> None:
+        """See `Group`. Takes the memory that sums need at the most."""
+        buckets = self._buckets = replica.flatten()
+        kept = slots = 0
+        for num_parts in range(1, self.num_parts + 1):  # smaller steps may be divided otherwise
+            self.expect(num_parts * self._part)
+            kept = max(kept, most_kept(self._ranges[self.rank], num_parts))
+            slots = max(slots, *(len(nodes_of(each, num_parts)) for each in self._ranges))
+        self._free = [[torch.empty_like(flat) for flat in buckets.flats] for _ in range(kept)]
+        if self._vote is not None:
+            for flat in buckets.flats:
+                size = self.size * slots * self._chunk(flat)
+                if flat.dtype not in self._wire or size > len(self._wire[flat.dtype][0]):
+                    self._wire[flat.dtype] = flat.new_empty(size), flat.new_empty(size)
+        self._buffers = BuffersByPart(
+            replica.model, self._device, self.num_parts, self._vote is not None
+        )
+
+    def expect(self, num_samples: int) -> None:
+        """See `Group`."""
+        self._there = num_parts_of(num_samples, self._part) if num_samples else 0
+        self._ranges = [
+            parts_of_rank(num_samples, self._part, self.shares, rank) for rank in range(self.size)
+        ]
+
+    def begin(self) -> None:
+        """See `Group`."""
+        self._free += [value for _, value in self._sums if not self._is_in_buckets(value)]
+        self._sums.clear()
+        if self._buckets is not None:
+            self._used = [False] * len(self._buckets.used)
+        if self._buffers is not None:
+            owners = [rank for rank, parts in enumerate(self._ranges) for _ in parts]
+            self._buffers.begin(owners)
+
+    def part_staged(self, part: int, held: Held) -> None:
+        """See `Group`."""
+        buckets = self._buckets
+        if buckets is None or self._buffers is None:
+            return
+        self._buffers.staged(part, held)
+        buckets.complete()
+        self._used = [a or b for a, b in zip(self._used, buckets.used, strict=True)]
+        push(self._sums, part, buckets.flats, self._there, self._add)
+        if part + 1 < self._ranges[self.rank].stop:
+            self._keep_last()
+            buckets.drop()
+
+    def staged(self, held: Held) -> None:
+        """See `Group`."""
+        if self._buffers is not None:
+            self._buffers.ended(held)
+
+    def gather(self, failed: bool) -> None:
+        """See `Group`."""
+        if self._buckets is None or self._buffers is None:
+            return
+        if self._vote is None:
+            if not failed and self._sums:
+                ((_, root),) = self._sums
+                self._fill(root)
+            return
+        with calling("while gradients were added up"):
+            layout = [nodes_of(parts, self._there) for parts in self._ranges]
+            slots = max(len(nodes) for nodes in layout)
+            for number, flat in enumerate(self._buckets.flats):
+                # A rank that failed has perhaps no sums, and sends what there is: nothing will count.
+                mine = [value[number] for _, value in self._sums]
+                mine += [flat] * (len(layout[self.rank]) - len(mine))
+                length = self.size * self._chunk(flat)
+                for start in range(0, len(flat), length):
+                    piece = slice(start, min(start + length, len(flat)))
+                    self._cross(flat[piece], [one[piece] for one in mine], layout, slots)
+            self._buffers.gather()
+
+    def agree(
+        self, totals: Tensor | None, note: float = 0.0, wish: Wish = Wish.NOTHING
+    ) -> Agreed | None:
+        """See `Group`."""
+        buckets = self._buckets
+        if self._vote is None:
+            if totals is None:
+                return None
+            agreed, used = Agreed(totals.tolist(), (len(totals),), (note,), wish), self._used
+        else:
+            flags = (not all(self._used),)
+            found, (unused,) = self._vote.hold(totals, note, flags, wish=wish)
+            if found is None:
+                return None
+            agreed, used = found, self._vote.any_of(self._used) if unused else self._used
+        if buckets is not None:
+            buckets.drop_unused(used)
+        return agreed
+
+    def exchange(self, value: T) -> list[T]:
+        """See `Group`."""
+        return exchange(value) if self._vote is not None else [value]
+
+    def committed(self, replica: Replica) -> None:
+        """See `Group`: the buffers."""
+        if self._buffers is not None:
+            with calling("while buffers were put together"):
+                self._buffers.settle()
+
+    # ------------------------------------------------------------------------------------------ sums
+
+    def _add(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> Sequence[Tensor]:
+        torch._foreach_add_(list(left), list(right))
+        if not self._is_in_buckets(right):
+            self._free.append(right)
+        return left
+
+    def _keep_last(self) -> None:
+        """Make room in the buckets for the next part."""
+        node, value = self._sums[-1]
+        if self._is_in_buckets(value):
+            kept = self._free.pop() if self._free else [torch.empty_like(flat) for flat in value]
+            torch._foreach_copy_(list(kept), list(value))
+            self._sums[-1] = node, kept
+
+    def _fill(self, value: Sequence[Tensor]) -> None:
+        """`value` is what the buckets are to hold."""
+        assert self._buckets is not None
+        if not self._is_in_buckets(value):
+            torch._foreach_copy_(self._buckets.flats, list(value))
+
+    def _is_in_buckets(self, value: Sequence[Tensor]) -> bool:
+        return self._buckets is not None and value is self._buckets.flats
+
+    # ------------------------------------------------------------------------------------ over ranks
+
+    def _chunk(self, flat: Tensor) -> int:
+        """Elements of a piece of `flat` that each rank adds up."""
+        return max(1, min(PIECE_BYTES // flat.itemsize, -(-len(flat) // self.size)))
+
+    def _cross(
+        self,
+        target: Tensor,
+        mine: Sequence[Tensor],
+        layout: Sequence[Sequence[Node]],
+        slots: int,
+    ) -> None:
+        """Make `target`, a piece of a bucket, the sum over all ranks, of which this one has `mine`."""
+        chunk = -(-len(target) // self.size)
+        sent, received = (
+            wire[: self.size * slots * chunk].view(self.size, slots, chunk)
+            for wire in self._wire[target.dtype]
+        )
+        for slot, value in enumerate(mine):
+            _spread(value, sent[:, slot])
+        _all_to_all(_bytes(received), _bytes(sent))
+        sums: list[tuple[Node, Tensor]] = []
+        for nodes, theirs in zip(layout, received, strict=True):
+            for node, value in zip(nodes, theirs, strict=False):
+                join(sums, node, value, self._there, lambda left, right: left.add_(right))
+        ((_, root),) = sums
+        whole = sent.view(-1)[: self.size * chunk]
+        _all_gather(_bytes(whole), _bytes(root))
+        target.copy_(whole[: len(target)])
+
+
+def _spread(value: Tensor, rows: Tensor) -> None:
+    """Write `value` over `rows`, one after the other; the end of the last one stays as it is."""
+    num, length = divmod(len(value), rows.shape[1])
+    rows[:num].copy_(value[: num * rows.shape[1]].view(num, -1))
+    if length:
+        rows[num, :length].copy_(value[-length:])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory, as what every backend carries."""
+    return tensor.view(-1).view(torch.uint8)
