@@ -28,7 +28,7 @@ SKIPPED = 3
 
 TASKS = {
     "digits": ["digits", "--global-batch", "512", "-s", "epochs=10"],
-    "text": ["text", "--global-batch", "32", "-s", "steps=12", "-s", "limit=192KiB"],
+    "text": ["text", "--global-batch", "32", "-s", "steps=12", "-s", "limit=64KiB"],
 }
 WAYS = {
     "as planned": [],

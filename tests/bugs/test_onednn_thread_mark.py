@@ -85,6 +85,7 @@ def test_a_refused_kernel_marks_its_thread_for_good():
     assert found == [mark, mark, "done", "done"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not supports_onednn(), reason="torch is built without oneDNN")
 def test_training_and_evaluation_go_on_in_a_fresh_thread():
     training = """

@@ -80,6 +80,7 @@ def alone(*options):
     return trained(dict(options), (1.0,), {})[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_hundred_steps(crew, num_ranks):
     options = {"steps": 100}
@@ -222,6 +223,10 @@ def test_another_grain_has_other_bits_and_the_same_result():
                 "norms": "synchronised",
             },
             "norms is 'synchronised'",
+        ),
+        (
+            {"parallel": "replicate", "shares": (1.0, 1.0), "balance": "measured"},
+            "balance is 'measured'",
         ),
         ({"kernels": KernelChoices(compile=True)}, "kernels asks for compiled blocks"),
         ({"chunked_head": "head"}, "chunked_head is 'head'"),

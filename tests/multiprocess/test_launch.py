@@ -226,7 +226,7 @@ def test_orders_that_cannot_be_are_named(options: dict[str, Any], words: tuple[s
     ("what", "status", "words", "unwanted"),
     [
         ("3", 3, ("rank 1 of 2", "failed first: it exited with status 3", "last words"), ()),
-        ("75", 75, ("rank 1 of 2", "status 75"), ()),
+        pytest.param("75", 75, ("rank 1 of 2", "status 75"), (), marks=pytest.mark.slow),
         ("killed", 137, ("rank 1 of 2", "killed by SIGKILL", "last words"), ()),
         ("all 2", 2, ("said by rank 0",), ("said by rank 1", "failed first")),
     ],

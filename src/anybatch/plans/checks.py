@@ -134,6 +134,10 @@ def _check_grains(plan: Plan) -> None:
         raise ValueError(
             f"{why} norms is 'synchronised', whose sums depend on the ranks: make it 'ghosts'"
         )
+    if plan.balance == "measured":
+        raise ValueError(
+            f"{why} balance is 'measured', and ranks take whole parts: make it 'fixed'"
+        )
     kernels = plan.kernels
     if kernels.autotune or kernels.compile or kernels.compile_if_faster == "open":
         raise ValueError(

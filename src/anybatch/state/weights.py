@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -173,7 +174,21 @@ def _write_safetensors(state: dict[str, Any], path: Path) -> None:
     path.touch()
     permissions = path.stat().st_mode
     save_file(kept, path, metadata)
+    _put_in_order(path)
     path.chmod(permissions)  # safetensors lets the owner alone read what it writes
+
+
+def _put_in_order(path: Path) -> None:
+    """Write the metadata of a safetensors file in order: the library writes them in a random one, and
+    the same weights are to give the same file."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= length:  # else it escapes otherwise than the library, and stays
+            file.seek(8)
+            file.write(text.ljust(length))
 
 
 def _plain_state(model: nn.Module) -> dict[str, Any]:

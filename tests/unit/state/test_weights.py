@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -380,3 +381,13 @@ def test_a_file_that_is_there_is_kept_until_the_new_one_is_whole(
         save_weights(nn.Linear(3, 1), tmp_path / "w")
     assert (tmp_path / "w").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["w"]
+
+
+def test_the_same_names_give_the_same_header(tmp_path: Path):
+    """Though the library writes metadata, of which ties have several, in an order that it draws."""
+    headers = set()
+    for number in range(20):
+        file = save_weights(Tied(), tmp_path / f"{number}.safetensors").read_bytes()
+        headers.add(file[8 : 8 + int.from_bytes(file[:8], "little")])
+    (header,) = headers
+    assert list(json.loads(header)["__metadata__"]) == ["format", "head.weight"]
