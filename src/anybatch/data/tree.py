@@ -73,7 +73,12 @@ def nodes_of(parts: range, num_parts: int) -> tuple[Node, ...]:
 
 def most_kept(parts: range, num_parts: int) -> int:
     """The most nodes that are on the stack while another of `parts` is computed."""
-    return max((len(nodes_of(parts[:n], num_parts)) for n in range(1, len(parts))), default=0)
+    stack: list[tuple[Node, None]] = []
+    most = 0
+    for part in parts[:-1]:
+        push(stack, part, None, num_parts, lambda left, right: None)
+        most = max(most, len(stack))
+    return most
 
 
 def num_parts_of(num_samples: int, part: int) -> int:
