@@ -34,12 +34,12 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def as_on_a_device(series, value, add=_Series.add):
+def as_on_a_device(series, value, part, add=_Series.add):
     """Numbers on the CPU are read at once, which costs nothing there: look away from that."""
     if isinstance(value, torch.Tensor):
-        series._gather(value.detach())
+        series._gather(value.detach(), part)
     else:
-        add(series, value)
+        add(series, value, part)
 
 
 def reads_of_a_step(task, micro_batch, **knobs):
