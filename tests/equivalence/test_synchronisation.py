@@ -45,25 +45,24 @@ def as_on_a_device(series, value, part, add=_Series.add):
 def reads_of_a_step(task, micro_batch, **knobs):
     """Reads in the third step, when all is warm. `tolist` reads outside of the dispatcher: counted
     by the calls of `Tensor.tolist`."""
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(_Series, "add", as_on_a_device)
-    with ab.Session(task, plan_for(task, micro_batch, **knobs)) as session:
-        steps = session.steps()
-        next(steps)
-        next(steps)
-        counter = Reads()
-        lists = []
-        tolist = torch.Tensor.tolist
-
-        def listed(tensor):
-            if tensor.is_floating_point():  # indices of samples are on the host
-                lists.append(tensor)
-            return tolist(tensor)
-
-        monkeypatch.setattr(torch.Tensor, "tolist", listed)
-        with counter:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(_Series, "add", as_on_a_device)
+        with ab.Session(task, plan_for(task, micro_batch, **knobs)) as session:
+            steps = session.steps()
             next(steps)
-    monkeypatch.undo()
+            next(steps)
+            counter = Reads()
+            lists = []
+            tolist = torch.Tensor.tolist
+
+            def listed(tensor):
+                if tensor.is_floating_point():  # indices of samples are on the host
+                    lists.append(tensor)
+                return tolist(tensor)
+
+            monkeypatch.setattr(torch.Tensor, "tolist", listed)
+            with counter:
+                next(steps)
     return counter.count + len(lists)
 
 
