@@ -31,9 +31,7 @@ DistributedDataParallel found good (Li et al. 2020, "PyTorch Distributed", secti
 buckets are faster, since several under way fill the cable in both directions
 (benchmarks/communication)."""
 
-PIECE_BYTES = 4 << 20
-"""Of a bucket, so much is added up by each rank at a time, where ranks do that by themselves: what
-waits for it takes memory."""
+_PIECE_BYTES = 4 << 20
 
 _ALIGNED = 64  # bytes: what vector instructions and kernels over many tensors like
 
@@ -200,6 +198,12 @@ class Buckets:
         else:
             view.copy_(made.to_dense() if made.is_sparse else made)
         param.grad = view
+
+
+def piece_of(flat: Tensor, num_ranks: int) -> int:
+    """Elements of a bucket that each rank adds up at a time, where ranks do that by themselves: what
+    waits for it takes memory."""
+    return max(1, min(_PIECE_BYTES // flat.itemsize, -(-len(flat) // num_ranks)))
 
 
 def check_dense(model: nn.Module) -> None:

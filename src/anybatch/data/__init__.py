@@ -50,11 +50,9 @@ from anybatch.data.schedule import Steps as Steps
 from anybatch.data.stacking import AT_ONCE as AT_ONCE
 from anybatch.data.stream import StreamLoader as StreamLoader
 from anybatch.data.tree import Node as Node
+from anybatch.data.tree import Waiting as Waiting
 from anybatch.data.tree import join as join
-from anybatch.data.tree import most_kept as most_kept
 from anybatch.data.tree import nodes_of as nodes_of
-from anybatch.data.tree import num_parts_of as num_parts_of
 from anybatch.data.tree import part_at as part_at
 from anybatch.data.tree import parts_of_rank as parts_of_rank
-from anybatch.data.tree import push as push
 from anybatch.data.workers import Beside as Beside

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import final, overload
 
 from anybatch.errors import InputError
+from anybatch.plans import num_units
 
 
 def share(num_samples: int, shares: Sequence[float | int], rank: int, unit: int = 1) -> range:
@@ -45,18 +46,17 @@ def _boundaries(num_samples: int, shares: tuple[float | int, ...], unit: int) ->
         )
     weights = [Fraction(s) for s in shares]  # exact: every rank must find the same boundaries
     total = sum(weights)
-    whole, rest = divmod(num_samples, unit)
-    num_units = whole + (rest > 1 or (rest == 1 and whole == 0))  # as `ghosts` cuts them
-    ideal = [num_units * weight / total for weight in weights]
+    count = num_units(num_samples, unit)  # as `ghosts` cuts them
+    ideal = [count * weight / total for weight in weights]
     units = [math.floor(part) for part in ideal]
     by_remainder = sorted(range(len(shares)), key=lambda r: (units[r] - ideal[r], r))
-    for rank in by_remainder[: num_units - sum(units)]:
+    for rank in by_remainder[: count - sum(units)]:
         units[rank] += 1
 
     bounds, taken = [0], 0
-    for count in units:
-        taken += count
-        bounds.append(num_samples if taken == num_units else taken * unit)
+    for own in units:
+        taken += own
+        bounds.append(num_samples if taken == count else taken * unit)
     return tuple(bounds)
 
 

@@ -14,11 +14,12 @@ sum of two is made of the same two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from anybatch.data.cut import share
+from anybatch.plans import num_units
 
 T = TypeVar("T")
 
@@ -31,25 +32,18 @@ class Node:
     number: int
 
 
-def push(
-    stack: list[tuple[Node, T]], part: int, value: T, num_parts: int, add: Callable[[T, T], T]
-) -> None:
-    """Put `part` on top of a `stack` of nodes, and join what has come to be whole.
-
-    Args:
-        stack: nodes that follow one another, each with its sum; the next part is `part`.
-        part: its number.
-        value: of the part.
-        num_parts: of the step.
-        add: makes the sum of two, the left one first. May write into either.
-    """
-    join(stack, Node(0, part), value, num_parts, add)
-
-
 def join(
     stack: list[tuple[Node, T]], node: Node, value: T, num_parts: int, add: Callable[[T, T], T]
 ) -> None:
-    """As `push`, for a node."""
+    """Put `node` on top of a `stack` of nodes, and join what has come to be whole.
+
+    Args:
+        stack: nodes that follow one another, each with its sum; `node` follows the last.
+        node: a part has the level 0.
+        value: its sum.
+        num_parts: of the step.
+        add: makes the sum of two, the left one first. May write into either.
+    """
     top = (num_parts - 1).bit_length()
     while node.level < top:
         if node.number % 2:
@@ -64,33 +58,51 @@ def join(
 
 
 def nodes_of(parts: range, num_parts: int) -> tuple[Node, ...]:
-    """The nodes that are left of `parts` when all of them are pushed."""
-    stack: list[tuple[Node, None]] = []
-    for part in parts:
-        push(stack, part, None, num_parts, lambda left, right: None)
-    return tuple(node for node, _ in stack)
+    """The nodes that are left of `parts` when all of them are joined."""
+    *_, last = ((), *_growing(parts, num_parts))
+    return last
 
 
 def most_kept(parts: range, num_parts: int) -> int:
     """The most nodes that are on the stack while another of `parts` is computed."""
+    return max(map(len, _growing(parts[:-1], num_parts)), default=0)
+
+
+def _growing(parts: range, num_parts: int) -> Iterator[tuple[Node, ...]]:
+    """The nodes on the stack after each of `parts`."""
     stack: list[tuple[Node, None]] = []
-    most = 0
-    for part in parts[:-1]:
-        push(stack, part, None, num_parts, lambda left, right: None)
-        most = max(most, len(stack))
-    return most
+    for part in parts:
+        join(stack, Node(0, part), None, num_parts, lambda left, right: None)
+        yield tuple(node for node, _ in stack)
 
 
-def num_parts_of(num_samples: int, part: int) -> int:
-    """Parts of a step of so many samples, `part` each. A rest of one sample belongs to the part before
-    it, as `share` and `ghosts` have it."""
-    whole, rest = divmod(num_samples, part)
-    return whole + (rest > 1 or (rest == 1 and whole == 0))
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The most sums that wait in any step of a run, full or smaller.
+
+    Attributes:
+        kept: by rank, those that wait while others are computed.
+        slots: those that one rank tells the others.
+    """
+
+    kept: tuple[int, ...]
+    slots: int
+
+    @classmethod
+    def of(cls, num_parts: int, shares: Sequence[float | int]) -> Waiting:
+        """Of steps of up to so many parts."""
+        kept, slots = [0] * len(shares), 0
+        for count in range(1, num_parts + 1):
+            for rank in range(len(shares)):
+                parts = parts_of_rank(count, 1, shares, rank)
+                kept[rank] = max(kept[rank], most_kept(parts, count))
+                slots = max(slots, len(nodes_of(parts, count)))
+        return cls(tuple(kept), slots)
 
 
 def part_at(position: int, num_samples: int, part: int) -> int:
     """The part of a step of so many samples that has the one at `position`."""
-    return min(position // part, num_parts_of(num_samples, part) - 1)
+    return min(position // part, num_units(num_samples, part) - 1)
 
 
 def parts_of_rank(num_samples: int, part: int, shares: Sequence[float | int], rank: int) -> range:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from anybatch.compute.buckets import PIECE_BYTES
-from anybatch.data import most_kept, nodes_of, num_parts_of, parts_of_rank
+from anybatch.compute.buckets import piece_of
+from anybatch.data import Waiting
 from anybatch.plans import TaskIdentity
 
 
@@ -33,19 +33,13 @@ class Sums:
         if self.num_ranks > 1:
             for dtype in {flat.dtype for flat in flats}:
                 largest = max((flat for flat in flats if flat.dtype == dtype), key=len)
-                most = min(PIECE_BYTES // dtype.itemsize, -(-len(largest) // self.num_ranks))
-                for _ in range(2):
-                    yield largest.new_empty(self.num_ranks * self.slots * most)
+                size = self.num_ranks * self.slots * piece_of(largest, self.num_ranks)
+                yield from (largest.new_empty(size) for _ in ("sent", "received"))
 
 
 def sums_of(identity: TaskIdentity, shares: tuple[float, ...]) -> Sums | None:
     """Of a reproducible run on ranks with `shares`; None: it is not one."""
-    if identity.part is None:
+    if identity.num_parts is None:
         return None
-    kept = slots = 0
-    for num_parts in range(1, num_parts_of(identity.global_batch, identity.part) + 1):
-        for rank in range(len(shares)):
-            parts = parts_of_rank(num_parts * identity.part, identity.part, shares, rank)
-            kept = max(kept, most_kept(parts, num_parts))
-            slots = max(slots, len(nodes_of(parts, num_parts)))
-    return Sums(kept, slots, len(shares))
+    waiting = Waiting.of(identity.num_parts, shares)
+    return Sums(max(waiting.kept), waiting.slots, len(shares))

@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anybatch.compute import Replica
-from anybatch.compute.buckets import PIECE_BYTES, Buckets
-from anybatch.data import Node, join, most_kept, nodes_of, num_parts_of, parts_of_rank, push
+from anybatch.compute.buckets import Buckets, piece_of
+from anybatch.data import Node, Waiting, join, nodes_of, parts_of_rank
 from anybatch.parallel.buffers import BuffersByPart, Held
 from anybatch.parallel.group import Agreed, Group, Wish
 from anybatch.parallel.vote import Vote, calling, exchange, same_weights
+from anybatch.plans import num_units
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ class Reproducible(Group):
         self.shares: Sequence[float] = tuple(shares)
         several = len(self.shares) > 1
         self.rank: int = dist.get_rank() if several else 0
-        self.num_parts: int = num_parts_of(global_batch, part)
+        self.num_parts: int = num_units(global_batch, part)
         self._device = device
         self._global_batch = global_batch
         self._part = part
@@ -76,15 +77,12 @@ class Reproducible(Group):
     def adopt(self, replica: Replica) -> None:
         """See `Group`. Takes the memory that sums need at the most."""
         buckets = self._buckets = replica.flatten()
-        kept = slots = 0
-        for num_parts in range(1, self.num_parts + 1):  # smaller steps may be divided otherwise
-            self.expect(num_parts * self._part)
-            kept = max(kept, most_kept(self._ranges[self.rank], num_parts))
-            slots = max(slots, *(len(nodes_of(each, num_parts)) for each in self._ranges))
-        self._free = [[torch.empty_like(flat) for flat in buckets.flats] for _ in range(kept)]
+        waiting = Waiting.of(self.num_parts, self.shares)
+        kept = range(waiting.kept[self.rank])
+        self._free = [[torch.empty_like(flat) for flat in buckets.flats] for _ in kept]
         if self._vote is not None:
             for flat in buckets.flats:
-                size = self.size * slots * self._chunk(flat)
+                size = self.size * waiting.slots * piece_of(flat, self.size)
                 if flat.dtype not in self._wire or size > len(self._wire[flat.dtype][0]):
                     self._wire[flat.dtype] = flat.new_empty(size), flat.new_empty(size)
         self._buffers = BuffersByPart(
@@ -93,7 +91,7 @@ class Reproducible(Group):
 
     def expect(self, num_samples: int) -> None:
         """See `Group`."""
-        self._there = num_parts_of(num_samples, self._part) if num_samples else 0
+        self._there = num_units(num_samples, self._part)
         self._ranges = [
             parts_of_rank(num_samples, self._part, self.shares, rank) for rank in range(self.size)
         ]
@@ -116,7 +114,7 @@ class Reproducible(Group):
         self._buffers.staged(part, held)
         buckets.complete()
         self._used = [a or b for a, b in zip(self._used, buckets.used, strict=True)]
-        push(self._sums, part, buckets.flats, self._there, self._add)
+        join(self._sums, Node(0, part), buckets.flats, self._there, self._add)
         if part + 1 < self._ranges[self.rank].stop:
             self._keep_last()
             buckets.drop()
@@ -142,7 +140,7 @@ class Reproducible(Group):
                 # A rank that failed has perhaps no sums, and sends what there is: nothing will count.
                 mine = [value[number] for _, value in self._sums]
                 mine += [flat] * (len(layout[self.rank]) - len(mine))
-                length = self.size * self._chunk(flat)
+                length = self.size * piece_of(flat, self.size)
                 for start in range(0, len(flat), length):
                     piece = slice(start, min(start + length, len(flat)))
                     self._cross(flat[piece], [one[piece] for one in mine], layout, slots)
@@ -203,10 +201,6 @@ class Reproducible(Group):
         return self._buckets is not None and value is self._buckets.flats
 
     # ------------------------------------------------------------------------------------ over ranks
-
-    def _chunk(self, flat: Tensor) -> int:
-        """Elements of a piece of `flat` that each rank adds up."""
-        return max(1, min(PIECE_BYTES // flat.itemsize, -(-len(flat) // self.size)))
 
     def _cross(
         self,

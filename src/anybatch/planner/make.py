@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from anybatch.compute import DEFAULT_GHOST_BATCH
 from anybatch.compute.lm_loss import PLAIN_LOGITS
-from anybatch.data import num_parts_of
 from anybatch.errors import AnybatchError, InputError, NoPlanFits
 from anybatch.estimate import Head, Subject, head_of, why_untraced
 from anybatch.estimate.seconds import meeting_seconds
@@ -314,9 +313,8 @@ def _ranks(
 def _told_idle(subject: Subject, layout: Layout, idle: int) -> str:
     identity, ranks = subject.identity, len(layout.shares)
     units = f"{identity.global_batch:,} samples"
-    if identity.part is not None:
-        parts = num_parts_of(identity.global_batch, identity.part)
-        units += f", {parts} parts of a reproducible step (`Grains.parts`),"
+    if identity.num_parts is not None:
+        units += f", {identity.num_parts} parts of a reproducible step (`Grains.parts`),"
     elif identity.ghost_batch:
         units += f", {num_ghosts(subject)} ghost batches of BatchNorm,"
     return (

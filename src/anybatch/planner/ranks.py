@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from anybatch.compute import batch_norms
 from anybatch.compute.dividing import check_divisible
 from anybatch.compute.optimizers import check_whole
-from anybatch.data import divided_ghosts, ghosts, num_parts_of, share
+from anybatch.data import divided_ghosts, ghosts, share
 from anybatch.estimate import Subject, sums_of
 from anybatch.estimate.sharding import Division, parts_of
 from anybatch.machine import Device
@@ -168,9 +168,7 @@ def num_idle(subject: Subject, layout: Layout) -> int:
     able = sum(1 for one in layout.shares if one > 0)
     identity = subject.identity
     units = num_ghosts(subject) if identity.ghost_batch else identity.global_batch
-    if identity.part is not None:
-        units = num_parts_of(identity.global_batch, identity.part)
-    return max(0, able - units)
+    return max(0, able - (identity.num_parts or units))
 
 
 def norms_that_meet(subject: Subject) -> int | None:

@@ -29,6 +29,7 @@ from anybatch.plans.ranks import Exchange as Exchange
 from anybatch.plans.ranks import Norms as Norms
 from anybatch.plans.ranks import Outer as Outer
 from anybatch.plans.ranks import Parallel as Parallel
+from anybatch.plans.ranks import num_units as num_units
 from anybatch.plans.weighed import Candidate as Candidate
 from anybatch.plans.weighed import FrontierPoint as FrontierPoint
 from anybatch.plans.weighed import Prediction as Prediction

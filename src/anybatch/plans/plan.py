@@ -15,7 +15,7 @@ from anybatch.plans import files
 from anybatch.plans.checks import check
 from anybatch.plans.choice import Choice, KernelChoices
 from anybatch.plans.frozen import Frozen, faults
-from anybatch.plans.ranks import Balancing, Exchange, Norms, Parallel
+from anybatch.plans.ranks import Balancing, Exchange, Norms, Parallel, num_units
 from anybatch.plans.told import as_table, explained, in_one_line
 from anybatch.plans.weighed import Candidate, FrontierPoint, Prediction, Rival
 
@@ -52,6 +52,11 @@ class TaskIdentity(Frozen):
     def unit(self) -> int:
         """Samples that no cut into micro-batches parts: a grain, a ghost batch of BatchNorm, or one."""
         return self.grain or self.ghost_batch or 1
+
+    @property
+    def num_parts(self) -> int | None:
+        """Parts of a full step of a reproducible run; None: it is not one."""
+        return None if self.part is None else num_units(self.global_batch, self.part)
 
 
 class Plan(Frozen):
@@ -140,9 +145,7 @@ class Plan(Frozen):
         """Passes for a full global batch, on the rank that has most; the most there can be, where
         samples differ in length."""
         if self.norms == "synchronised":
-            whole, rest = divmod(self.task.global_batch, self.task.ghost_batch or 1)
-            # A rest of one sample joins its neighbour.
-            return whole + (rest > 1 or (rest == 1 and whole == 0))
+            return num_units(self.task.global_batch, self.task.ghost_batch or 1)
         return -(-self.largest_share // self.choice.micro_batch)
 
     def leaner(self) -> Plan | None:

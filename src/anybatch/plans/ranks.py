@@ -17,6 +17,14 @@ that need it. `shard`: parameters, gradients and optimizer state divided over th
 `in-process`: several devices from one process, the whole model on each.
 """
 
+
+def num_units(num_samples: int, unit: int) -> int:
+    """Whole units of so many samples, ghost batches or parts, that a step falls into. A rest of one
+    sample belongs to the unit before it."""
+    whole, rest = divmod(num_samples, unit)
+    return whole + (rest > 1 or (rest == 1 and whole == 0))
+
+
 Norms = Literal["ghosts", "synchronised"]
 """Where a ghost batch of BatchNorm is computed: on one rank, or divided over all of them."""
 

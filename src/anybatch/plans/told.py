@@ -38,7 +38,7 @@ def explained(plan: Plan) -> list[tuple[str, str]]:
         lines.append(("exchange", f"not exact: {plan.exchange.describe()}"))
     lines.append(("global batch", f"{samples}: {each}{_cut(plan)}{ghost}"))
     if task.grain and task.part:
-        lines.append(("reproducible", _grains(task.global_batch, task.grain, task.part)))
+        lines.append(("reproducible", _grains(task.grain, task.part, task.num_parts or 1)))
     lines += [
         ("precision", _precision(plan)),
         ("recompute", choice.recompute.describe(named=True)),
@@ -106,8 +106,7 @@ def _cut(plan: Plan) -> str:
     )
 
 
-def _grains(global_batch: int, grain: int, part: int) -> str:
-    parts = -(-global_batch // part)
+def _grains(grain: int, part: int, parts: int) -> str:
     each = "of one grain each" if part == grain else f"of {part // grain} grains each"
     return (
         f"the same bits on any number of ranks: grains of {grain}, in {parts} parts {each}, added up in"

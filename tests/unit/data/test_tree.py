@@ -6,16 +6,9 @@ from itertools import pairwise
 import hypothesis.strategies as st
 from hypothesis import example, given
 
-from anybatch.data import (
-    join,
-    most_kept,
-    nodes_of,
-    num_parts_of,
-    part_at,
-    parts_of_rank,
-    push,
-    share,
-)
+from anybatch.data import Node, join, nodes_of, part_at, parts_of_rank, share
+from anybatch.data.tree import most_kept
+from anybatch.plans import num_units
 
 
 def pair(left, right):
@@ -42,7 +35,7 @@ def over_ranks(cut, num_parts):
     for first, last in pairwise(bounds):
         stack = []
         for part in range(first, last):
-            push(stack, part, str(part), num_parts, pair)
+            join(stack, Node(0, part), str(part), num_parts, pair)
         assert tuple(node for node, _ in stack) == nodes_of(range(first, last), num_parts)
         for node, value in stack:
             join(root, node, value, num_parts, pair)
@@ -86,7 +79,7 @@ def test_each_part_is_one_ranks(num_samples, part, shares):
     """And holds the samples that the shares say."""
     ranges = [parts_of_rank(num_samples, part, shares, rank) for rank in range(len(shares))]
     found = reduce(lambda have, more: [*have, *more], ranges, [])
-    assert found == list(range(num_parts_of(num_samples, part)))
+    assert found == list(range(num_units(num_samples, part)))
     for rank, parts in enumerate(ranges):
         own = share(num_samples, shares, rank, part)
         assert {part_at(position, num_samples, part) for position in own} == set(parts)
