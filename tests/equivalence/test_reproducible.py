@@ -174,6 +174,30 @@ def test_a_run_that_goes_on_elsewhere(crew, tmp_path, before, after):
     assert found[1] == alone()[1][14:]
 
 
+class Sharing(torch.nn.Module):
+    """Counts its passes in a buffer that two modules have."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(3 * 12, 5)
+        count = torch.zeros(())
+        self.register_buffer("count", count)
+        self.inner.register_buffer("count", count)
+
+    def forward(self, x, flags):
+        self.count += 1
+        return self.inner(x.flatten(1))
+
+
+def test_a_buffer_that_two_modules_have_stays_one():
+    task = task_of(model=Sharing, ghost_batch=None, steps=2)
+    with ab.Session(task, plan_of(task, (1.0,))) as session:
+        model = session.model
+        list(session.steps())
+        assert model.count is model.inner.count
+        assert model.count == 4  # each step as its first part left it: two grains
+
+
 def test_threads_are_put_back():
     before = torch.get_num_threads()
     torch.set_num_threads(3)

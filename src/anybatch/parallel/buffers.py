@@ -352,7 +352,12 @@ class BuffersByPart:
     def settle(self) -> None:
         """Make the buffers the same on all ranks. The step must have succeeded on all of them."""
         for module, found in self._first.items():
-            module._buffers.update(found)
+            for name, value in found.items():
+                own = module._buffers.get(name)
+                if own is None or value is None or _form(own) != _form(value):
+                    module._buffers[name] = value
+                else:  # others may hold it, too
+                    own.data.copy_(value)
         self._first.clear()
         if self._agreement.size:
             self._agreement.settle(self._parts, self._broadcast)
@@ -372,7 +377,7 @@ def _given_by(
 ) -> list[Tensor | None]:
     """See `Broadcast`. Tensors cross in place where their shapes agree, as bytes, since backends do not
     know every dtype."""
-    forms: list[Any] = [None if t is None else (t.shape, t.dtype, t.device.type) for t in mine]
+    forms: list[Any] = [None if t is None else _form(t) for t in mine]
     dist.broadcast_object_list(forms, group_src=rank, group=group)
     given: list[Tensor | None] = []
     for own, form in zip(mine, forms, strict=True):
@@ -380,7 +385,7 @@ def _given_by(
             given.append(None)
             continue
         shape, dtype, kind = form
-        if own is None or (own.shape, own.dtype, own.device.type) != form:
+        if own is None or _form(own) != form:
             home = device if device.type == kind else torch.device(kind)
             own = torch.empty(shape, dtype=dtype, device=home)
         if own.numel():
@@ -390,6 +395,11 @@ def _given_by(
                 own.data.copy_(wire)
         given.append(own)
     return given
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, str]:
+    """What two tensors have in common of which one may be copied into the other."""
+    return tensor.shape, tensor.dtype, tensor.device.type
 
 
 def _is_affine(norm: _BatchNorm) -> bool:
