@@ -1,10 +1,11 @@
 """History: predicted beside measured, run after run, and what the next prediction learns from it.
 
 A prediction of time that was 1.2 times too short in the last runs of a task on this machine is made 1.2
-times longer. Bytes are corrected upwards only: a plan that promised too much memory is safe. If times
-are far off in one run after the other, or out of all proportion in a single one, not the task but the
-machine is not as it was measured, and it is measured again. A run that other processes disturbed, or
-whose prediction was made from such a measurement, teaches nothing about time.
+times longer. Bytes are corrected upwards only: a plan that promised too much memory is safe. What a
+small plan lacked is mostly a constant, and of a large one a share, so the next plan gets the lesser of
+both. If times are far off in one run after the other, or out of all proportion in a single one, not
+the task but the machine is not as it was measured, and it is measured again. A run that other processes
+disturbed, or whose prediction was made from such a measurement, teaches nothing about time.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ _COUNTED = 9
 _LIMITS = (0.2, 5.0)
 """A correction beyond these says that something else is wrong, and is not made."""
 
+_MOST_SHARE = 1.0
+"""The largest share of a prediction that is added to its bytes."""
+
 STALE_FACTOR, STALE_RUNS = 1.6, 3
 """So many runs in a row that far off, all in one direction: the calibration is measured again."""
 
@@ -51,15 +55,17 @@ class Seen:
         task: its name.
         parameters: of its model; tasks of one name may differ.
         seconds_ratio: measured time of a step by the uncorrected prediction; None: not measured.
-        bytes_ratio: the same of the peak; None where nothing held the run to a budget, so that the
-            allocator kept what it liked.
+        predicted_bytes: uncorrected prediction of the peak.
+        measured_bytes: the peak; None where nothing held the run to a budget, so that the allocator
+            kept what it liked.
         calibration: number of the calibration that the prediction was made with.
     """
 
     task: str
     parameters: int
     seconds_ratio: float | None
-    bytes_ratio: float | None
+    predicted_bytes: int
+    measured_bytes: int | None
     calibration: int
 
 
@@ -77,18 +83,39 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
+class Excess:
+    """What a run took beyond its prediction: so many bytes, which was a `share` of the prediction."""
+
+    num_bytes: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Correction:
-    """What predictions are multiplied by.
+    """How predictions are corrected.
 
     Attributes:
         seconds: factor of the time of a step.
-        bytes: factor of the peak, at least 1.
+        excesses: of the runs that took more bytes than predicted.
         num_runs: runs that the factor of time was learned from.
     """
 
     seconds: float = 1.0
-    bytes: float = 1.0
+    excesses: tuple[Excess, ...] = ()
     num_runs: int = 0
+
+    def bytes_of(self, predicted_bytes: float) -> int:
+        """A prediction with what the run that teaches most would add to it: its excess in bytes or its
+        share, whichever is less."""
+        more = (min(one.num_bytes, one.share * predicted_bytes) for one in self.excesses)
+        return int(predicted_bytes + max(more, default=0))
+
+    def room_in(self, num_bytes: float) -> int:
+        """The largest prediction that is not above `num_bytes` once it is corrected."""
+        room = (
+            max(num_bytes - one.num_bytes, num_bytes / (1 + one.share)) for one in self.excesses
+        )
+        return int(min(room, default=num_bytes))
 
 
 _HISTORY: TypeAdapter[History] = TypeAdapter(History)
@@ -108,12 +135,8 @@ def correction(device: Device, task: TaskIdentity | None = None) -> Correction:
     if not _LIMITS[0] <= factor <= _LIMITS[1]:
         factor, seconds = 1.0, []
     every = [run for run in found.runs if task is not None and _is_of(run, task)]
-    peaks = [run.bytes_ratio for run in every[-_COUNTED:] if run.bytes_ratio is not None]
-    return Correction(
-        seconds=factor,
-        bytes=min(2.0, max([1.0, *peaks])),
-        num_runs=len(seconds),
-    )
+    excesses = tuple(excess for run in every[-_COUNTED:] if (excess := _excess(run)) is not None)
+    return Correction(factor, excesses, len(seconds))
 
 
 def remember(
@@ -138,23 +161,35 @@ def remember(
         device = Machine.here(device=plan.device).device
     except InputError:
         return
-    seconds = peak = None
+    seconds = None
     speeds = known_speeds(device)
     trusted = speeds is None or not speeds.disturbed
     if measured_step_seconds and idle_seconds > MOST_IDLE * measured_step_seconds:
         trusted = False
     if trusted and measured_step_seconds and told.step_seconds > 0:
         seconds = measured_step_seconds * told.seconds_corrected_by / told.step_seconds
-    if measured_peak_bytes and told.peak_bytes and plan.enforced:
-        peak = measured_peak_bytes * told.bytes_corrected_by / told.peak_bytes
     here = where(device)
     before = _history(here)
-    run = Seen(plan.task.name, plan.task.parameters, seconds, peak, before.calibration)
+    run = Seen(
+        task=plan.task.name,
+        parameters=plan.task.parameters,
+        seconds_ratio=seconds,
+        predicted_bytes=told.peak_bytes - told.learned_bytes,
+        measured_bytes=measured_peak_bytes if plan.enforced else None,
+        calibration=before.calibration,
+    )
     after = History((*before.runs, run)[-_KEPT:], before.calibration)
     if _is_stale(after):
         forget_speeds(device)
         after = History(after.runs, after.calibration + 1)
     write(_path(here), _HISTORY, after)
+
+
+def _excess(run: Seen) -> Excess | None:
+    if run.measured_bytes is None or not 0 < run.predicted_bytes < run.measured_bytes:
+        return None
+    more = run.measured_bytes - run.predicted_bytes
+    return Excess(more, min(_MOST_SHARE, more / run.predicted_bytes))
 
 
 def _is_stale(history: History) -> bool:

@@ -65,7 +65,7 @@ class Costs:
         self.sizes: Sizes = Sizes.of(subject)
         budget = setting.device.budget_bytes
         free = reserve_of(budget, setting.device.kind)
-        self.room: int = int((budget - free) / setting.correction.bytes)
+        self.room: int = setting.correction.room_in(budget - free)
         self._traced: dict[Choice, Footprint] = {}
         self._read_off: dict[Choice, int] = {}  # bytes by the line, where nothing was traced
 
@@ -213,7 +213,7 @@ class Costs:
 
     def learned_bytes(self, num_bytes: float) -> int:
         """What a plan tells of so many bytes."""
-        return int(num_bytes * self.setting.correction.bytes)
+        return self.setting.correction.bytes_of(num_bytes)
 
     def learned_seconds(self, seconds: float) -> float:
         """What a plan tells of so many seconds."""

@@ -15,7 +15,7 @@ def prediction_of(option: Option, setting: Setting, meeting_seconds: float = 0.0
     training, evaluation = option.footprint.peak, option.evaluation
     higher = max(training, evaluation, key=lambda peak: peak.num_bytes)
     by_kind = dict(higher.by_kind)
-    peak = int(higher.num_bytes * learned.bytes)
+    peak = learned.bytes_of(higher.num_bytes)
     if peak > higher.num_bytes:
         by_kind["as in earlier runs"] = peak - higher.num_bytes
     seconds = {
@@ -28,7 +28,7 @@ def prediction_of(option: Option, setting: Setting, meeting_seconds: float = 0.0
     }
     return Prediction(
         peak_bytes=peak,
-        evaluation_peak_bytes=int(evaluation.num_bytes * learned.bytes),
+        evaluation_peak_bytes=learned.bytes_of(evaluation.num_bytes),
         commit_bytes=option.footprint.commit_bytes,
         step_seconds=(option.seconds.total + meeting_seconds) * learned.seconds,
         by_kind=by_kind,
@@ -40,7 +40,7 @@ def prediction_of(option: Option, setting: Setting, meeting_seconds: float = 0.0
         method=option.footprint.method,
         step_parts={part: time * learned.seconds for part, time in seconds.items() if time},
         seconds_method=_told_of_time(setting),
-        bytes_corrected_by=learned.bytes,
+        learned_bytes=peak - higher.num_bytes,
         seconds_corrected_by=learned.seconds,
         corrected_runs=learned.num_runs,
     )

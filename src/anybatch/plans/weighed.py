@@ -28,8 +28,8 @@ class Prediction(Frozen):
         step_parts: seconds of the step by part (forward, backward, ...); they add up to
             `step_seconds`.
         seconds_method: how the time was found, in words.
-        bytes_corrected_by, seconds_corrected_by: factors learned from earlier runs, contained in
-            the figures above.
+        learned_bytes: what earlier runs added to the peak, contained in it.
+        seconds_corrected_by: factor learned from earlier runs, contained in the figures above.
         corrected_runs: how many.
     """
 
@@ -42,7 +42,7 @@ class Prediction(Frozen):
     method: str = ""
     step_parts: dict[str, float] = Field(default_factory=dict)
     seconds_method: str = ""
-    bytes_corrected_by: float = Field(default=1.0, ge=1)
+    learned_bytes: int = Field(default=0, ge=0)
     seconds_corrected_by: float = Field(default=1.0, gt=0)
     choice: Choice | None = None
     corrected_runs: int = Field(default=0, ge=0)

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.unit.estimate.test_seconds import even
 
 from anybatch.estimate import calibration, calibration_history, calibration_store
-from anybatch.estimate.calibration_history import correction, remember
+from anybatch.estimate.calibration_history import Correction, Excess, correction, remember
 from anybatch.estimate.calibration_store import cache_folder, forget_speeds, speeds_of, where
 from anybatch.machine import Machine
 from anybatch.plans import Choice, Plan, Prediction, TaskIdentity
@@ -50,7 +52,11 @@ def again(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def plan(
-    task: TaskIdentity = TASK, seconds: float = 1.0, enforced: bool = True, **told: Any
+    task: TaskIdentity = TASK,
+    seconds: float = 1.0,
+    enforced: bool = True,
+    peak_bytes: int = 1000,
+    **told: Any,
 ) -> Plan:
     return Plan(
         task=task,
@@ -58,7 +64,7 @@ def plan(
         enforced=enforced,
         choice=Choice(micro_batch=8, evaluation_batch=8),
         prediction=Prediction(
-            peak_bytes=1000, evaluation_peak_bytes=0, step_seconds=seconds, **told
+            peak_bytes=peak_bytes, evaluation_peak_bytes=0, step_seconds=seconds, **told
         ),
     )
 
@@ -235,14 +241,14 @@ def test_runs_predicted_from_a_disturbed_measurement_teach_no_time(folder: Path,
     remember(plan(), 1200, 0.3)
     found = correction(CPU, TASK)
     assert found.seconds == 1.0
-    assert found.bytes == pytest.approx(1.2)
+    assert found.bytes_of(1000) == 1200
 
 
 def test_runs_that_other_processes_disturbed_teach_no_time(folder: Path):
     remember(plan(), 1200, 0.3, idle_seconds=0.1)
     found = correction(CPU, TASK)
     assert found.seconds == 1.0
-    assert found.bytes == pytest.approx(1.2)
+    assert found.bytes_of(1000) == 1200
     remember(plan(), 1200, 0.3, idle_seconds=0.001)
     assert correction(CPU, TASK).seconds != 1.0
 
@@ -263,7 +269,7 @@ def test_one_run_out_of_all_proportion_has_the_machine_measured_again(
 
 
 def test_nothing_is_corrected_before_the_first_run(folder: Path):
-    assert correction(CPU, TASK) == calibration_history.Correction()
+    assert correction(CPU, TASK) == Correction()
 
 
 def test_time_is_corrected_by_the_median_and_bytes_by_the_most(folder: Path):
@@ -271,14 +277,14 @@ def test_time_is_corrected_by_the_median_and_bytes_by_the_most(folder: Path):
         remember(plan(), bytes_now, seconds)
     found = correction(CPU, TASK)
     assert found.seconds == pytest.approx(1.2)
-    assert found.bytes == pytest.approx(1.2)
+    assert found.bytes_of(1000) == 1200
     assert found.num_runs == 3
 
 
 def test_bytes_are_never_corrected_downwards(folder: Path):
     remember(plan(), 500, 0.5)
     found = correction(CPU, TASK)
-    assert found.bytes == 1.0
+    assert found.bytes_of(1000) == 1000
     assert found.seconds == pytest.approx(0.5)
 
 
@@ -290,10 +296,16 @@ def test_what_is_learned_is_not_learned_twice(folder: Path):
     assert correction(CPU, TASK).seconds == pytest.approx(1.2)
 
 
+def test_bytes_that_are_learned_are_not_learned_twice(folder: Path):
+    remember(plan(), 1200, None)
+    remember(plan(peak_bytes=1200, learned_bytes=200), 1200, None)
+    assert correction(CPU, TASK).bytes_of(1000) == 1200
+
+
 def test_the_same_task_teaches_more_than_others(folder: Path):
     remember(plan(OTHER), 3000, 2.0)
     assert correction(CPU, TASK).seconds == pytest.approx(2.0)
-    assert correction(CPU, TASK).bytes == 1.0  # bytes of another task say nothing
+    assert not correction(CPU, TASK).excesses  # bytes of another task say nothing
     remember(plan(), 1000, 1.1)
     assert correction(CPU, TASK).seconds == pytest.approx(1.1)
     assert correction(CPU, TASK).num_runs == 1
@@ -301,12 +313,54 @@ def test_the_same_task_teaches_more_than_others(folder: Path):
 
 def test_without_a_budget_bytes_teach_nothing(folder: Path):
     remember(plan(enforced=False), 1600, 1.0)
-    assert correction(CPU, TASK).bytes == 1.0
+    assert not correction(CPU, TASK).excesses
+
+
+@pytest.mark.parametrize(
+    ("predicted", "corrected"),
+    [
+        (1_000, 1_200),  # as it was
+        (100_000, 100_200),  # a large plan gets the bytes, not the share
+        (100, 120),  # a small one the share
+        (0, 0),
+    ],
+)
+def test_a_plan_of_another_size_gets_the_bytes_or_the_share_whichever_is_less(
+    folder: Path, predicted: int, corrected: int
+):
+    remember(plan(), 1200, None)
+    assert correction(CPU, TASK).bytes_of(predicted) == corrected
+
+
+def test_the_run_that_teaches_most_decides_at_every_size(folder: Path):
+    remember(plan(), 1200, None)
+    remember(plan(peak_bytes=100_000), 101_000, None)
+    found = correction(CPU, TASK)
+    assert found.bytes_of(1_000) == 1_200
+    assert found.bytes_of(100_000) == 101_000
+
+
+def test_no_correction_is_larger_than_the_prediction(folder: Path):
+    remember(plan(), 50_000, None)
+    assert correction(CPU, TASK).bytes_of(1000) == 2000
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-6, 1)), max_size=4),
+    st.integers(0, 10**10),
+)
+def test_a_prediction_that_is_in_the_room_fits_once_it_is_corrected(
+    excesses: list[tuple[int, float]], budget: int
+):
+    found = Correction(excesses=tuple(Excess(*one) for one in excesses))
+    room = found.room_in(budget)
+    assert room < 0 or found.bytes_of(room) <= budget
+    assert found.bytes_of(room + 2) > budget - 1
 
 
 def test_what_is_far_off_everywhere_is_not_believed(folder: Path):
     remember(plan(), None, 100.0)
-    assert correction(CPU, TASK) == calibration_history.Correction()
+    assert correction(CPU, TASK) == Correction()
 
 
 @pytest.mark.parametrize("ratio", [2.5, 0.4])

@@ -230,7 +230,7 @@ def test_when_nothing_fits_the_times_of_knobs_are_those_that_runs_have_taught(mo
     from anybatch.estimate.calibration_history import Correction
     from anybatch.planner import setting
 
-    monkeypatch.setattr(setting, "correction", lambda device, task: Correction(3.0, 1.0, 3))
+    monkeypatch.setattr(setting, "correction", lambda device, task: Correction(3.0, (), 3))
     task = tower_task(1024, 1024)
     with pytest.raises(ab.NoPlanFits) as caught:
         ab.plan(task, memory="2MiB")
@@ -255,11 +255,13 @@ def test_no_plan_takes_a_lower_precision_by_itself(precision: str):
 
 
 def test_what_earlier_runs_taught_is_in_the_prediction(monkeypatch):
-    from anybatch.estimate.calibration_history import Correction
+    from anybatch.estimate.calibration_history import Correction, Excess
     from anybatch.planner import setting
 
     plain = ab.plan(tower_task(), memory="64MiB", recompute="none", micro_batch=512)
-    monkeypatch.setattr(setting, "correction", lambda device, task: Correction(1.5, 1.2, 3))
+    monkeypatch.setattr(
+        setting, "correction", lambda device, task: Correction(1.5, (Excess(1 << 40, 0.2),), 3)
+    )
     taught = ab.plan(tower_task(), memory="64MiB", recompute="none", micro_batch=512)
     before, after = plain.prediction, taught.prediction
     assert before
@@ -273,15 +275,17 @@ def test_what_earlier_runs_taught_is_in_the_prediction(monkeypatch):
 
 
 def test_more_bytes_than_predicted_make_a_leaner_plan(monkeypatch):
-    from anybatch.estimate.calibration_history import Correction
+    from anybatch.estimate.calibration_history import Correction, Excess
     from anybatch.planner import setting
 
-    budget = 12 * MIB
-    monkeypatch.setattr(setting, "correction", lambda device, task: Correction(1.0, 1.4, 3))
+    budget, excess = 12 * MIB, Excess(3 * MIB, 0.4)
+    monkeypatch.setattr(setting, "correction", lambda device, task: Correction(1.0, (excess,), 3))
     taught = ab.plan(tower_task(), memory=budget).prediction
     assert taught
     assert taught.peak_bytes <= budget - reserve_of(budget, "cpu")
-    assert taught.bytes_corrected_by == 1.4
+    uncorrected = taught.peak_bytes - taught.learned_bytes
+    assert taught.learned_bytes == int(min(excess.num_bytes, excess.share * uncorrected))
+    assert taught.by_kind["as in earlier runs"] == taught.learned_bytes
 
 
 def test_a_data_set_of_one_sample_is_planned():
