@@ -48,7 +48,8 @@ class StepDone(Event):
     `loss` is the mean over the total `weight` of the step; `grad_norm` is the norm of the gradient
     before clipping; `memory_bytes` is the peak measured so far on rank 0, above the baseline;
     `rank_seconds` is how long each rank computed (on CUDA in the step before), where there are several;
-    `data_seconds` of the `seconds` rank 0 waited for its samples.
+    of the `seconds` rank 0 waited `data_seconds` for its samples, and knew `agreed_seconds` after it
+    had begun to compute that all ranks were through.
     """
 
     kind: ClassVar[str] = "step"
@@ -67,6 +68,7 @@ class StepDone(Event):
     metrics: Mapping[str, float] = field(default_factory=dict)
     rank_seconds: tuple[float, ...] = ()
     data_seconds: float = 0.0
+    agreed_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,6 +264,11 @@ class Starved(Event):
     wanted_workers: int | None
 
 
+COMPUTING, SLOWER, EXCHANGE = "computing", "slower ranks", "exchange"
+UPDATE, SAMPLES = "update", "samples"
+"""The parts of a step of several ranks."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
     """Training is over. Predicted figures stand beside the measured ones; those of memory are of the
@@ -269,8 +276,9 @@ class RunEnded(Event):
     training. Totals are the most bytes by each account of the device's memory, as `Prediction` has
     them; only some can be measured on a CPU. `step_seconds` is that of a typical step, of which it
     waited `data_seconds` for its samples, and `idle_seconds` for a core that other processes had (of
-    one process on a CPU); `samples_per_second` is the mean while training, without evaluations and
-    pauses."""
+    one process on a CPU); `step_parts` are the seconds that a typical step of several ranks spent on
+    computing, on waiting for the slowest of them, on what computing did not hide of the exchange, and
+    on the rest; `samples_per_second` is the mean while training, without evaluations and pauses."""
 
     kind: ClassVar[str] = "run_ended"
     steps: int
@@ -289,6 +297,8 @@ class RunEnded(Event):
     measured_totals: Mapping[str, int] = field(default_factory=dict)
     data_seconds: float = 0.0
     idle_seconds: float = 0.0
+    step_parts: Mapping[str, float] = field(default_factory=dict)
+    predicted_step_parts: Mapping[str, float] = field(default_factory=dict)
     samples_per_second: float | None = None
 
 

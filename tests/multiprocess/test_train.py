@@ -103,6 +103,11 @@ def test_a_command_trains_the_same_on_one_rank_and_on_three(task_file, tmp_path)
     assert len(alone[0]) == 18
     assert isinstance(three[2], RunEnded)
     assert len(three[2].rank_peak_bytes) == 3
+    parts = three[2].step_parts
+    assert list(parts) == ["computing", "slower ranks", "exchange", "update", "samples"]
+    assert min(parts.values()) >= 0
+    assert parts["computing"] > 0
+    assert not alone[2].step_parts
     plan = json.loads((tmp_path / "r3" / "plan.json").read_text())
     assert (plan["parallel"], plan["shares"]) == ("replicate", [1.0, 1.0, 1.0])
 

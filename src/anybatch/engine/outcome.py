@@ -12,7 +12,8 @@ from anybatch.parallel.told import Told
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A step that was done. See `events.StepDone` for the fields."""
+    """A step that was done. See `events.StepDone` for the fields. `agreed_seconds` is how long this
+    rank took until it knew that all had staged it, in the attempt that succeeded."""
 
     loss: float
     weight: float
@@ -20,6 +21,7 @@ class Committed:
     grad_norm: float
     rank_seconds: tuple[float, ...] = ()
     wished: Wish = Wish.NOTHING
+    agreed_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

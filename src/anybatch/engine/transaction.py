@@ -224,6 +224,7 @@ class Transactions:
         told = Told()
         mine: torch.Tensor | None = None
         wrong: Exception | None = None
+        begun = time.perf_counter()
         self._buffers.forget()  # until this attempt has saved them, they are as they should be
         try:
             self.crossing.reserve()
@@ -261,6 +262,7 @@ class Transactions:
                         raise
                     agreed, told = None, Told.of(error, "reduction", self._meter)
                 voted = True
+                agreed_seconds = time.perf_counter() - begun
                 if agreed is None:
                     self._put_back()
                     everyone = self._group.exchange(told)
@@ -277,6 +279,8 @@ class Transactions:
             if isinstance(done, _Steep):
                 self._put_back()
                 return self._judge.gradient(done.norm, means.loss, staged)
+            if isinstance(done, Committed):
+                return replace(done, agreed_seconds=agreed_seconds)
             return done
         except BaseException as error:
             self._put_back()

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from anybatch.estimate.trace import COPIED, Block, Timeline
@@ -42,6 +42,8 @@ class Taken:
         requested_bytes: in blocks at that moment, as they were asked for, and in scratch.
         curve: what was held at each moment.
         heap_bytes: the most that the heap took (glibc).
+        large_in_heap_bytes: the most at one time in blocks that are large enough to be mapped by
+            themselves, but found a hole in it (glibc).
     """
 
     peak_bytes: int
@@ -50,6 +52,7 @@ class Taken:
     requested_bytes: int
     curve: tuple[int, ...]
     heap_bytes: int = 0
+    large_in_heap_bytes: int = 0
 
     @property
     def overhead_bytes(self) -> int:
@@ -75,10 +78,10 @@ class _Books:
         """What is held in the end, in steps that are like the last one."""
         self._held = max(self._held, held)
 
-    def taken(self, heap_bytes: int = 0) -> Taken:
+    def taken(self) -> Taken:
         allocated, moment, requested = self._most
         curve = tuple(self._curve)
-        return Taken(max(*curve, self._held), allocated, moment, requested, curve, heap_bytes)
+        return Taken(max(*curve, self._held), allocated, moment, requested, curve)
 
 
 class Allocator(ABC):
@@ -105,7 +108,7 @@ class GlibcHeap(Allocator):
         """See `Allocator`."""
         heap = _Heap(self._trim_threshold)
         mapped: dict[int, int] = {}
-        mapped_bytes = small = requested = 0
+        mapped_bytes = in_heap = requested = large = most_large = 0
         books = _Books()
         for moment, births, deaths in _moments(timeline):
             for block in births:
@@ -115,17 +118,20 @@ class GlibcHeap(Allocator):
                     mapped[id(block)] = _round_up(size + _HEADER, PAGE)
                     mapped_bytes += mapped[id(block)]
                 elif size:
-                    small += heap.take(id(block), _in_heap(size))
+                    in_heap += heap.take(id(block), _in_heap(size))
+                    large += size if size >= self._mmap_threshold else 0
+            most_large = max(most_large, large)
             scratch = timeline.scratch.get(moment, 0)
-            allocated = mapped_bytes + small + scratch
+            allocated = mapped_bytes + in_heap + scratch
             books.note(moment, allocated, requested + scratch, mapped_bytes + heap.top + scratch)
             for block in deaths:
                 requested -= block.num_bytes
                 if id(block) in mapped:
                     mapped_bytes -= mapped.pop(id(block))
                 elif block.num_bytes:
-                    small -= heap.give(id(block))
-        return books.taken(heap.longest)
+                    in_heap -= heap.give(id(block))
+                    large -= block.num_bytes if block.num_bytes >= self._mmap_threshold else 0
+        return replace(books.taken(), heap_bytes=heap.longest, large_in_heap_bytes=most_large)
 
 
 class CudaCache(Allocator):

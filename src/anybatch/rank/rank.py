@@ -70,6 +70,7 @@ from anybatch.rank.checks import (
 )
 from anybatch.rank.measuring import Measuring
 from anybatch.rank.pace import Pace
+from anybatch.rank.parts import parts_of
 from anybatch.rank.passes import Cutting, GlobalStep
 from anybatch.rank.position import Position
 from anybatch.rank.record import Record
@@ -496,6 +497,9 @@ class Rank:
         self._advance(data)
         seconds, waited = time.perf_counter() - begun, reading + source.waited_seconds
         self._record.took(seconds, waited, max(0.0, idle), source.kept.num_samples)
+        if self._group.size > 1:
+            ranks = done.agreed_seconds, done.rank_seconds
+            self._record.shared(parts_of(seconds, *ranks, source.waited_seconds, reading))
         event = StepDone(
             time=time.time(),
             step=self._position.step,
@@ -513,6 +517,7 @@ class Rank:
             metrics=done.metrics,
             rank_seconds=done.rank_seconds if self._group.size > 1 else (),
             data_seconds=waited,
+            agreed_seconds=done.agreed_seconds if self._group.size > 1 else 0.0,
         )
         self._sink(event)
         self._starving.observe(self._position.step, seconds, waited)

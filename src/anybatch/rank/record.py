@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
+from typing import TypeVar
 
 from anybatch.data import Steps
 from anybatch.engine import Meter, Skips
@@ -12,7 +14,10 @@ from anybatch.events import RunEnded, RunStarted
 from anybatch.parallel import Group
 from anybatch.plans import Plan
 from anybatch.rank.checks import versions
+from anybatch.rank.parts import predicted_parts
 from anybatch.rank.position import Position
+
+_T = TypeVar("_T")
 
 _METER_SECONDS = 0.5  # reading the kernel's books costs more than a small step
 
@@ -45,6 +50,7 @@ class Record:
         self._meter = meter
         self._skips = skips
         self._steps_of_late: deque[tuple[float, float, float]] = deque(maxlen=1000)
+        self._parts_of_late: deque[Mapping[str, float]] = deque(maxlen=1000)
         self._seconds = 0.0
         self._num_samples = 0
         self._memory = 0
@@ -55,6 +61,10 @@ class Record:
         self._steps_of_late.append((seconds, seconds - waited, idle))
         self._seconds += seconds
         self._num_samples += num_samples
+
+    def shared(self, parts: Mapping[str, float]) -> None:
+        """The seconds of that step went to these parts: it was one of several ranks."""
+        self._parts_of_late.append(parts)
 
     def memory_bytes(self) -> int:
         """The peak so far, as it was read not long ago."""
@@ -83,9 +93,10 @@ class Record:
         the same. Ranks speak to each other only if it is `finished`."""
         # Else what was predicted is of another choice.
         told = given.prediction if followed.choice == given.choice else None
-        steps = list(self._steps_of_late)[1:] or list(self._steps_of_late)
+        steps = _without_first(self._steps_of_late)
         times = zip(*steps, strict=True) if steps else ((0.0,),) * 3
         taken, computed, idle = map(median, times)
+        parts = _typical(_without_first(self._parts_of_late))
         mine = self._meter.totals()
         every = self._group.exchange(mine) if finished else [mine]
         peaks = [totals["total"] for totals in every]
@@ -107,5 +118,18 @@ class Record:
             measured_totals=max(every, key=lambda totals: totals["total"]),
             data_seconds=taken - computed,
             idle_seconds=idle,
+            step_parts=parts,
+            predicted_step_parts=predicted_parts(told.step_parts) if parts and told else {},
             samples_per_second=self._num_samples / self._seconds if self._seconds else None,
         )
+
+
+def _typical(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median of each part."""
+    return {part: median(one[part] for one in parts) for part in parts[0]} if parts else {}
+
+
+def _without_first(steps: Iterable[_T]) -> list[_T]:
+    """All but the first, which is not typical, unless it is the only one."""
+    every = list(steps)
+    return every[1:] or every

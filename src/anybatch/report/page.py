@@ -212,6 +212,8 @@ def _comparisons(plan: Plan, record: Record) -> list[dict[str, str]]:
         measured_totals=ended.measured_totals if ended else None,
         data_seconds=ended.data_seconds if ended else (median or 0.0) - computing,
         idle_seconds=ended.idle_seconds if ended else 0.0,
+        predicted_parts=ended.predicted_step_parts if ended else None,
+        measured_parts=ended.step_parts if ended else None,
     )
     return [dataclasses.asdict(row) for row in rows]
 

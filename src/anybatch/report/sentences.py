@@ -261,21 +261,24 @@ def compare(
     measured_totals: Mapping[str, int] | None = None,
     data_seconds: float = 0.0,
     idle_seconds: float = 0.0,
+    predicted_parts: Mapping[str, float] | None = None,
+    measured_parts: Mapping[str, float] | None = None,
 ) -> list[Comparison]:
     """Predicted beside measured: peak memory, by each account of it that was measured, then the time of
-    a step, without what nobody predicts: the `data_seconds` that it waited for samples, and the
-    `idle_seconds` for a core that other processes had. None or 0: not known."""
+    a step, by part where several ranks shared it, or without what nobody predicts: the `data_seconds`
+    that it waited for samples, and the `idle_seconds` for a core that other processes had. None, 0 or
+    empty: not known."""
     waits = {
         what: seconds
         for what, seconds, least in (
             ("step, waiting", data_seconds, 0.01),
             ("step, idle", idle_seconds, MOST_IDLE),
         )
-        if measured_step_seconds and seconds > least * measured_step_seconds
+        if measured_step_seconds and seconds > least * measured_step_seconds and not measured_parts
     }
     if measured_step_seconds:
         measured_step_seconds = max(0.0, measured_step_seconds - sum(waits.values()))
-    told = predicted_totals or {}
+    told, told_parts = predicted_totals or {}, predicted_parts or {}
     return [
         Comparison(
             what="peak memory",
@@ -307,6 +310,16 @@ def compare(
         *(
             Comparison(what, MISSING, _precise_seconds(seconds), MISSING, MISSING)
             for what, seconds in waits.items()
+        ),
+        *(
+            Comparison(
+                what=f"of it {part}",
+                predicted=_precise_seconds(told_parts[part]) if part in told_parts else MISSING,
+                measured=_precise_seconds(seconds),
+                error=_error(told_parts.get(part), seconds),
+                budget=MISSING,
+            )
+            for part, seconds in (measured_parts or {}).items()
         ),
     ]
 

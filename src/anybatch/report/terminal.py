@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anybatch.events import Evaluated, RunEnded, RunStarted
+from anybatch.insight.scaling import what_limits
 from anybatch.plans import Candidate, FrontierPoint, Plan
 from anybatch.report.points import Grid, is_taken, points_of, with_plan
 from anybatch.report.sentences import compare, counted, format_scores, format_speed
@@ -227,6 +228,8 @@ def _outcome(
     ]
     if ended.samples_per_second:
         lines.append(("samples/s", f"{format_speed(ended.samples_per_second)} while training"))
+    if ended.step_parts:
+        lines.append(("limited by", what_limits(ended.step_parts)))
     if evaluation is None:
         lines.append(("held-out", "not evaluated"))
     else:
@@ -255,6 +258,8 @@ def _predicted_and_measured(ended: RunEnded) -> Table:
         measured_totals=ended.measured_totals,
         data_seconds=ended.data_seconds,
         idle_seconds=ended.idle_seconds,
+        predicted_parts=ended.predicted_step_parts,
+        measured_parts=ended.step_parts,
     )
     for row in rows:
         table.add_row(row.what, row.predicted, row.measured, row.error, row.budget)
