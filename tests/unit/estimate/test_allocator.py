@@ -107,6 +107,15 @@ def test_the_longest_that_the_heap_was_is_told():
     assert taken.heap_bytes == on_heap(5000) + on_heap(2000)
 
 
+def test_large_blocks_that_lie_in_the_heap_are_told():
+    large, longer = MAPPED_FROM + 1000, 2 * MAPPED_FROM
+    lives = [(100_000, 0, 1), (100_000, 0, 1), (100, 0, None), (large, 2, 3), (longer, 2, 3)]
+    taken = GlibcHeap(MAPPED_FROM, MAPPED_FROM).replay(timeline(*lives, (large, 4, 5)))
+    assert taken.large_in_heap_bytes == large  # one after the other, in the one hole
+    apart = GlibcHeap(MAPPED_FROM, MAPPED_FROM).replay(timeline((100, 0, None), (large, 2, 3)))
+    assert apart.large_in_heap_bytes == 0
+
+
 def test_neighbouring_holes_are_joined():
     lives = [(4000, 0, 1), (4000, 0, 2), (100, 0, None), (8000, 3, None)]
     assert heap(*lives) == 2 * on_heap(4000) + on_heap(100)

@@ -78,6 +78,20 @@ def transformer():
     )
 
 
+def decoder():
+    # Activations of 192 KiB, beside pairs of half as much that come and go: holes for the others.
+    from anybatch.recipes.text_model import Decoder, Shape
+
+    return ab.Task(
+        model=lambda: Decoder(Shape(vocabulary=256, context=96, width=128, depth=4, heads=4)),
+        loss=lambda model, batch: model(batch[0], batch[0].long()),
+        optimizer=adam,
+        train=TensorDataset(torch.randint(0, 256, (64, 96))),
+        global_batch=4,
+        steps=30,
+    )
+
+
 ended = ab.train(globals()[sys.argv[1]](), memory=sys.argv[2]).ended
 print(json.dumps([ended.predicted_peak_bytes, ended.measured_peak_bytes, ended.finished]))
 """
@@ -94,6 +108,7 @@ print(json.dumps([ended.predicted_peak_bytes, ended.measured_peak_bytes, ended.f
         ("digits", "64MiB"),
         ("transformer", "400MiB"),
         ("transformer", "40MiB"),
+        ("decoder", "400MiB"),
     ],
 )
 def test_the_prediction_is_near_and_not_below(task: str, memory: str):
