@@ -19,7 +19,12 @@ from anybatch.estimate.stage import num_traced, trace_evaluation, trace_step
 from anybatch.estimate.stage_setup import cut_of
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import Timeline
-from anybatch.estimate.workspaces import PRODUCTS, communicator_bytes, with_workspaces
+from anybatch.estimate.workspaces import (
+    PRODUCTS,
+    communicator_bytes,
+    recorder_bytes,
+    with_workspaces,
+)
 from anybatch.machine import MMAP_THRESHOLD, Device
 from anybatch.plans import Choice
 
@@ -44,14 +49,14 @@ _HOLES_OF_RECOMPUTE = 1.6
 """Where blocks are computed again in backward, what comes and goes is mixed with what stays for longer,
 and leaves more holes (experts of 0.9 to 1.7 MiB beside 2.5, after the first step)."""
 
-_IN_HEAP = 5
+_DRIFT, _IN_HEAP = 0.6, 6
 """Where blocks of one to two thresholds find holes in the first step, more do step by step, until they
-leave holes of half of all that come and go, or of so many times those of the first step (a small
-transformer, 4 and 8 blocks, widths of 128 to 256 KiB: 0.46 to 0.54 of all, with a fifth in the heap;
-another, with a fifteenth: nothing)."""
+leave holes of so large a part of all that come and go, or of so many times what found holes at first (a
+small transformer, 4 and 8 blocks, activations of 128 to 240 KiB: 0.46 to 0.58 of all, a tenth to a fifth
+of which found holes; another, with a fifteenth: nothing)."""
 
 _FEW = 256 << 10
-"""Of fewer bytes in such blocks no more than half of this is missing."""
+"""Of less in such blocks it would be a tenth of a MiB."""
 
 _SAMPLE_BYTES, _MOST_SAMPLES_BYTES = 2050, 1536 << 10
 """Objects of one sample while a batch is put together: 1,025 bytes of heap for two tensors, in two
@@ -221,8 +226,9 @@ def _beside(
     # What comes and goes may come to lie behind the objects of samples, too.
     behind = min(there * _SAMPLE_BYTES, _MOST_SAMPLES_BYTES, holes)
     holes += max(behind, there * subject.samples.left_bytes)
+    recorded = recorder_bytes(subject.course.total_steps) if subject.speaks else 0
     return {
-        "libraries": libraries + constant + subject.course.worker_bytes,
+        "libraries": libraries + constant + recorded + subject.course.worker_bytes,
         OVERHEAD: holes,
         "input batch": subject.course.order_bytes + subject.samples.held_bytes,
     }
@@ -246,7 +252,7 @@ def _holes_of_large(timeline: Timeline, device: Device) -> int:
     if passing < _FEW:
         return 0
     in_heap = allocator_of(device).replay(timeline).large_in_heap_bytes
-    return min(passing, _IN_HEAP * in_heap) // 2
+    return round(_DRIFT * min(passing, _IN_HEAP * in_heap))
 
 
 def _others(choice: Choice) -> Choice:
