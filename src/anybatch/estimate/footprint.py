@@ -52,8 +52,8 @@ and leaves more holes (experts of 0.9 to 1.7 MiB beside 2.5, after the first ste
 _DRIFT, _IN_HEAP = 0.6, 6
 """Where blocks of one to two thresholds find holes in the first step, more do step by step, until they
 leave holes of so large a part of all that come and go, or of so many times what found holes at first (a
-small transformer, 4 and 8 blocks, activations of 128 to 240 KiB: 0.46 to 0.58 of all, of which a tenth to
-a fifth found holes; another, with a fifteenth: nothing)."""
+small transformer, 4 and 8 blocks, activations of 128 to 240 KiB: 0.46 to 0.58 of all, of which a tenth
+to a fifth found holes; another, with a fifteenth: nothing)."""
 
 _FEW = 256 << 10
 """Of less in such blocks it would be a tenth of a MiB."""
