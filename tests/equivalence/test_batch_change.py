@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import anybatch as ab
 
@@ -271,3 +271,39 @@ def test_by_the_linear_rule_adam_would_scatter_more():
 def test_with_the_old_rate_adam_would_not_get_there():
     after = walked(PULLS[0], PARTS, {"lr": RATE})
     assert after.drift > 1.4 * 0.368
+
+
+# ---------------------------------------------------------------------------- by whole trainings
+
+
+@pytest.mark.parametrize(("curved", "alike"), [(False, 1e-12), (True, 1e-3)])
+def test_a_task_with_k_times_the_batch_and_the_rate_ends_at_the_same_place(
+    curved: bool, alike: float
+):
+    """The same samples in the same order, accumulated from micro-batches of the small batch; in the
+    middle of k small steps there is nothing to compare."""
+    samples = drawn(64, SIZE)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        found = model(batch)
+        return ((found**2 if curved else 0) + found).mean()
+
+    def trained(batch: int, settings: dict[str, Any]) -> Tensor:
+        task = ab.Task(
+            model=lambda: nn.Linear(SIZE, 1, dtype=torch.float64),
+            loss=loss,
+            optimizer=lambda params: torch.optim.SGD(params, **settings),
+            train=samples,
+            global_batch=batch,
+            epochs=1,
+            seed=0,
+        )
+        result = ab.train(task, micro_batch=8, trial=False, progress=False)
+        return torch.cat([p.detach().flatten() for p in result.model.parameters()])
+
+    tuned = {"lr": 1e-3}
+    change = ab.rescale("sgd", 8, 8 * PARTS, **tuned)
+    small, large = trained(8, tuned), trained(8 * PARTS, change.settings)
+    unchanged = trained(8 * PARTS, tuned)
+    assert (large - small).norm() < alike
+    assert (unchanged - small).norm() > 20 * (large - small).norm()
