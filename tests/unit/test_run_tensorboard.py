@@ -100,13 +100,21 @@ def test_steps_after_the_checkpoint_are_done_again_and_not_doubled(tmp_path: Pat
         """Ends a run with nothing saved, as a kill does."""
 
     def kill(event: Event) -> None:
-        if isinstance(event, StepDone) and event.step == 5:
+        if isinstance(event, StepDone) and event.step == 6:  # told before it is written down
             raise Killed
 
     with pytest.raises(Killed):
         run(tmp_path / "run", sinks=[kill], tensorboard=True, checkpoint_every=2)
     before = found_in(tmp_path / "run" / "tensorboard").scalars["train/loss"]
-    run(tmp_path / "run", resume=True, tensorboard=True)
+    assert [step for step, _ in before] == [1, 2, 3, 4, 5]
+    again: list[int] = []
+
+    def count(event: Event) -> None:
+        if isinstance(event, StepDone):
+            again.append(event.step)
+
+    run(tmp_path / "run", resume=True, tensorboard=True, sinks=[count])
+    assert again[0] <= 5  # done again
     after = found_in(tmp_path / "run" / "tensorboard").scalars["train/loss"]
     assert [step for step, _ in after] == [1, 2, 3, 4, 5, 6]
     assert after[: len(before)] == before

@@ -179,8 +179,7 @@ class TensorBoardLog:
         self._follow(started.plan, started.time)
 
     def _follow(self, plan: Mapping[str, Any], time: float) -> None:
-        # Else it is what was free when the plan was made, and nothing to come near to.
-        self._budget = plan.get("budget_bytes") if plan.get("enforced") else None
+        self._budget = _budget(plan)
         self._text("plan", _plan_as_text(plan), time)
 
     def _tell(self, event: Event) -> None:
@@ -227,6 +226,11 @@ def _table(rows: list[tuple[str, str]]) -> str:
     return "\n".join(["| | |", "| --- | --- |", *cells])
 
 
+def _budget(plan: Mapping[str, Any]) -> int | None:
+    """That which is enforced: else it is what was free when the plan was made."""
+    return plan.get("budget_bytes") if plan.get("enforced") else None
+
+
 def _settings(started: RunStarted) -> dict[str, bool | float | str]:
     """What tells runs apart, as far as events know it."""
     plan = started.plan
@@ -238,7 +242,7 @@ def _settings(started: RunStarted) -> dict[str, bool | float | str]:
         "trainable_parameters": task.get("trainable_parameters"),
         "ranks": len(plan.get("shares", ())) or None,
         "parallel": plan.get("parallel"),
-        "budget_bytes": plan.get("budget_bytes"),
+        "budget_bytes": _budget(plan),
         "micro_batch": choice.get("micro_batch"),
         "precision": choice.get("precision"),
     }

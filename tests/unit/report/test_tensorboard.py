@@ -165,6 +165,13 @@ def test_runs_are_told_apart_by_their_settings(tmp_path: Path):
     assert settings["micro_batch"] == 512
     assert settings["precision"] == "bf16"
     assert settings["task"] == "cifar10-resnet"
+    assert settings["budget_bytes"] == 10 * GIB
+
+
+def test_a_budget_that_is_not_enforced_is_no_setting(tmp_path: Path):
+    free = make_plan(enforced=False).model_dump(mode="json")
+    settings = found_in(log_of(tmp_path, [make_start(plan=free), make_step(1)])).settings
+    assert "budget_bytes" not in settings
 
 
 def test_a_plan_of_another_version_is_told_as_it_is(tmp_path: Path):
@@ -207,7 +214,9 @@ def assert_nothing_is_doubled(folder: Path):
     assert found.settings["global_batch"] == 4096
 
 
-@pytest.mark.parametrize("torn", [b"", b"\x10\0\0", b"\xff" * 40])
+@pytest.mark.parametrize(
+    "torn", [b"", b"\x10\0\0", b"\xff" * 40], ids=["whole", "cut off", "damaged"]
+)
 def test_steps_that_are_done_again_are_not_doubled(tmp_path: Path, torn: bytes):
     log_of(tmp_path, before_the_kill())
     (file,) = event_files(tmp_path)
