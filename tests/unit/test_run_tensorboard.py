@@ -17,7 +17,7 @@ from tests.unit.test_run import task
 import anybatch as ab
 from anybatch.errors import InputError, Stopped
 from anybatch.events import Event, StepDone
-from anybatch.report import read, write_tensorboard
+from anybatch.report import TensorBoardLog, read, write_tensorboard
 
 pytest.importorskip("tensorboard")
 
@@ -57,6 +57,17 @@ def test_the_log_is_that_of_the_recorded_events(tmp_path: Path):
 def test_a_folder_of_its_own_needs_none_for_the_run(tmp_path: Path):
     ab.train(task(epochs=1), tensorboard=tmp_path / "log", progress=False)
     assert [step for step, _ in found_in(tmp_path / "log").scalars["train/loss"]] == [1, 2]
+
+
+def test_a_loop_of_ones_own_gives_it_the_steps(tmp_path: Path):
+    mine = task(epochs=1)
+    with (
+        TensorBoardLog(tmp_path) as log,
+        ab.Session(mine, ab.plan(mine), sinks=[log]) as session,
+    ):
+        losses = [event.loss for event in session.steps()]
+    found = found_in(tmp_path).scalars["train/loss"]
+    assert [loss for _, loss in found] == pytest.approx(losses, rel=1e-6)
 
 
 def stopping_after(step: int):

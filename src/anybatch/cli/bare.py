@@ -23,6 +23,6 @@ class BareOptions(TyperCommand):
 
 
 def _with_values(words: list[str]) -> Iterator[str]:
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
+    for word, following in zip(words, [*words[1:], "--"], strict=False):  # there may be no word
         is_bare = following.startswith("-") and following != STANDARD_OUTPUT
         yield f"{word}={_MEANT[word]}" if is_bare and word in _MEANT else word

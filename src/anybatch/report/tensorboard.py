@@ -101,9 +101,12 @@ class TensorBoardLog:
 
     Attributes:
         failure: why nothing more is written, as a sentence; empty while all is well.
+
+    Raises `InputError` if tensorboard cannot be imported.
     """
 
     def __init__(self, folder: Path, resume: bool = False, earlier: Path | None = None) -> None:
+        check_tensorboard()
         self.folder: Path = folder
         self.failure: str = ""
         self._resume = resume
