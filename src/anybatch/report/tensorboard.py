@@ -79,10 +79,13 @@ def write_tensorboard(events: Path, folder: Path) -> Path:
     Raises `InputError` if the events cannot be read, or the log cannot be written.
     """
     with TensorBoardLog(folder) as log:
-        for event in iterate(events):
-            log(event)
-    if log.failure:
-        raise InputError(f"{log.failure} Make room there, or give another folder.")
+        try:
+            for event in iterate(events):
+                log.write(event)
+        except OSError as error:
+            raise InputError(
+                f"{_unwritable(folder, error)} Make room there, or give another folder."
+            ) from None
     return folder
 
 
@@ -99,16 +102,13 @@ class TensorBoardLog:
         earlier: events of the run before it is resumed. If the folder has no log, they are its
             beginning.
 
-    Attributes:
-        failure: why nothing more is written, as a sentence; empty while all is well.
-
     Raises `InputError` if tensorboard cannot be imported.
     """
 
     def __init__(self, folder: Path, resume: bool = False, earlier: Path | None = None) -> None:
         check_tensorboard()
-        self.folder: Path = folder
-        self.failure: str = ""
+        self._folder = folder
+        self._given_up = False
         self._resume = resume
         self._earlier = earlier
         self._files: tuple[EventFile, EventFile] | None = None
@@ -118,15 +118,15 @@ class TensorBoardLog:
         self._evaluated: set[int] = set()
 
     def __call__(self, event: Event) -> None:
-        if self.failure:
+        if self._given_up:
             return
         try:
-            self._take(event)
+            self.write(event)
         except OSError as error:
-            self.failure = f"The log {self.folder} cannot be written: {error.strerror or error}."
+            self._given_up = True
             warnings.warn(
-                f"{self.failure} Training goes on without it; `anybatch report RUN --tensorboard`"
-                " writes it from the events of the run.",
+                f"{_unwritable(self._folder, error)} Training goes on without it; `anybatch report RUN"
+                " --tensorboard` writes it from the events of the run.",
                 stacklevel=2,
             )
 
@@ -141,7 +141,8 @@ class TensorBoardLog:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def _take(self, event: Event) -> None:
+    def write(self, event: Event) -> None:
+        """As a call; but raises `OSError` if it cannot be written."""
         if self._files is None:
             self._files = self._open(event.time)
         if isinstance(event, RunStarted):
@@ -153,7 +154,7 @@ class TensorBoardLog:
         self._tell(event)
 
     def _open(self, time: float) -> tuple[EventFile, EventFile]:
-        folders = self.folder, self.folder / _BY_SAMPLES
+        folders = self._folder, self._folder / _BY_SAMPLES
         there = [file for folder in folders for file in event_files(folder)]
         if not self._resume:
             for file in there:
@@ -163,7 +164,7 @@ class TensorBoardLog:
             self._files = files
             for event in iterate(self._earlier):
                 if not there:
-                    self._take(event)
+                    self.write(event)
                 elif isinstance(event, Evaluated):
                     self._evaluated.add(event.step)
         return files
@@ -207,6 +208,10 @@ class TensorBoardLog:
     def _text(self, name: str, text: str, time: float) -> None:
         assert self._files is not None
         self._files[0].add_text(name, text, self._step, time)
+
+
+def _unwritable(folder: Path, error: OSError) -> str:
+    return f"The log {folder} cannot be written: {error.strerror or error}."
 
 
 def _as_text(started: RunStarted) -> str:

@@ -280,17 +280,13 @@ def test_a_full_disk_is_told_once_and_training_goes_on(
             warnings.simplefilter("error")
             log(make_step(3))
             log(make_out_of_memory(4))
-        assert "cannot be written: No space left" in log.failure
     assert found_in(tmp_path).scalars["train/loss"] == curve([make_step(1)], "loss")
 
 
 def test_a_recorded_run_whose_log_cannot_be_written_is_an_input_error(tmp_path: Path):
     run = write_run(tmp_path / "run", make_events(3))
     (tmp_path / "log").write_text("a file")
-    with (
-        pytest.warns(UserWarning, match="cannot be written"),
-        pytest.raises(InputError, match="Make room there, or give another folder"),
-    ):
+    with pytest.raises(InputError, match=r"cannot be written: File exists\. Make room there"):
         write_tensorboard(run / "events.jsonl", tmp_path / "log")
 
 
