@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from anybatch.errors import PeerFailed as PeerFailed
     from anybatch.errors import PeerLost as PeerLost
     from anybatch.errors import Stopped as Stopped
+    from anybatch.insight.batch_change import BatchChange as BatchChange
+    from anybatch.insight.rescale import rescale as rescale
     from anybatch.machine import Machine as Machine
     from anybatch.metrics import Metrics as Metrics
     from anybatch.parallel.data_parallel import BalancedDataParallel as BalancedDataParallel
@@ -70,6 +72,8 @@ _HOMES = {
         "PeerLost",
         "Stopped",
     ),
+    "insight.batch_change": ("BatchChange",),
+    "insight.rescale": ("rescale",),
     "machine": ("Machine",),
     "metrics": ("Metrics",),
     "parallel.data_parallel": (
@@ -94,6 +98,7 @@ _WHERE = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "AnybatchError",
     "BalancedDataParallel",
+    "BatchChange",
     "DataError",
     "DataParallelCriterion",
     "DataParallelModel",
@@ -127,6 +132,7 @@ __all__ = [
     "load_weights",
     "model_loss",
     "plan",
+    "rescale",
     "save_adapters",
     "save_weights",
     "train",

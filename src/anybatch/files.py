@@ -1,10 +1,11 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and files whose records are."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from pathlib import Path
+from typing import final
 
 from anybatch.errors import InputError
 
@@ -27,3 +28,33 @@ def write_whole(path: str | os.PathLike[str], text: str, what: str, remedy: str 
         why = f"{error.strerror}; {remedy}" if remedy else error.strerror
         raise InputError(f"{what} cannot be written to {target}: {why}.") from None
     return target
+
+
+@final
+class Records:
+    """A file to which records are appended, each whole or not at all. A record is handed to the
+    operating system at once: what was appended survives a kill of the process.
+
+    Raises `OSError` if the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # Unbuffered: a record that failed is not tried again, in part, when the file is closed.
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, record: bytes) -> None:
+        """Append `record`. Raises `OSError` if it cannot be; those before stay as they are."""
+        rest = memoryview(record)
+        begin = self._file.tell()
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            # What is no regular file cannot be cut; the failure that is told is the one to write.
+            with contextlib.suppress(OSError):
+                self._file.truncate(begin)
+            raise
+
+    def close(self) -> None:
+        """Close the file. Closing twice does no harm."""
+        self._file.close()

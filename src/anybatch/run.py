@@ -36,10 +36,12 @@ from anybatch.report import (
     Display,
     EventLog,
     RunFolder,
+    TensorBoardLog,
     displayed,
     follow,
     last_plan,
     output_folder,
+    tensorboard_folder,
     write,
 )
 from anybatch.report.folder import ADAPTERS, CHECKPOINTS, EVENTS_FILE, WEIGHTS_FILE
@@ -121,6 +123,7 @@ def train(
     keep: int = 3,
     restarts: int = 3,
     stall_seconds: float | None = None,
+    tensorboard: bool | str | Path | None = None,
     progress: bool = True,
     sinks: Sequence[Sink] = (),
 ) -> Result:
@@ -153,6 +156,8 @@ def train(
         restarts: how often ranks are started again, from the newest checkpoint, after one of them was
             killed or lost. Only with `out`, and where this call starts the ranks.
         stall_seconds: without progress, after which a rank is stuck: see `Session`.
+        tensorboard: folder for a log that TensorBoard reads, of this run alone; True: `tensorboard` in
+            `out`. None: there is none. A full disk ends the log, with a warning, and not the run.
         progress: whether to show the plan and how far training is: a bar in a notebook's cell, or where
             standard error is a terminal; else lines on standard error.
         sinks: readers of the events (`anybatch.events`), called with each on the thread that trains; on
@@ -171,6 +176,7 @@ def train(
     checked_ranks(ranks, parallel)
     keeping = Keeping(resume, checkpoint_every, keep, restarts, stall_seconds)
     keeping.check(out)
+    log = tensorboard_folder(tensorboard, out, keeping.resumes)
     options = PlanOptions(
         memory=memory,
         parallel=parallel,
@@ -190,7 +196,7 @@ def train(
         )
     tries = plan is None if trial is None else trial
     folder = None if out is None else Path(out)
-    job = _Job(task, plan, folder, options, keeping, tries, _command())
+    job = _Job(task, plan, folder, log, options, keeping, tries, _command())
     here = find()
     wanted = num_processes(plan, ranks, parallel)
     least, most = (nodes, nodes) if isinstance(nodes, int) else nodes
@@ -292,6 +298,7 @@ class _Job:
     task: Task
     plan: Plan | None
     out: Path | None
+    tensorboard: Path | None
     options: PlanOptions
     keeping: Keeping
     tries: bool
@@ -345,6 +352,8 @@ class _Job:
             folder = None
             if out is not None and leads():
                 folder = stack.enter_context(output_folder(out, resume=resumes))
+            if self.tensorboard is not None and leads():
+                stack.enter_context(output_folder(self.tensorboard, option="--tensorboard"))
             plan = self.plan or choose_plan(self.task, out, resumes, ranks, self.options)
             if display is not None:
                 display.show(plan)  # now: what it takes of memory is not training's
@@ -352,11 +361,15 @@ class _Job:
 
     def _train_into(self, folder: Path | None, plan: Plan, sinks: Sequence[Sink]) -> Result:
         """Train under `plan`; `folder` is where this rank writes, if it does."""
-        task, recorder = self.task, _Recorder()
+        task, recorder, log = self.task, _Recorder(), self.tensorboard
+        resumes = self.keeping.resumes
         with contextlib.ExitStack() as stack:
             readers: list[Sink] = [*sinks]
             if folder is not None:
-                readers.append(stack.enter_context(RunFolder(folder, plan, self.keeping.resumes)))
+                readers.append(stack.enter_context(RunFolder(folder, plan, resumes)))
+            if log is not None and leads():
+                events = None if folder is None else folder / EVENTS_FILE
+                readers.append(stack.enter_context(TensorBoardLog(log, resumes, events)))
             try:
                 model, last = self._run(plan, recorder, readers)
                 if task.tell is not None and leads():

@@ -10,10 +10,12 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.unit.report.reading_tensorboard import found_in
 
 import anybatch as ab
 from anybatch.events import Evaluated, RunEnded, StepDone
 from anybatch.report import read
+from anybatch.report.event_file import event_files
 
 TASK = """
 import torch, torch.nn.functional as F
@@ -205,3 +207,20 @@ def test_ranks_must_be_a_number_that_can_be(task_file):
         ab.train(task, ranks=0)
     with pytest.raises(ab.InputError, match="'single', which is one rank"):
         ab.train(task, ranks=2, parallel="single")
+
+
+@pytest.mark.slow
+def test_only_the_first_rank_writes_the_log_for_tensorboard(task_file, tmp_path):
+    pytest.importorskip("tensorboard")
+    done = run(
+        *("anybatch", "train", task_file, "--ranks", 2, "--tensorboard", "--out", "r"), cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses, evaluations, end, _ = story(tmp_path / "r")
+    assert len(event_files(tmp_path / "r" / "tensorboard")) == 1
+    scalars = found_in(tmp_path / "r" / "tensorboard").scalars
+    assert [step for step, _ in scalars["train/loss"]] == list(range(1, end.steps + 1))
+    assert [loss for _, loss in scalars["train/loss"]] == pytest.approx(losses, rel=1e-6)
+    right = [value for _, value in evaluations]
+    assert [value for _, value in scalars["held_out/right"]] == pytest.approx(right, rel=1e-6)
+    assert len(scalars["ranks/slowest_seconds"]) == end.steps

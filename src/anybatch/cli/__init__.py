@@ -12,7 +12,8 @@ from typing import Any
 
 import typer
 
-from anybatch.cli.memory import JsonWithOrWithoutFile, memory
+from anybatch.cli.bare import BareOptions
+from anybatch.cli.memory import memory
 from anybatch.cli.plan import plan
 from anybatch.cli.recipes import recipes
 from anybatch.cli.report import report
@@ -30,12 +31,12 @@ _app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_app.command()(train)
+_app.command(cls=BareOptions)(train)
 _app.command()(plan)
 _app.command()(submit)
-_app.command(cls=JsonWithOrWithoutFile)(memory)
+_app.command(cls=BareOptions)(memory)
 _app.command()(verify)
-_app.command()(report)
+_app.command(cls=BareOptions)(report)
 _app.command()(recipes)
 
 STOPPED_BY_HAND = 130

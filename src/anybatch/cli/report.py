@@ -10,10 +10,18 @@ import typer
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    tensorboard: Annotated[
+        str | None,
+        typer.Option(
+            "--tensorboard",
+            metavar="[DIR]",
+            help="Write a log for TensorBoard instead; without DIR, into the run folder.",
+        ),
+    ] = None,
 ) -> None:
     """Write the report of a run anew, from its plan and its events."""
     from anybatch.errors import InputError
-    from anybatch.report import write
+    from anybatch.report import output_folder, tensorboard_folder, write, write_tensorboard
     from anybatch.report.folder import EVENTS_FILE
 
     if not (run / EVENTS_FILE).is_file():
@@ -21,4 +29,9 @@ def report(
             f"{run} is not a run folder, since it has no {EVENTS_FILE}: give the folder that"
             " 'anybatch train' wrote."
         )
-    print(write(run))
+    log = tensorboard_folder(tensorboard, run)
+    if log is None:
+        print(write(run))
+        return
+    with output_folder(log, option="--tensorboard"):
+        print(write_tensorboard(run / EVENTS_FILE, log))

@@ -135,6 +135,14 @@ def train(
             help="Without progress, after which a rank is named, shown and ended.",
         ),
     ] = None,
+    tensorboard: Annotated[
+        str | None,
+        typer.Option(
+            "--tensorboard",
+            metavar="[DIR]",
+            help="Write a log for TensorBoard too; without DIR, into the run folder.",
+        ),
+    ] = None,
     settings: Settings = None,
     why: Why = False,
 ) -> None:
@@ -155,6 +163,7 @@ def train(
         print_plan,
         print_result,
         run_files,
+        tensorboard_folder,
     )
     from anybatch.run import Keeping, PlanOptions, choose_plan, num_processes
     from anybatch.run import train as run_training
@@ -178,6 +187,9 @@ def train(
     checked_ranks(ranks, way)
     keeping = Keeping(resume, checkpoint_every, keep, restarts, stall_seconds)
     keeping.check(out)
+    tensorboard_folder(
+        tensorboard, out or Path("runs"), keeping.resumes
+    )  # or says why there is none
     given = None if plan_file is None else Plan.load(plan_file)
     processes = num_processes(given, ranks, way)
     if find() is None and (processes > 1 or machines != 1):
@@ -214,6 +226,7 @@ def train(
                 checkpoint_every=checkpoint_every,
                 keep=keep,
                 stall_seconds=stall_seconds,
+                tensorboard=tensorboard,
                 progress=False,  # here it is, on standard output
                 sinks=[progress],
             )

@@ -6,6 +6,7 @@ checkpoints/        what it can be resumed from
 model.safetensors   the weights
 adapters/           those of peft alone, if the model has any, as peft reads them
 report.html         all of it for people
+tensorboard/        curves and texts for TensorBoard, if asked for
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from anybatch.report.log import EventLog, iterate
 
 PLAN_FILE, EVENTS_FILE = "plan.json", "events.jsonl"
 WEIGHTS_FILE, REPORT_FILE = "model.safetensors", "report.html"
-CHECKPOINTS, ADAPTERS = "checkpoints", "adapters"
+CHECKPOINTS, ADAPTERS, TENSORBOARD = "checkpoints", "adapters", "tensorboard"
 
 
 class RunFolder:
@@ -58,7 +59,7 @@ class RunFolder:
             if not self._resume:
                 for name in (EVENTS_FILE, WEIGHTS_FILE, REPORT_FILE):
                     (self._folder / name).unlink(missing_ok=True)
-                for name in (CHECKPOINTS, ADAPTERS):
+                for name in (CHECKPOINTS, ADAPTERS, TENSORBOARD):
                     shutil.rmtree(self._folder / name, ignore_errors=True)
             self._plan.save(self._folder / PLAN_FILE)
             self._log = EventLog(self._folder / EVENTS_FILE)
@@ -79,6 +80,7 @@ def run_files(folder: Path) -> dict[str, Path]:
         "events": EVENTS_FILE,
         "weights": WEIGHTS_FILE,
         "report": REPORT_FILE,
+        "TensorBoard": TENSORBOARD,
     }
     return {what: folder / name for what, name in names.items() if (folder / name).exists()}
 
@@ -113,9 +115,10 @@ def unfinished_step(folder: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def output_folder(folder: Path, resume: bool = False) -> Iterator[Path]:
+def output_folder(folder: Path, resume: bool = False, option: str = "--out") -> Iterator[Path]:
     """`folder`, made if need be and seen to be writable before any work is done for it. If the body
-    fails before it has written a file, what was made is taken away again.
+    fails before it has written a file, what was made is taken away again. `option` is where another
+    can be given.
 
     Raises `InputError` if nothing can be written there, or the run that is there is not finished and
     is not to be resumed.
@@ -135,7 +138,7 @@ def output_folder(folder: Path, resume: bool = False) -> Iterator[Path]:
         except OSError as error:
             raise InputError(
                 f"the output folder {folder} cannot be written to: {error.strerror}. Give another"
-                " with --out."
+                f" with {option}."
             ) from None
         yield folder
     except BaseException:

@@ -18,6 +18,7 @@ from typing import Self
 
 from anybatch.errors import InputError
 from anybatch.events import Event, Sink, from_json, to_json
+from anybatch.files import Records
 
 _LOOK_SECONDS = 0.1
 _HANGS_SECONDS = 60.0
@@ -33,24 +34,19 @@ class EventLog:
         self.path: Path = Path(path)
         try:
             _mend(self.path)
-            # Unbuffered: a line that failed is not tried again, in part, when the file is closed.
-            self._file = self.path.open("ab", buffering=0)
+            self._records = Records(self.path)
         except OSError as error:
             raise _unwritable(self.path, error) from None
 
     def __call__(self, event: Event) -> None:
-        line = memoryview(to_json(event).encode() + b"\n")
-        begin = self._file.tell()
         try:
-            while line:
-                line = line[self._file.write(line) :]
+            self._records.append(to_json(event).encode() + b"\n")
         except OSError as error:
-            self._cut_back(begin)
             raise _unwritable(self.path, error) from None
 
     def close(self) -> None:
         """Close the file. Closing twice does no harm."""
-        self._file.close()
+        self._records.close()
 
     def __enter__(self) -> Self:
         return self
@@ -62,11 +58,6 @@ class EventLog:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _cut_back(self, length: int) -> None:
-        # What is no regular file cannot be cut; the failure that is told is the one to write.
-        with contextlib.suppress(OSError):
-            self._file.truncate(length)
 
 
 def iterate(path: str | os.PathLike[str]) -> Iterator[Event]:

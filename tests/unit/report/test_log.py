@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.unit.report.fake_run import make_end, make_events, make_start, make_step
+from tests.unit.report.nearly_full import NearlyFull
 
 from anybatch.errors import InputError
 from anybatch.events import Event, to_json
@@ -126,27 +127,11 @@ def test_a_full_disk_is_an_input_error():
 def test_a_line_that_did_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = written(tmp_path)
     with EventLog(path) as log:
-        monkeypatch.setattr(log, "_file", NearlyFull(log._file))
+        monkeypatch.setattr(log._records, "_file", NearlyFull(log._records._file))
         with pytest.raises(InputError, match="No space left"):
             log(make_end())
     assert path.read_bytes().endswith(b"\n")
     assert same(read(path), [make_start(), make_step(1)])
-
-
-class NearlyFull:
-    """A file on a disk that takes ten more bytes."""
-
-    def __init__(self, file):
-        self.file, self.room = file, 10
-
-    def write(self, data):
-        if not self.room:
-            raise OSError(28, "No space left on device")
-        taken, self.room = self.room, 0
-        return self.file.write(data[:taken])
-
-    def __getattr__(self, name):
-        return getattr(self.file, name)
 
 
 def same(events: list[Event], others: list[Event]) -> bool:

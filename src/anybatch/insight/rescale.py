@@ -1,0 +1,342 @@
+"""Rescale: the settings of training that belong to another global batch.
+
+Accumulation makes any global batch possible, and leaves it to the user whether a batch is changed at
+all: the settings were found at one batch and belong to it. What is kept where it is changed is what
+happens over the same *samples*. With `k` times the batch, `k` steps become one:
+
+    SGD             k steps lr * g             =  one step (k lr) * g     while g is the same
+    momentum m      half-life in samples       =  m ** k
+    Adam            noise outweighs g in v, and v falls as 1 / batch, so a step of k times the batch
+                    goes sqrt(k) as far; it has to go k times as far:  lr * sqrt(k)
+    L2 in the loss  no matter of the batch
+    decoupled       (1 - lr * decay) ** k      =  1 - lr' * decay'
+    warm-up         samples                    =  steps / k
+
+Nothing of this is applied by itself: the plan never changes the batch, and the batch never changes
+the settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from anybatch.errors import InputError, listed
+from anybatch.insight.batch_change import BatchChange, Converted
+from anybatch.units import format_count
+
+Averages = Literal["published", "half-life", "kept"]
+"""What becomes of the exponential averages, momentum and betas:
+
+`published`: as the source of the learning rate's rule has it; SGD keeps its momentum, and Adam's betas
+become `1 - k (1 - beta)`, which ends where `k (1 - beta)` is 1. `half-life`: they become `beta ** k`,
+so that a gradient counts for as many samples as before. `kept`: they stay, and count in steps.
+"""
+
+_GOYAL = 'Goyal et al. (2017), "Accurate, large minibatch SGD", section 2.1, arXiv:1706.02677'
+_WARMUP = 'Goyal et al. (2017), "Accurate, large minibatch SGD", section 2.2, arXiv:1706.02677'
+_MALLADI = (
+    'Malladi et al. (2022), "On the SDEs and scaling rules for adaptive gradient algorithms",'
+    " arXiv:2205.10287"
+)
+_BUSBRIDGE = 'Busbridge et al. (2023), "How to scale your EMA", arXiv:2307.13813'
+_WANG = (
+    'Wang and Aitchison (2024), "How to set AdamW\'s weight decay as you scale model and dataset size",'
+    " arXiv:2405.13698"
+)
+_NOISE = "McCandlish et al. (2018), arXiv:1812.06162"
+
+_KINDS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
+# What torch's optimizers take where nothing is given.
+_DEFAULTS: dict[str, dict[str, float]] = {
+    "SGD": {"momentum": 0.0, "weight_decay": 0.0},
+    "Adam": {"betas[0]": 0.9, "betas[1]": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+    "AdamW": {"betas[0]": 0.9, "betas[1]": 0.999, "eps": 1e-8, "weight_decay": 0.01},
+}
+
+
+def rescale(
+    optimizer: str | type,
+    before: int,
+    after: int,
+    *,
+    lr: float,
+    momentum: float | None = None,
+    betas: tuple[float, float] | None = None,
+    eps: float | None = None,
+    weight_decay: float | None = None,
+    warmup_steps: int | None = None,
+    steps: int | None = None,
+    averages: Averages = "published",
+    noise_scale: float | None = None,
+) -> BatchChange:
+    """The settings for a global batch of `after` samples, of a training that was tuned at `before`.
+    Nothing is changed by it: print it, and use what you agree with.
+
+        change = ab.rescale("adamw", 256, 1024, lr=3e-4, betas=(0.9, 0.95), warmup_steps=2000)
+        print(change)
+        optimizer = lambda params: torch.optim.AdamW(params, **change.settings)
+
+    Args:
+        optimizer: `"sgd"` (with Nesterov's momentum or without), `"adam"` or `"adamw"`, or torch's
+            class.
+        before, after: samples per step.
+        lr: learning rate at `before`; that of the peak, if there is a schedule.
+        momentum, betas, eps, weight_decay: at `before`. None: torch's defaults.
+        warmup_steps, steps: of the warm-up and of all training, at `before`.
+        averages: what becomes of momentum and betas; see `Averages`.
+        noise_scale: gradient noise scale, in samples, if it is known: then the limits are figures.
+
+    Raises `InputError` for an optimizer without a known rule, for settings that it does not have or
+    cannot have, and where the square root rule ends.
+    """
+    kind = _kind_of(optimizer)
+    given = {
+        "momentum": momentum,
+        "betas[0]": None if betas is None else _pair(betas)[0],
+        "betas[1]": None if betas is None else _pair(betas)[1],
+        "eps": eps,
+        "weight_decay": weight_decay,
+    }
+    absent = [name for name, value in given.items() if value is not None]
+    absent = [name for name in absent if name not in _DEFAULTS[kind]]
+    if absent:
+        raise InputError(
+            f"{absent[0].partition('[')[0]} is given, and {kind} has none: leave it out, or name the"
+            " optimizer that was tuned."
+        )
+    tuned = {
+        name: default if (value := given[name]) is None else value
+        for name, default in _DEFAULTS[kind].items()
+    }
+    counts = {"warmup_steps": warmup_steps, "steps": steps}
+    _check(kind, before, after, lr, tuned, counts, averages, noise_scale)
+    change = _Change(before, after, averages)
+    rows = change.of_sgd(lr, tuned) if kind == "SGD" else change.of_adam(kind, lr, tuned)
+    rows += change.of_counts(counts)
+    limits = [*_limits_of_sgd(change, rows)] if kind == "SGD" else [*_limits_of_adam(change, rows)]
+    limits += _limits_of_noise(change, kind, noise_scale)
+    return BatchChange(kind, before, after, tuple(rows), tuple(limits))
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """The rules."""
+
+    before: int
+    after: int
+    averages: Averages
+
+    @property
+    def times(self) -> float:
+        return self.after / self.before
+
+    def of_sgd(self, lr: float, tuned: dict[str, float]) -> list[Converted]:
+        momentum = tuned["momentum"]
+        if momentum and self.averages == "half-life":
+            average = self.average("momentum", momentum)
+            # The way of a constant gradient, lr / (1 - momentum) per step, is k times as long.
+            rate = self.times * lr * (1 - average.after) / (1 - momentum)
+            rule = "k * lr * (1 - momentum') / (1 - momentum): a step goes k times as far"
+        else:
+            average = Converted("momentum", momentum, momentum, "kept", _GOYAL)
+            rate, rule = self.times * lr, "k * lr"
+        decay = tuned["weight_decay"]
+        return [
+            Converted("lr", lr, rate, rule, _GOYAL),
+            average,
+            Converted("weight_decay", decay, decay, "kept: it is part of the loss", _GOYAL),
+        ]
+
+    def of_adam(self, kind: str, lr: float, tuned: dict[str, float]) -> list[Converted]:
+        root = math.sqrt(self.times)
+        rate = lr * root
+        betas = [self.average(name, tuned[name]) for name in ("betas[0]", "betas[1]")]
+        eps, decay = tuned["eps"], tuned["weight_decay"]
+        if kind == "Adam":
+            last = Converted("weight_decay", decay, decay, "kept: it is part of the loss")
+        else:
+            # (1 - lr * decay) ** k, without the rounding.
+            shrunk = -math.expm1(self.times * math.log1p(-lr * decay))
+            rule = "1 - (1 - lr * decay) ** k over the new lr: the same decay over the same samples"
+            last = Converted("weight_decay", decay, shrunk / rate, rule, _WANG)
+        return [
+            Converted("lr", lr, rate, "lr * sqrt(k)", _MALLADI),
+            *betas,
+            Converted("eps", eps, eps / root, "eps / sqrt(k)", _MALLADI),
+            last,
+        ]
+
+    def of_counts(self, counts: dict[str, int | None]) -> list[Converted]:
+        sources = {"warmup_steps": _WARMUP, "steps": ""}
+        return [
+            Converted(
+                name,
+                count,
+                -(-count * self.before // self.after),
+                "the same samples, in whole steps",
+                sources[name],
+            )
+            for name, count in counts.items()
+            if count is not None
+        ]
+
+    def average(self, name: str, beta: float) -> Converted:
+        """An exponential average that forgets the part `1 - beta` in each step."""
+        if self.averages == "kept" or beta == 0:
+            return Converted(name, beta, beta, "kept")
+        if self.averages == "half-life":
+            rule = "beta ** k: the same half-life in samples"
+            return Converted(name, beta, beta**self.times, rule, _BUSBRIDGE)
+        after = 1 - self.times * (1 - beta)
+        if after < 1e-9:  # not the rounding of 1 - beta
+            raise InputError(
+                f"{name} is {beta:g}, which has no counterpart at {self.times:.4g} times the batch: the"
+                f" square root rule makes it 1 - k (1 - beta), and ends before k is"
+                f" {1 / (1 - beta):.4g}, {format_count(self._last(beta))} samples. Give a batch up to"
+                " that; or averages='half-life', which makes it beta ** k and has no end; or"
+                " averages='kept'."
+            )
+        return Converted(name, beta, after, "1 - k * (1 - beta)", _MALLADI)
+
+    def _last(self, beta: float) -> int:
+        """The largest batch at which `beta` has a counterpart by the square root rule."""
+        return max(self.before, math.ceil(self.before / (1 - beta) - 1e-6) - 1)
+
+
+def _limits_of_sgd(change: _Change, rows: list[Converted]) -> Iterator[str]:
+    rate, momentum = rows[0], rows[1]
+    if change.times > 1:
+        yield (
+            "One step equals k small ones as far as the gradient is the same at all of them; what"
+            " differs is of second order in lr. Early in training it is not the same, hence the"
+            " warm-up."
+        )
+    steep = [2 * (1 + m) / lr for m, lr in _pairs(momentum, rate)]
+    yield (
+        "Stable up to a curvature of 2 (1 + momentum) / lr:"
+        f" {steep[0]:.4g} before, {steep[1]:.4g} after."
+    )
+    if momentum.before and change.times != 1:
+        lives = (
+            _in_samples(momentum.before, change.before),
+            _in_samples(momentum.after, change.after),
+        )
+        yield f"The half-life of a gradient in momentum: {lives[0]} samples before, {lives[1]} after."
+
+
+def _limits_of_adam(change: _Change, rows: list[Converted]) -> Iterator[str]:
+    if change.times != 1:
+        yield (
+            "The square root holds where the noise of a batch outweighs its gradient in Adam's second"
+            " moment, so at batches well below the gradient noise scale."
+        )
+    if change.averages == "kept" and change.times != 1:
+        yield "The betas count in steps, so their averages reach over k times as many samples."
+    fast = [row for row in rows if row.name.startswith("betas") and 0 < row.after < 0.5]
+    for row in fast:
+        yield f"{row.name} is {row.after:.3g}: hardly an average any more."
+
+
+def _limits_of_noise(change: _Change, kind: str, noise_scale: float | None) -> Iterator[str]:
+    """Of the squared norm of a batch's gradient, `1 / (1 + noise / batch)` is signal, on average."""
+    if change.times <= 1:
+        return
+    if noise_scale is None:
+        if kind == "SGD":
+            yield f"More rate is of no use near the gradient noise scale and above: {_NOISE}."
+        return
+    signal = [1 / (1 + noise_scale / batch) for batch in (change.before, change.after)]
+    scale = f"At a noise scale of {noise_scale:,.6g} samples"
+    if kind == "SGD":
+        yield (
+            f"{scale} the best rate grows by about {signal[1] / signal[0]:.3g}, not by"
+            f" {change.times:.4g}: {_NOISE}."
+        )
+    else:
+        yield (
+            f"{scale} the gradient itself is {signal[0]:.0%} of the squared gradient of a batch before"
+            f" and {signal[1]:.0%} after, where the rule takes it to be little: {_NOISE}."
+        )
+
+
+def _pairs(*rows: Converted) -> list[tuple[float, ...]]:
+    return [tuple(row.before for row in rows), tuple(row.after for row in rows)]
+
+
+def _in_samples(beta: float, batch: int) -> str:
+    """The half-life of an average."""
+    return format_count(round(batch * math.log(0.5) / math.log(beta))) if beta else "0"
+
+
+def _kind_of(optimizer: str | type) -> str:
+    name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")
+    kind = _KINDS.get(name.lower())
+    if kind is None:
+        raise InputError(
+            f"optimizer is {name or optimizer!r}, for which no rule is known here that was derived and"
+            f" tried: give {listed(_KINDS, name.lower())}, or tune it at the new batch."
+        )
+    return kind
+
+
+def _pair(betas: tuple[float, float]) -> tuple[float, float]:
+    try:
+        first, second = betas
+    except (TypeError, ValueError):
+        raise InputError(f"betas is {betas!r}: give two numbers, such as (0.9, 0.999).") from None
+    return first, second
+
+
+def _check(
+    kind: str,
+    before: int,
+    after: int,
+    lr: float,
+    tuned: dict[str, float],
+    counts: dict[str, int | None],
+    averages: str,
+    noise_scale: float | None,
+) -> None:
+    """Raises `InputError` with every value that cannot be."""
+    faults = [
+        f"{name} is {value!r}; it counts samples per step, so give a whole number of at least 1"
+        for name, value in (("before", before), ("after", after))
+        if not _is_count(value, 1)
+    ]
+    faults += [
+        f"{name} is {value!r}; give a whole number of at least 0"
+        for name, value in counts.items()
+        if value is not None and not _is_count(value, 0)
+    ]
+    if not _is_number(lr) or not 0 < lr < math.inf:
+        faults.append(f"lr is {lr!r}; give a number above zero")
+    for name, value in tuned.items():
+        if name in ("eps", "weight_decay"):
+            if not _is_number(value) or not 0 <= value < math.inf:
+                faults.append(f"{name} is {value!r}; give a number of at least zero")
+        elif not _is_number(value) or not 0 <= value < 1:
+            faults.append(f"{name} is {value!r}; give a number from 0 to below 1")
+    if noise_scale is not None and not (_is_number(noise_scale) and 0 < noise_scale < math.inf):
+        faults.append(
+            f"noise_scale is {noise_scale!r}; it counts samples, so give a number above zero"
+        )
+    if averages not in get_args(Averages):
+        faults.append(f"averages is {averages!r}; give {listed(get_args(Averages), str(averages))}")
+    if not faults and kind == "AdamW" and lr * tuned["weight_decay"] >= 1:
+        faults.append(
+            f"lr * weight_decay is {lr * tuned['weight_decay']:g}; one step would leave nothing of the"
+            " weights, so give less than 1"
+        )
+    if faults:
+        raise InputError(f"the batch cannot be changed: {'; '.join(faults)}.")
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
