@@ -22,21 +22,10 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.multiprocess.netns import Machine, two_machines, why_not  # noqa: E402
+from tests.multiprocess.netns import slow_down, two_machines, why_not  # noqa: E402
 
 RATE_MBIT = 1000
 TUNED, OURS, NAIVE = "DDP by hand, tuned", "anybatch, replicate", "DDP by hand, naive"
-
-
-def shape(machine: Machine) -> None:
-    """Let no more than `RATE_MBIT` out of `machine`."""
-    subprocess.run(
-        machine.command(
-            *("tc", "qdisc", "add", "dev", machine.interface, "root", "tbf"),
-            *("rate", f"{RATE_MBIT}mbit", "burst", "512kb", "latency", "100ms"),
-        ),
-        check=True,
-    )
 
 
 def run(rounds: int) -> dict:
@@ -45,7 +34,7 @@ def run(rounds: int) -> dict:
         target = Path(folder) / "result.json"
         processes = []
         for rank, machine in enumerate(machines):
-            shape(machine)
+            slow_down(machine, RATE_MBIT)
             environment = {
                 **os.environ,
                 "OMP_NUM_THREADS": "1",

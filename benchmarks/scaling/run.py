@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.multiprocess.netns import Machine, two_machines, why_not  # noqa: E402
+from tests.multiprocess.netns import slow_down, two_machines, why_not  # noqa: E402
 
 from anybatch.events import RunEnded  # noqa: E402
 from anybatch.insight.scaling import what_limits  # noqa: E402
@@ -35,17 +35,6 @@ BATCHES = (64, 256, 1024)
 RATES_MBIT = (None, 1000, 200)
 MICRO_BATCH = 64
 DEADLINE_SECONDS = 600.0
-
-
-def shape(machine: Machine, rate_mbit: int) -> None:
-    """Let no more than `rate_mbit` out of `machine`."""
-    subprocess.run(
-        machine.command(
-            *("tc", "qdisc", "add", "dev", machine.interface, "root", "tbf"),
-            *("rate", f"{rate_mbit}mbit", "burst", "512kb", "latency", "100ms"),
-        ),
-        check=True,
-    )
 
 
 def command(global_batch: int, out: Path, *more: str) -> list[str]:
@@ -93,7 +82,7 @@ def on_two(global_batch: int, rate_mbit: int | None, folder: Path) -> RunEnded:
     with two_machines() as machines:
         for machine in machines:
             if rate_mbit is not None:
-                shape(machine, rate_mbit)
+                slow_down(machine, rate_mbit)
         place = f"{machines[0].address}:29500"
         outs = [folder / f"two-{global_batch}-{rate_mbit}-{i}" for i in range(2)]
         joined = ("--ranks", "1", "--nodes", "2", "--rendezvous", place)

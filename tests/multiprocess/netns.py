@@ -80,6 +80,18 @@ def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]
     )
 
 
+def slow_down(machine: Machine, rate_mbit: int) -> None:
+    """Let no more than `rate_mbit` out of `machine`, by `tc`, which comes with `ip` (token bucket)."""
+    subprocess.run(
+        machine.command(
+            *("tc", "qdisc", "add", "dev", machine.interface, "root", "tbf"),
+            *("rate", f"{rate_mbit}mbit", "burst", "512kb", "latency", "100ms"),
+        ),
+        timeout=_SECONDS,
+        check=True,
+    )
+
+
 def cut(machine: Machine) -> None:
     """Pull the cable: nothing goes in or out any more, and nobody is told."""
     _ip("-n", machine.name, "link", "set", machine.interface, "down")
