@@ -1,9 +1,10 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and where the user's cache is."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 
 from anybatch.errors import InputError
@@ -27,3 +28,16 @@ def write_whole(path: str | os.PathLike[str], text: str, what: str, remedy: str 
         why = f"{error.strerror}; {remedy}" if remedy else error.strerror
         raise InputError(f"{what} cannot be written to {target}: {why}.") from None
     return target
+
+
+def cache_folder() -> Path:
+    """The folder of this package in the user's cache folder: `$XDG_CACHE_HOME/anybatch`, or where the
+    system keeps caches."""
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "anybatch"
+    if sys.platform == "win32":
+        home = os.environ.get("LOCALAPPDATA")
+        return (Path(home) if home else Path.home() / "AppData" / "Local") / "anybatch" / "cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "anybatch"
+    return Path.home() / ".cache" / "anybatch"

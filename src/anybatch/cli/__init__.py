@@ -12,7 +12,9 @@ from typing import Any
 
 import typer
 
-from anybatch.cli.memory import JsonWithOrWithoutFile, memory
+from anybatch.cli.doctor import doctor
+from anybatch.cli.json_option import JsonWithOrWithoutFile
+from anybatch.cli.memory import memory
 from anybatch.cli.plan import plan
 from anybatch.cli.recipes import recipes
 from anybatch.cli.report import report
@@ -37,6 +39,7 @@ _app.command(cls=JsonWithOrWithoutFile)(memory)
 _app.command()(verify)
 _app.command()(report)
 _app.command()(recipes)
+_app.command(cls=JsonWithOrWithoutFile)(doctor)
 
 STOPPED_BY_HAND = 130
 """128 + SIGINT, as shells report it."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
+from anybatch.cli.json_option import STANDARD_OUTPUT
 from anybatch.cli.options import (
     ChunkedLoss,
     Compile,
@@ -30,22 +29,6 @@ from anybatch.cli.options import (
     load_task,
     machine_of,
 )
-
-STANDARD_OUTPUT = "-"
-
-
-class JsonWithOrWithoutFile(TyperCommand):
-    """A command whose `--json` may be the last word, or be followed by an option: then it is standard
-    output that is meant, as by `anybatch plan --json`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, list(_with_file(args)))
-
-
-def _with_file(words: list[str]) -> Iterator[str]:
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
-        is_bare = word == "--json" and following.startswith("-") and following != STANDARD_OUTPUT
-        yield f"--json={STANDARD_OUTPUT}" if is_bare else word
 
 
 def memory(
