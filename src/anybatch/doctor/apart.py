@@ -14,7 +14,10 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from typing import IO, Any
+
+from anybatch.threads import begin
 
 _GRACE_SECONDS = 2.0
 """A process that a driver holds in the kernel does not even end when it is killed."""
@@ -65,7 +68,7 @@ class Apart:
         """End it, from whichever thread; whoever waits for an answer gets none."""
         with self._lock:
             self._closed = True
-        self._end()
+        self._end(wait_seconds=0.0)
 
     def _start(self) -> subprocess.Popen[bytes]:
         with self._lock:
@@ -85,24 +88,22 @@ class Apart:
                 stderr=self._errors or subprocess.DEVNULL,
                 start_new_session=True,
             )
-            reader = threading.Thread(
-                target=_read,
-                args=(self._process.stdout, self._replies),
-                name="anybatch-doctor",
-                daemon=True,
-            )
-            reader.start()
+            assert self._process.stdout is not None
+            if begin(partial(_read, self._process.stdout, self._replies)) is None:
+                raise RuntimeError("can't start new thread")
             return self._process
 
-    def _end(self) -> tuple[int | None, str]:
-        """Kill it with what it has started. How it ended, and its last words."""
+    def _end(self, wait_seconds: float = 0.1) -> tuple[int | None, str]:
+        """Kill it with what it has started. How it ended, and its last words.
+
+        `wait_seconds`: for it to end by itself, if it is about to, which tells more."""
         with self._lock:
             process, errors = self._process, self._errors
             self._process = self._errors = None
         if process is None:
             return None, ""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.1)  # it may be about to end by itself, which tells more
+            process.wait(wait_seconds)
         _kill(process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_SECONDS)

@@ -13,7 +13,9 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from anybatch.doctor.apart import Apart, Unanswered
@@ -28,6 +30,7 @@ from anybatch.doctor.judges import (
     ranks,
     torch_build,
 )
+from anybatch.threads import begin
 
 _RESTART_DRIVER = "look at dmesg for lines with NVRM or Xid; if there are such, restart the machine"
 
@@ -153,20 +156,19 @@ def examine() -> Report:
                 silences.append(Silence(probe, arguments, str(error)))
                 return None
 
-        seen.update(lane(ask))
+        with suppress(MemoryError):  # what was not seen is not known
+            seen.update(lane(ask))
 
     try:
-        threads: list[threading.Thread] = []
+        ends: list[threading.Event] = []
         for lane, child in zip(_LANES, children, strict=True):
-            thread = threading.Thread(target=run, args=(lane, child), daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # no thread to be had: one after the other, then
+            end = begin(partial(run, lane, child))
+            if end is None:  # no thread to be had: one after the other, then
                 run(lane, child)
             else:
-                threads.append(thread)
-        for thread in threads:
-            thread.join()
+                ends.append(end)
+        for end in ends:
+            end.wait()
     finally:  # also when it is stopped by hand
         for child in children:
             child.close()
@@ -227,17 +229,19 @@ def _remedy(silence: Silence) -> str:
 
 
 def _system(ask: Ask) -> dict[str, Any]:
-    names = ("host", "folders", "network", "gpus", "enforcement", "python")
+    names = ("host", "folders", "network", "enforcement", "python")
     return {name: ask(name) for name in names}
 
 
 def _torch(ask: Ask) -> dict[str, Any]:
+    gpus = ask("gpus")  # before steps on them hold some of their memory
     torch = ask("torch_build")
     if torch is None or torch.fault:
-        return {"torch": torch}
+        return {"gpus": gpus, "torch": torch}
     devices = ["cpu", *(f"cuda:{index}" for index in range(len(torch.devices)))]
     steps: list[Step | None] = [ask("step", device) for device in devices]
-    return {"torch": torch, "steps": tuple(step for step in steps if step is not None)}
+    found = tuple(step for step in steps if step is not None)
+    return {"gpus": gpus, "torch": torch, "steps": found}
 
 
 def _pair(ask: Ask) -> dict[str, Any]:

@@ -32,7 +32,7 @@ _ELSEWHERE = (
 )
 """Judged with what they are about."""
 
-_OPTIONS = frozenset(
+OPTIONS = frozenset(
     {
         *(
             "backend",
@@ -138,7 +138,7 @@ def _allocator(value: str, facts: Facts) -> Told | None:
         level: Level = "problem" if computes_on_gpus else "warning"
         return level, f"it fails where CUDA is first used ({words})", _SHAPE
     names = re.findall(r"(?:^|,)\s*(\w+)\s*:", re.sub(r"\[[^]]*\]", "", value))
-    unknown = [repr(name) for name in names if name not in _OPTIONS]
+    unknown = [repr(name) for name in names if name not in OPTIONS]
     if unknown and not computes_on_gpus:  # else it has looked at the names of options, too
         return "warning", f"on CUDA it fails at {' and '.join(unknown)}", _SHAPE
     return None

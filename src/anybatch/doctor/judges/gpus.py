@@ -14,6 +14,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MUCH = 0.1
 """Of a GPU's memory, held by others."""
 
+_SHOWN_USERS = 3
+
 
 def judge(facts: Facts) -> Iterator[Finding]:
     """Findings on `Facts.gpus`, and on what torch makes of them."""
@@ -22,7 +24,7 @@ def judge(facts: Facts) -> Iterator[Finding]:
     if gpus is not None and not (torch is not None and torch.hip):
         yield _driver(gpus, torch)
     if is_known and torch is not None and (torch.cuda or torch.hip):
-        yield _seen(torch, gpus, facts.environment)
+        yield _seen(torch, gpus, VISIBLE in facts.environment or bool(torch.allocator_fault))
     elif is_known and gpus is not None and (gpus.gpus or gpus.on_bus):
         yield Finding(
             "torch and CUDA",
@@ -43,6 +45,14 @@ def judge(facts: Facts) -> Iterator[Finding]:
 
 def _driver(gpus: Gpus, torch: Torch | None) -> Finding:
     for_cuda = torch.cuda if torch is not None else ""
+    if not gpus.driver and torch is not None and torch.devices:
+        return Finding(
+            "driver",
+            "not reached by NVML",
+            "note",
+            meaning=f"torch sees its GPUs; who holds their memory, and how they are set, is not known"
+            f" ({gpus.fault})",
+        )
     if not gpus.driver:
         return _no_driver(gpus, for_cuda)
     value = f"{gpus.driver}, for CUDA up to {gpus.cuda}"
@@ -109,20 +119,21 @@ def _no_driver(gpus: Gpus, for_cuda: str) -> Finding:
     return Finding(name, "none, and no GPU of NVIDIA")
 
 
-def _seen(torch: Torch, gpus: Gpus | None, environment: object) -> Finding:
-    """The devices that torch can use."""
+def _seen(torch: Torch, gpus: Gpus | None, told: bool) -> Finding:
+    """The devices that torch can use. `told`: a variable hides them, or
+    stops torch, and is told of by itself."""
     name = "torch and CUDA" if torch.cuda else "torch and ROCm"
     if torch.devices:
         names = dict.fromkeys(device.name for device in torch.devices)
         return Finding(name, f"{len(torch.devices)} seen: {', '.join(names)}")
-    if gpus is not None and gpus.gpus:
+    if gpus is not None and gpus.gpus and not told:
         return Finding(
             name,
             "no device seen",
             "problem",
             meaning=f"the driver shows {len(gpus.gpus)}, and torch can use none"
             + (f" ({torch.cuda_fault})" if torch.cuda_fault else ""),
-            remedy=f"see {VISIBLE}, and the driver above; if both are well, restart the machine",
+            remedy="see the driver above; if it is well, restart the machine",
         )
     return Finding(name, "no device seen")
 
@@ -231,7 +242,8 @@ def _users(users: tuple[GpuUser, ...]) -> str:
         size = "" if user.num_bytes is None else f" with {format_bytes(user.num_bytes)}"
         return f"{user.name or 'a process outside this container'} (pid {user.pid}){size}"
 
-    return ", ".join(map(one, users))
+    more = f", and {len(users) - _SHOWN_USERS} more" if len(users) > _SHOWN_USERS else ""
+    return ", ".join(map(one, users[:_SHOWN_USERS])) + more
 
 
 def _order(order: str) -> Iterator[Finding]:

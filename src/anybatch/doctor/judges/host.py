@@ -9,7 +9,7 @@ from anybatch.doctor.facts import Facts, Host, Torch
 from anybatch.doctor.finding import Finding
 from anybatch.units import format_bytes
 
-_FEW_FILES = 1024
+_FEW_FILES, _MANY_FILES = 1024, 65536
 _SMALL_SHM_BYTES, _FULL_SHM_BYTES = 256 << 20, 64 << 20
 _LITTLE = 0.1
 """Of the machine's memory, available."""
@@ -128,14 +128,16 @@ def _limits(host: Host) -> Iterator[Finding]:
     if files is not None and files.soft is not None:
         value = f"{files.soft} at a time"
         if files.soft < _FEW_FILES:
-            hard = "" if files.hard is None else f", up to {files.hard} without root"
+            most = _MANY_FILES if files.hard is None else min(files.hard, _MANY_FILES)
             yield Finding(
                 "open files",
                 value,
                 "warning",
                 place="RLIMIT_NOFILE",
                 meaning="workers that load data hand over each tensor by a file",
-                remedy=f"ulimit -n 65536{hard}",
+                remedy=f"ulimit -n {most}"
+                if most > files.soft
+                else "raise the hard limit, as root",
             )
         else:
             yield Finding("open files", value)

@@ -88,7 +88,7 @@ def _extra(extra: str, packages: list[Package]) -> Finding:
     value = ", ".join([*there, *(f"no {name}" for name in missing)])
     remedy = f"pip install 'anybatch[{extra}]'"
     if early:
-        meaning = " and ".join(f"{one.name} has to be {one.least} or later" for one in early)
+        meaning = " and ".join(f"{one.least} or later is needed of {one.name}" for one in early)
         return Finding(f"[{extra}]", value, "warning", meaning=meaning, remedy=remedy)
     if missing:
         return Finding(f"[{extra}]", value, "note", remedy=remedy)

@@ -12,7 +12,7 @@ _ROOM_BYTES, _ASKED_BYTES = 32 << 20, 256 << 20
 def look() -> Enforcement:
     """Sets a limit, asks for more, and sets the limit back. See `Enforcement`."""
     if sys.platform != "linux":
-        return Enforcement(f"{sys.platform} does not enforce a limit on the data of a process")
+        return Enforcement(f"no limit on the data of a process is enforced by {sys.platform}")
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_DATA)

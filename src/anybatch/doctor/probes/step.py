@@ -30,7 +30,11 @@ def look(device: str) -> Step:
     except Exception as error:
         return Step(device, f"{type(error).__name__}: {error}".partition("\n")[0])
     if weights != [_WEIGHTS] * 3:
-        return Step(device, f"weights came to {weights[0]}, where {_WEIGHTS} is right")
+        return Step(device, f"weights came to {_shown(weights[0])}, not to {_shown(_WEIGHTS)}")
     if sums != [9.0] * 4:
-        return Step(device, f"a convolution came to {sums}, where 9 is right everywhere")
+        return Step(device, f"a convolution came to {_shown(sums)}, and not to 9 everywhere")
     return Step(device)
+
+
+def _shown(numbers: list[float]) -> str:
+    return ", ".join(f"{number:.3g}" for number in numbers)
