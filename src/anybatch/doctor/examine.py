@@ -1,7 +1,7 @@
 """Examine: send the probes out, hand the judges what they saw, and collect the findings.
 
     probes, each in a process of its own    ->  facts           ->  judges, pure  ->  findings
-    three processes side by side, a             plain values                          by group
+    two processes side by side, a               plain values                          by group
     deadline for each probe
 
 A probe that gives no answer is a finding too, and stops no other.
@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -30,6 +30,7 @@ from anybatch.doctor.judges import (
     ranks,
     torch_build,
 )
+from anybatch.doctor.probes.pair import AHEAD
 from anybatch.threads import begin
 
 _RESTART_DRIVER = "look at dmesg for lines with NVRM or Xid; if there are such, restart the machine"
@@ -172,17 +173,13 @@ def examine() -> Report:
     finally:  # also when it is stopped by hand
         for child in children:
             child.close()
-    known = {field.name for field in fields(Facts)}
-    facts = Facts(environment=environment.relevant(os.environ))
-    facts = replace(facts, **{name: seen[name] for name in known & seen.keys()})
+    facts = Facts(environment=environment.relevant(os.environ), **seen)
     return Report(judged(facts, silences), facts)
 
 
 def judged(facts: Facts, silences: Iterable[Silence] = ()) -> tuple[Group, ...]:
     """What the judges say to `facts`, and to probes that gave no answer."""
-    heard = list(silences)
-    if facts.torch is None or facts.torch.fault:  # then ranks cannot meet either
-        heard = [one for one in heard if one.probe != "pair"]
+    heard = [one for one in silences if one.arguments != (AHEAD,)]  # it is asked for again
     groups: list[Group] = []
     for title, judge, probes in _GROUPS:
         findings = list(_without_fail(judge, facts))
@@ -234,6 +231,7 @@ def _system(ask: Ask) -> dict[str, Any]:
 
 
 def _torch(ask: Ask) -> dict[str, Any]:
+    ask("pair", AHEAD)
     gpus = ask("gpus")  # before steps on them hold some of their memory
     torch = ask("torch_build")
     if torch is None or torch.fault:
@@ -241,11 +239,7 @@ def _torch(ask: Ask) -> dict[str, Any]:
     devices = ["cpu", *(f"cuda:{index}" for index in range(len(torch.devices)))]
     steps: list[Step | None] = [ask("step", device) for device in devices]
     found = tuple(step for step in steps if step is not None)
-    return {"gpus": gpus, "torch": torch, "steps": found}
+    return {"gpus": gpus, "torch": torch, "steps": found, "pair": ask("pair")}
 
 
-def _pair(ask: Ask) -> dict[str, Any]:
-    return {"pair": ask("pair")}
-
-
-_LANES = (_system, _torch, _pair)
+_LANES = (_system, _torch)

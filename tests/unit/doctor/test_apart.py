@@ -10,6 +10,7 @@ import pytest
 
 from anybatch.doctor.apart import Apart, Unanswered
 from anybatch.doctor.facts import Enforcement, Pair, Torch
+from anybatch.doctor.probes.pair import AHEAD
 
 GENEROUS = 60.0
 
@@ -92,6 +93,7 @@ def test_closing_it_ends_one_that_hangs(
 @pytest.mark.slow
 def test_two_processes_meet(apart: Apart, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert apart.ask("pair", AHEAD, seconds=GENEROUS) is None
     seen = apart.ask("pair", seconds=GENEROUS)
     assert seen == Pair(seen.interface)
     assert seen.interface

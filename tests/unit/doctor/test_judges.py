@@ -40,6 +40,7 @@ from anybatch.doctor.judges.environment import OPTIONS, relevant
 from anybatch.doctor.judges.gpus import has_kernels
 from anybatch.doctor.judges.torch_build import LEAST, TESTED
 from anybatch.doctor.judges.versions import is_before
+from anybatch.doctor.probes.pair import AHEAD
 from anybatch.doctor.probes.python import parse
 from anybatch.estimate.allocator_settings import _HARMLESS
 
@@ -552,8 +553,11 @@ def test_a_probe_without_an_answer_is_a_finding(
 def test_two_processes_need_not_be_told_of_where_torch_is_broken():
     facts = with_(WELL, torch=Torch(MISSING), pair=Pair("", MISSING), steps=())
     assert [one.name for one in not_well(facts)] == ["torch"]
-    silence = Silence("pair", (), "it was ended by SIGSEGV")
-    assert [one.name for one in not_well(replace(facts, pair=None), silence)] == ["torch"]
+
+
+def test_what_is_begun_ahead_and_asked_for_again_is_told_once():
+    silences = [Silence("pair", arguments, "it hangs") for arguments in ((AHEAD,), ())]
+    assert [one.name for one in not_well(replace(WELL, pair=None), *silences)] == ["gloo"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Two processes of this machine that meet, as ranks do, and add up a tensor by gloo.
 
-Each imports torch, so the second is started before the first begins with it.
+The second is started ahead, so that it imports torch while the first does, and looks at other things.
 """
 
 from __future__ import annotations
@@ -19,15 +19,27 @@ from anybatch.launch.network import LOOPBACK, interface_to
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+AHEAD = "ahead"
+
 _SECONDS = 20.0
 
+_peer: subprocess.Popen[str] | None = None
 
-def look() -> Pair:
-    """See `Pair`."""
-    if fault := loopback_fault():  # torch would try for long
-        return Pair(fault=f"this machine does not reach itself at {LOOPBACK}: {fault}")
-    command = [sys.executable, "-m", __name__]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as peer:
+
+def look(when: str = "") -> Pair | None:
+    """See `Pair`. `AHEAD` starts the second process and returns None."""
+    global _peer
+    if _peer is None:
+        _peer = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    if when == AHEAD:
+        return None
+    peer, _peer = _peer, None
+    with peer:
         try:
             return _first(peer)
         except Exception as error:
@@ -37,17 +49,18 @@ def look() -> Pair:
 
 
 def _first(peer: subprocess.Popen[str]) -> Pair:
+    if fault := loopback_fault():  # torch would try for long
+        return Pair(fault=f"this machine does not reach itself at {LOOPBACK}: {fault}")
     from torch.distributed import TCPStore
 
     wait = timedelta(seconds=_SECONDS)
     store = TCPStore(LOOPBACK, 0, is_master=True, timeout=wait, wait_for_workers=False)
     assert peer.stdin is not None
     peer.stdin.write(f"{store.port}\n")
-    peer.stdin.close()
+    peer.stdin.flush()
     interface = _point_to_loopback()
     found = _add_up(0, store)
-    fault = "" if found == 3.0 else f"1 and 2 came to {found:g}"
-    return Pair(interface, fault)
+    return Pair(interface, "" if found == 3.0 else f"1 and 2 came to {found:g}")
 
 
 def _in_words(error: Exception) -> str:
@@ -84,9 +97,11 @@ def _second() -> None:
     from torch.distributed import TCPStore
 
     _point_to_loopback()
-    port = int(sys.stdin.readline())
+    line = sys.stdin.readline()
+    if not line:  # the first is gone
+        return
     wait = timedelta(seconds=_SECONDS)
-    _add_up(1, TCPStore(LOOPBACK, port, is_master=False, timeout=wait, wait_for_workers=False))
+    _add_up(1, TCPStore(LOOPBACK, int(line), is_master=False, timeout=wait, wait_for_workers=False))
 
 
 if __name__ == "__main__":
