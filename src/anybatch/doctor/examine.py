@@ -30,7 +30,7 @@ from anybatch.doctor.judges import (
     ranks,
     torch_build,
 )
-from anybatch.doctor.probes.pair import AHEAD
+from anybatch.doctor.probes import AHEAD
 from anybatch.threads import begin
 
 _RESTART_DRIVER = "look at dmesg for lines with NVRM or Xid; if there are such, restart the machine"
@@ -54,10 +54,10 @@ class Probe:
 
 
 _PROBES = {
-    "python": Probe("the packages", 30, "warning", "install the one that is named anew"),
+    "python": Probe("the packages", 30, "warning", "see whether the disk with them answers"),
     "folders": Probe("folders", 15, "problem", "see whether the disk of this folder answers (df)"),
     "network": Probe("the network", 20, "warning", "see whether the name server answers"),
-    "host": Probe("cores and memory", 10, "warning", "install psutil anew, if it is named"),
+    "host": Probe("cores and memory", 10, "warning", "report it, with what --json prints"),
     "enforcement": Probe("a limit on memory", 10, "warning", "do without --memory on the CPU"),
     "gpus": Probe("the driver of GPUs", 20, "problem", _RESTART_DRIVER),
     "torch_build": Probe("torch", 90, "problem", "see whether the disk with torch on it answers"),
@@ -73,7 +73,12 @@ _PROBES = {
 _LIMITS = "raise the limits of this process on memory, files and processes (ulimit -a shows them)"
 
 _ENDS = (
+    (r"ImportError|ModuleNotFoundError", "install the package that is named anew"),
     (r"no process could be started|[Mm]emory|map segment", _LIMITS),
+)
+"""Why a probe gave no answer, and what to do."""
+
+_ENDS_WITHOUT_GPU = (
     (
         "SIGILL",
         "install a build of torch for this CPU, which lacks instructions that this one uses",
@@ -81,7 +86,7 @@ _ENDS = (
     ("SIGKILL", "see what memory is free, and what limits it: the kernel ends who goes beyond"),
     ("SIG", "install torch anew: libraries are broken, or do not go with each other"),
 )
-"""How a process ended that had no GPU to look at, and what to do."""
+"""The same, where it was no driver."""
 
 _GROUPS: tuple[tuple[str, Callable[[Facts], Iterator[Finding]], tuple[str, ...]], ...] = (
     ("Python and packages", packages.judge, ("python",)),
@@ -216,8 +221,9 @@ def _of_silence(silence: Silence) -> Finding:
 
 def _remedy(silence: Silence) -> str:
     on_gpu = silence.probe == "gpus" or any(name != "cpu" for name in silence.arguments)
-    by_end = (remedy for end, remedy in _ENDS if re.search(end, silence.why))
-    return _PROBES[silence.probe].remedy if on_gpu else next(by_end, _PROBES[silence.probe].remedy)
+    ends = _ENDS if on_gpu else (*_ENDS, *_ENDS_WITHOUT_GPU)
+    by_end = (remedy for end, remedy in ends if re.search(end, silence.why))
+    return next(by_end, _PROBES[silence.probe].remedy)
 
 
 # -------------------------------------------------------------------------------------------- lanes

@@ -76,6 +76,7 @@ class Torch:
         cuda, hip: what it was built for; empty: not for that.
         architectures: that it has kernels for, such as `sm_90` and `compute_90`.
         cpu: instructions that its kernels use, such as `AVX512`.
+        cudnn: version of cuDNN; empty: there is none.
         libraries: of the CPU, among `mkl`, `mkldnn`, `openmp`.
         threads: that an operation uses.
         backends: of torch.distributed, among `gloo`, `nccl`, `mpi`, `ucc`.
@@ -92,6 +93,7 @@ class Torch:
     hip: str = ""
     architectures: tuple[str, ...] = ()
     cpu: str = ""
+    cudnn: str = ""
     libraries: tuple[str, ...] = ()
     threads: int = 0
     backends: tuple[str, ...] = ()
@@ -244,6 +246,7 @@ class Master:
         host_fault: why the name leads nowhere.
         here: whether it is this machine.
         port_free: whether a socket can be bound to it here; None: not tried.
+        place: host and port in one; empty: neither is set.
     """
 
     host: str = ""
@@ -251,6 +254,7 @@ class Master:
     host_fault: str = ""
     here: bool = False
     port_free: bool | None = None
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="by signals")
 
 
 @pytest.fixture(autouse=True)
-def no_torch(broken_torch: Callable[[str], Path]) -> None:
-    broken_torch("raise ImportError('libcudart.so.13: cannot open shared object file')")
+def ahead(broken_torch: Callable[[str], Path]) -> Path:
+    return broken_torch("raise ImportError('libcudart.so.13: cannot open shared object file')")
 
 
 def test_a_broken_torch_is_a_finding_and_the_status_is_1(
@@ -28,6 +28,21 @@ def test_a_broken_torch_is_a_finding_and_the_status_is_1(
     assert "libcudart.so.13" in outcome.out
     assert outcome.out.splitlines()[-1].startswith("1 problem (torch)")
     assert list(folder.iterdir()) == []
+
+
+def test_packages_that_are_broken_are_told_each_by_its_name(
+    ahead: Path, command: Callable[..., Outcome]
+):
+    """Those too by which the doctor itself looks."""
+    broken = ("psutil", "numpy", "jinja2")
+    for name in broken:
+        (ahead / f"{name}.py").write_text("raise ImportError('half installed')")
+    content = json.loads(command("doctor", "--json").out)
+    told = {one["name"]: one["remedy"] for one in content["findings"]}
+    assert set(broken) <= told.keys()
+    assert "psutil" in told["psutil"]
+    assert content["facts"]["host"] is None
+    assert "that is named anew" in told["cores and memory"]
 
 
 def test_json_without_a_file_is_all_that_is_printed(command: Callable[..., Outcome]):

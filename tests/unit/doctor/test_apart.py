@@ -10,7 +10,7 @@ import pytest
 
 from anybatch.doctor.apart import Apart, Unanswered
 from anybatch.doctor.facts import Enforcement, Pair, Torch
-from anybatch.doctor.probes.pair import AHEAD
+from anybatch.doctor.probes import AHEAD
 
 GENEROUS = 60.0
 

@@ -40,7 +40,7 @@ from anybatch.doctor.judges.environment import OPTIONS, relevant
 from anybatch.doctor.judges.gpus import has_kernels
 from anybatch.doctor.judges.torch_build import LEAST, TESTED
 from anybatch.doctor.judges.versions import is_before
-from anybatch.doctor.probes.pair import AHEAD
+from anybatch.doctor.probes import AHEAD
 from anybatch.doctor.probes.python import parse
 from anybatch.estimate.allocator_settings import _HARMLESS
 
@@ -493,6 +493,11 @@ def test_variables_that_are_well_are_shown_and_no_more(name: str, value: str):
     assert not_well(with_(WELL, environment={name: value})) == []
 
 
+def test_a_group_that_leaves_all_that_is_free_is_well():
+    group = {"group_bytes": 63 * GIB, "group_used_bytes": GIB, "group_file": "/memory.max"}
+    assert not_well(with_(WELL, host=group)) == []
+
+
 def test_of_two_allocator_variables_that_differ_the_former_is_told_of():
     both = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "a:1"}
     (told,) = not_well(with_(WELL, environment=both))
@@ -539,6 +544,7 @@ def test_a_judge_that_fails_is_told_of():
         (Silence("step", ("cpu",), "it was ended by SIGILL"), "problem", ("lacks instructions",)),
         (Silence("torch_build", (), "it was ended by SIGBUS"), "problem", ("install torch anew",)),
         (Silence("host", (), "no process could be started to look"), "warning", ("ulimit -a",)),
+        (Silence("gpus", (), "ImportError: psutil"), "problem", ("that is named anew",)),
         (Silence("folders", (), "no answer came within 15 s"), "problem", ("df",)),
     ],
 )

@@ -79,18 +79,21 @@ def _memory(host: Host) -> Finding:
 
 def _group(host: Host) -> Iterator[Finding]:
     if host.group_bytes is not None and host.group_bytes < host.total_bytes:
-        left = max(0, host.group_bytes - host.group_used_bytes)
-        yield Finding(
-            "limit of the group",
-            f"{format_bytes(host.group_bytes)}, {format_bytes(host.group_used_bytes)} in use",
-            "warning",
-            place=host.group_file,
-            meaning="the control group (a container, or a job) may use less than the machine has, and a"
-            " process that goes beyond is killed; plans for a CPU are made for what the machine has"
-            " free",
-            remedy=f"give --memory, of at most {format_bytes(0.9 * left)} in all, when you train on"
-            " the CPU",
-        )
+        name, left = "limit of the group", max(0, host.group_bytes - host.group_used_bytes)
+        value = f"{format_bytes(host.group_bytes)}, {format_bytes(host.group_used_bytes)} in use"
+        if left < host.available_bytes:
+            yield Finding(
+                name,
+                value,
+                "warning",
+                place=host.group_file,
+                meaning="the control group (a container, or a job) may use less than the machine has"
+                " free, for which plans for a CPU are made; a process that goes beyond is killed",
+                remedy=f"give --memory, of at most {format_bytes(0.9 * left)} in all, when you train"
+                " on the CPU",
+            )
+        else:
+            yield Finding(name, value)
     if host.oom_kills:
         yield Finding(
             "killed for memory",

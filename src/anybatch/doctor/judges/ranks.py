@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from anybatch.doctor.facts import Facts, Network, Torch
 from anybatch.doctor.finding import Finding
 from anybatch.doctor.judges.environment import LAUNCHERS
-from anybatch.launch.network import joined
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -24,9 +23,7 @@ def judge(facts: Facts) -> Iterator[Finding]:
                 "problem",
                 meaning="two processes of this machine could not meet and add up a tensor"
                 f" ({facts.pair.fault.rstrip('.')})",
-                remedy="see the rows below, GLOO_SOCKET_IFNAME, and whether a firewall stands in the"
-                " way"
-                " of the loopback",
+                remedy="see the rows below, and whether a firewall stands in the way of 127.0.0.1",
             )
         else:
             over = f" over {facts.pair.interface}" if facts.pair.interface else ""
@@ -136,7 +133,6 @@ def _master(network: Network, environment: Mapping[str, str]) -> Iterator[Findin
     """Where ranks are to meet, if the environment says so."""
     master = network.master
     text = environment.get("MASTER_PORT", "")
-    place = joined(master.host or "this machine", master.port or 0) if master.port else master.host
     if text and master.port is None:
         yield Finding(
             "MASTER_PORT",
@@ -167,5 +163,5 @@ def _master(network: Network, environment: Mapping[str, str]) -> Iterator[Findin
             meaning=f"something listens on port {master.port} of this machine, so rank 0 cannot",
             remedy=f"end it ('ss -ltnp sport = :{master.port}' shows it), or choose another port",
         )
-    elif place:
-        yield Finding("ranks meet at", place)
+    elif master.place:
+        yield Finding("ranks meet at", master.place)

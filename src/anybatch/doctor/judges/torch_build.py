@@ -98,8 +98,9 @@ def _build(torch: Torch) -> str:
         torch.hip
     )
     names = {"mkl": "MKL", "mkldnn": "oneDNN", "openmp": "OpenMP"}
+    cudnn = f"cuDNN {torch.cudnn}" if torch.cudnn else ""
     libraries = [names[name] for name in torch.libraries]
-    return ", ".join(filter(None, (target or "for CPUs", torch.cpu, *libraries)))
+    return ", ".join(filter(None, (target or "for CPUs", cudnn, torch.cpu, *libraries)))
 
 
 def _compiler(compiler: str) -> Finding:

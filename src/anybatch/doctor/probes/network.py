@@ -10,7 +10,7 @@ import psutil
 from anybatch.doctor.facts import Interface, Master, Network
 from anybatch.errors import InputError
 from anybatch.launch.membership import Membership, find
-from anybatch.launch.network import LOOPBACK, Deadline, is_free, is_here
+from anybatch.launch.network import LOOPBACK, Deadline, is_free, is_here, joined
 
 _NAME_SECONDS = 5.0
 _LOOPBACK_SECONDS = 3.0
@@ -75,7 +75,9 @@ def _master() -> Master:
     port = int(text) if text.isdecimal() and 0 < int(text) < 1 << 16 else None
     fault = _resolve(host)[1] if host else ""
     here = not host or (not fault and is_here(host))
-    return Master(host, port, fault, here, is_free(port) if here and port else None)
+    free = is_free(port) if here and port else None
+    place = joined(host or "this machine", port) if port else host
+    return Master(host, port, fault, here, free, place)
 
 
 def _membership() -> tuple[Membership | None, str]:

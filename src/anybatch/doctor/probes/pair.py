@@ -13,13 +13,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from anybatch.doctor.facts import Pair
+from anybatch.doctor.probes import AHEAD
 from anybatch.doctor.probes.network import loopback_fault
 from anybatch.launch.network import LOOPBACK, interface_to
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-AHEAD = "ahead"
 
 _SECONDS = 20.0
 

@@ -31,6 +31,7 @@ def look() -> Torch:
         hip=torch.version.hip or "",
         architectures=_architectures(torch),
         cpu=torch.backends.cpu.get_cpu_capability(),
+        cudnn=_cudnn_version(torch),
         libraries=tuple(
             name
             for name in ("mkl", "mkldnn", "openmp")
@@ -57,6 +58,17 @@ def _nccl_version(torch: Any) -> str:
         return ".".join(map(str, torch.cuda.nccl.version()))
     except Exception:
         return "unknown"
+
+
+def _cudnn_version(torch: Any) -> str:
+    try:
+        number = torch.backends.cudnn.version() or 0
+    except Exception:  # it is not the one that torch was built with
+        return "unknown"
+    if not number:
+        return ""
+    major, rest = divmod(number, 10_000 if number >= 90_000 else 1_000)
+    return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def _architectures(torch: Any) -> tuple[str, ...]:
