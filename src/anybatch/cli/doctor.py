@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from anybatch.cli.json_option import STANDARD_OUTPUT
+from anybatch.cli.json_option import STANDARD_OUTPUT, JsonFile
 
 
-def doctor(
-    json: Annotated[
-        str | None,
-        typer.Option(
-            "--json",
-            metavar="[FILE]",
-            help="Save all of it as JSON; without FILE, print that and nothing else.",
-        ),
-    ] = None,
-) -> None:
+def doctor(json: JsonFile = None) -> None:
     """Look at this machine: what is here to train with, what is wrong, and the remedy."""
     from json import dumps
 
@@ -37,7 +26,7 @@ def doctor(
     if json == STANDARD_OUTPUT:
         print(text, end="")
     else:
-        console = Console(highlight=False)
+        console = Console(highlight=False, markup=False)
         print_findings(console, report)
         if json is not None:
             console.print(f"Saved as {json}.", soft_wrap=True)

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
+import typer
 from typer.core import TyperCommand
 
 STANDARD_OUTPUT = "-"
+
+JsonFile: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--json",
+        metavar="[FILE]",
+        help="Save all of it as JSON; without FILE, print that and nothing else.",
+    ),
+]
 
 
 class JsonWithOrWithoutFile(TyperCommand):

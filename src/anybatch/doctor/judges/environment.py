@@ -125,8 +125,8 @@ def _never(value: str, facts: Facts) -> Told | None:
 
 
 _SHAPE = (
-    "write option:value,option:value, as torch's documentation has them under"
-    " 'Optimizing memory usage', or unset it"
+    "write option:value,option:value, as torch's documentation has them under 'Optimizing memory"
+    " usage', or unset it"
 )
 
 

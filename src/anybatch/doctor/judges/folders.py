@@ -29,8 +29,8 @@ def judge(facts: Facts) -> Iterator[Finding]:
         "cache",
         folders.cache,
         _LITTLE_OF_CACHE_BYTES,
-        meaning="what was measured is not kept, so each plan measures anew, and no run corrects the"
-        " next",
+        meaning="what was measured is not kept, so each plan measures anew, and no run corrects"
+        " the next",
         remedy="set XDG_CACHE_HOME to a folder that can be written to",
         unwritable="warning",
     )

@@ -19,13 +19,13 @@ _SHOWN_USERS = 3
 
 def judge(facts: Facts) -> Iterator[Finding]:
     """Findings on `Facts.gpus`, and on what torch makes of them."""
-    gpus, torch = facts.gpus, facts.torch
-    is_known = torch is not None and not torch.fault
+    gpus = facts.gpus
+    torch = facts.torch if facts.torch is not None and not facts.torch.fault else None
     if gpus is not None and not (torch is not None and torch.hip):
         yield _driver(gpus, torch)
-    if is_known and torch is not None and (torch.cuda or torch.hip):
+    if torch is not None and (torch.cuda or torch.hip):
         yield _seen(torch, gpus, VISIBLE in facts.environment or bool(torch.allocator_fault))
-    elif is_known and gpus is not None and (gpus.gpus or gpus.on_bus):
+    elif torch is not None and gpus is not None and (gpus.gpus or gpus.on_bus):
         yield Finding(
             "torch and CUDA",
             "built for CPUs",
@@ -39,7 +39,7 @@ def judge(facts: Facts) -> Iterator[Finding]:
         yield from _gpu(gpu)
     if gpus is not None and len({gpu.name for gpu in gpus.gpus}) > 1:
         yield from _order(facts.environment.get("CUDA_DEVICE_ORDER", ""))
-    if is_known and torch is not None and torch.cuda:
+    if torch is not None and torch.cuda:
         yield from _architectures(torch)
 
 
@@ -50,8 +50,8 @@ def _driver(gpus: Gpus, torch: Torch | None) -> Finding:
             "driver",
             "not reached by NVML",
             "note",
-            meaning=f"torch sees its GPUs; who holds their memory, and how they are set, is not known"
-            f" ({gpus.fault})",
+            meaning="torch sees its GPUs; who holds their memory, and how they are set, is not"
+            f" known ({gpus.fault})",
         )
     if not gpus.driver:
         return _no_driver(gpus, for_cuda)
@@ -86,7 +86,7 @@ def _no_driver(gpus: Gpus, for_cuda: str) -> Finding:
             name,
             f"module {gpus.module}" if gpus.module else "of two versions",
             "problem",
-            meaning=f"the module in the kernel and the libraries are of different versions"
+            meaning="the module in the kernel and the libraries are of different versions"
             f" ({gpus.fault})",
             remedy="restart the machine, or load the module anew, after the update of the driver",
         )
@@ -96,8 +96,8 @@ def _no_driver(gpus: Gpus, for_cuda: str) -> Finding:
             f"module {gpus.module}",
             "problem",
             meaning=f"the module is in the kernel, but does not answer ({gpus.fault})",
-            remedy="in a container, start it with its GPUs (docker run --gpus all); else look at dmesg"
-            " for lines with NVRM",
+            remedy="in a container, start it with its GPUs (docker run --gpus all); else look at"
+            " dmesg for lines with NVRM",
         )
     if gpus.on_bus:
         return Finding(
@@ -105,8 +105,8 @@ def _no_driver(gpus: Gpus, for_cuda: str) -> Finding:
             "none",
             "problem",
             meaning=f"{here}, and no driver ({gpus.fault})",
-            remedy="install NVIDIA's driver, or start the container with its GPUs (docker run --gpus"
-            " all)",
+            remedy="install NVIDIA's driver, or start the container with its GPUs (docker run"
+            " --gpus all)",
         )
     if for_cuda:
         return Finding(
@@ -185,8 +185,8 @@ def _is_one(name: str, gpus: Gpus) -> bool:
 def _gpu(gpu: Gpu) -> Iterator[Finding]:
     name = f"GPU {gpu.index}"
     value = (
-        f"{gpu.name}, {format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free"
-        f"{_set(gpu)}"
+        f"{gpu.name}, {format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)}"
+        f" free{_set(gpu)}"
     )
     if gpu.compute_mode == "prohibited":
         yield Finding(
@@ -202,9 +202,8 @@ def _gpu(gpu: Gpu) -> Iterator[Finding]:
             name,
             value,
             "warning",
-            meaning=f"its memory had {gpu.errors} errors that could not be corrected since the driver"
-            " was"
-            " loaded",
+            meaning=f"its memory had {gpu.errors} errors that could not be corrected since the"
+            " driver was loaded",
             remedy=f"look at nvidia-smi -q -i {gpu.index} -d ECC, and have it replaced if they go on",
         )
         return
@@ -252,8 +251,8 @@ def _order(order: str) -> Iterator[Finding]:
             "order of GPUs",
             order or "FASTEST_FIRST",
             "note",
-            meaning="they are not all alike, and CUDA numbers them otherwise than nvidia-smi and this"
-            " list",
+            meaning="they are not all alike, and CUDA numbers them otherwise than nvidia-smi and"
+            " this list",
             remedy="set CUDA_DEVICE_ORDER=PCI_BUS_ID to have one order",
         )
 

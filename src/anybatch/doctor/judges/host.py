@@ -33,8 +33,7 @@ def judge(facts: Facts) -> Iterator[Finding]:
                 "cannot be enforced",
                 "warning",
                 meaning=f"{facts.enforcement.fault}: --memory is planned with, and nothing holds a"
-                " run to"
-                " it",
+                " run to it",
             )
         else:
             yield Finding("budget on the CPU", "enforced: memory beyond a limit was refused")
@@ -54,8 +53,7 @@ def _cores(host: Host, torch: Torch | None) -> Iterator[Finding]:
                 "warning",
                 place="control group",
                 meaning=f"torch computes with {threads} threads, which wait for each other when the"
-                " group"
-                " has used up its time",
+                " group has used up its time",
                 remedy=f"set OMP_NUM_THREADS={few}, or give the group more",
             )
             return
@@ -87,10 +85,11 @@ def _group(host: Host) -> Iterator[Finding]:
                 value,
                 "warning",
                 place=host.group_file,
-                meaning="the control group (a container, or a job) may use less than the machine has"
-                " free, for which plans for a CPU are made; a process that goes beyond is killed",
-                remedy=f"give --memory, of at most {format_bytes(0.9 * left)} in all, when you train"
-                " on the CPU",
+                meaning="the control group (a container, or a job) may use less than the machine"
+                " has free, for which plans for a CPU are made; a process that goes beyond is"
+                " killed",
+                remedy=f"give --memory, of at most {format_bytes(0.9 * left)} in all, when you"
+                " train on the CPU",
             )
         else:
             yield Finding(name, value)
@@ -187,9 +186,8 @@ def _kernel(host: Host) -> Iterator[Finding]:
             "2",
             "warning",
             place="/proc/sys/vm/overcommit_memory",
-            meaning="the kernel refuses addresses that might not all be filled, and libraries reserve"
-            " many"
-            " times those that they fill",
+            meaning="the kernel refuses addresses that might not all be filled, and libraries"
+            " reserve many times those that they fill",
             remedy="sysctl vm.overcommit_memory=0, as root",
         )
     if host.huge_pages == "always":
@@ -198,8 +196,8 @@ def _kernel(host: Host) -> Iterator[Finding]:
             "always",
             "note",
             place="/sys/kernel/mm/transparent_hugepage/enabled",
-            meaning="memory is taken in pieces of 2 MiB, so that on the CPU more may be used than is"
-            " predicted",
+            meaning="memory is taken in pieces of 2 MiB, so that on the CPU more may be used than"
+            " is predicted",
             remedy="echo madvise to that file, as root, if it matters",
         )
 
@@ -212,7 +210,6 @@ def _malloc(host: Host) -> Iterator[Finding]:
             "warning",
             place="LD_PRELOAD, or linked in",
             meaning="it stands in for that of the C library, which anybatch tells to give memory"
-            " back: on"
-            " the CPU predictions of bytes do not hold, and a budget counts what it keeps",
+            " back: on the CPU predictions of bytes do not hold, and a budget counts what it keeps",
             remedy="take it out of LD_PRELOAD when you train on the CPU",
         )

@@ -34,8 +34,7 @@ def _system(python: Python) -> Finding:
             value,
             "note",
             meaning="the C library is not glibc, whose heap anybatch tells to give memory back: on"
-            " the CPU"
-            " more memory is used than is predicted",
+            " the CPU more memory is used than is predicted",
         )
     return Finding("system", value)
 

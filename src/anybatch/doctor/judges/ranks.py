@@ -44,8 +44,8 @@ def _backends(torch: Torch) -> Finding:
             value,
             "problem",
             meaning="this build of torch has no gloo, by which ranks speak to each other",
-            remedy="install a build from https://pytorch.org/get-started/locally to train on several"
-            " ranks",
+            remedy="install a build from https://pytorch.org/get-started/locally to train on"
+            " several ranks",
         )
     if len(torch.devices) > 1 and "nccl" not in torch.backends:
         return Finding(
@@ -77,8 +77,8 @@ def _network(network: Network) -> Iterator[Finding]:
             "loopback",
             "does not work",
             "problem",
-            meaning=f"this machine does not reach itself at 127.0.0.1 ({network.loopback_fault}), where"
-            " ranks of one machine meet",
+            meaning=f"this machine does not reach itself at 127.0.0.1 ({network.loopback_fault}),"
+            " where ranks of one machine meet",
             remedy="ip link set lo up, as root",
         )
     shown = [

@@ -119,6 +119,6 @@ def _remedy_of_step(device: str) -> str:
     if device == "cpu":
         return _REINSTALL
     return (
-        "see the group GPUs for the cause; if there is none, run it again with CUDA_LAUNCH_BLOCKING=1,"
-        " look at dmesg for lines with Xid, and restart the machine"
+        "see the group GPUs for the cause; if there is none, run it again with"
+        " CUDA_LAUNCH_BLOCKING=1, look at dmesg for lines with Xid, and restart the machine"
     )
