@@ -1,9 +1,10 @@
-"""Files that are there whole or not at all, and files whose records are."""
+"""Files that are there whole or not at all, files whose records are, and where the user's cache is."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import final
 
@@ -58,3 +59,16 @@ class Records:
     def close(self) -> None:
         """Close the file. Closing twice does no harm."""
         self._file.close()
+
+
+def cache_folder() -> Path:
+    """The folder of this package in the user's cache folder: `$XDG_CACHE_HOME/anybatch`, or where the
+    system keeps caches."""
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "anybatch"
+    if sys.platform == "win32":
+        home = os.environ.get("LOCALAPPDATA")
+        return (Path(home) if home else Path.home() / "AppData" / "Local") / "anybatch" / "cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "anybatch"
+    return Path.home() / ".cache" / "anybatch"

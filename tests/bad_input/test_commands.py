@@ -88,8 +88,9 @@ TASKS = [
 WORDS = [
     Bad("no-such-command", "", ("'trian'", "'train'", "anybatch --help"), "trian task.py"),
     Bad("no-task", "", ("TASK", "anybatch train --help"), "train"),
-    Bad("memory-of-no-task", "", ("TASK", "anybatch memory --help"), "memory"),
+    Bad("no-task-of-memory", "", ("TASK", "anybatch memory --help"), "memory"),
     Bad("report-without-a-word", "", ("RUN", "anybatch report --help"), "report"),
+    Bad("doctor-of-a-task", "", ("task.py", "anybatch doctor --help"), "doctor task.py"),
     Bad("two-tasks", "", ("task.py", "anybatch train --help"), "train digits task.py"),
     Bad("no-such-option", "", ("--globalbatch", "--global-batch"), "train task.py --globalbatch 3"),
     Bad("option-at-the-end", "", ("--memory", "argument"), "train task.py --memory"),

@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from anybatch.cli.bare import BareOptions
+from anybatch.cli.doctor import doctor
 from anybatch.cli.memory import memory
 from anybatch.cli.plan import plan
 from anybatch.cli.recipes import recipes
@@ -38,6 +39,7 @@ _app.command(cls=BareOptions)(memory)
 _app.command()(verify)
 _app.command(cls=BareOptions)(report)
 _app.command()(recipes)
+_app.command(cls=BareOptions)(doctor)
 
 STOPPED_BY_HAND = 130
 """128 + SIGINT, as shells report it."""

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, final
+from itertools import pairwise
+from typing import Annotated, Any, TypeAlias, final
 
+import typer
 from typer.core import TyperCommand
 
 STANDARD_OUTPUT = "-"
+
+JsonFile: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--json",
+        metavar="[FILE]",
+        help="Save all of it as JSON; without FILE, print that and nothing else.",
+    ),
+]
 
 _MEANT = {"--json": STANDARD_OUTPUT, "--tensorboard": ""}
 """What is meant by an option that is the last word, or is followed by another one."""
@@ -23,6 +34,6 @@ class BareOptions(TyperCommand):
 
 
 def _with_values(words: list[str]) -> Iterator[str]:
-    for word, following in zip(words, [*words[1:], "--"], strict=False):  # there may be no word
+    for word, following in pairwise([*words, "--"]):
         is_bare = following.startswith("-") and following != STANDARD_OUTPUT
         yield f"{word}={_MEANT[word]}" if is_bare and word in _MEANT else word

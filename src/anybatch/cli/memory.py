@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from anybatch.cli.bare import STANDARD_OUTPUT
+from anybatch.cli.bare import STANDARD_OUTPUT, JsonFile
 from anybatch.cli.options import (
     ChunkedLoss,
     Compile,
@@ -46,14 +46,7 @@ def memory(
     reproducible: Reproducible = False,
     grain: Grain = None,
     parallel: ParallelName = None,
-    json: Annotated[
-        str | None,
-        typer.Option(
-            "--json",
-            metavar="[FILE]",
-            help="Save all of it as JSON; without FILE, print that and nothing else.",
-        ),
-    ] = None,
+    json: JsonFile = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Save it as a page with plots.")
     ] = None,

@@ -187,9 +187,8 @@ def train(
     checked_ranks(ranks, way)
     keeping = Keeping(resume, checkpoint_every, keep, restarts, stall_seconds)
     keeping.check(out)
-    tensorboard_folder(
-        tensorboard, out or Path("runs"), keeping.resumes
-    )  # or says why there is none
+    # Or it says why there can be no log.
+    tensorboard_folder(tensorboard, out or Path("runs"), keeping.resumes)
     given = None if plan_file is None else Plan.load(plan_file)
     processes = num_processes(given, ranks, way)
     if find() is None and (processes > 1 or machines != 1):

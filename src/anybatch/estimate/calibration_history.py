@@ -20,13 +20,13 @@ from pydantic import TypeAdapter
 from anybatch.errors import InputError
 from anybatch.estimate.calibration_store import (
     Where,
-    cache_folder,
     forget_speeds,
     known_speeds,
     read,
     where,
     write,
 )
+from anybatch.files import cache_folder
 from anybatch.machine import Device, Machine
 from anybatch.plans import Plan, TaskIdentity
 from anybatch.threads import MOST_IDLE

@@ -27,6 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from anybatch.estimate.calibration import FAMILIES, Speeds, nominal
 from anybatch.estimate.calibration_apart import SPEEDS, measure_apart
+from anybatch.files import cache_folder
 from anybatch.machine import Device
 
 FORMAT = 4
@@ -62,19 +63,6 @@ def where(device: Device) -> Where:
     if device.kind == "cpu":
         return Where(device.name, _processor(), torch.__version__, torch.get_num_threads())
     return Where(device.name, _cuda_driver(), torch.__version__, 0)
-
-
-def cache_folder() -> Path:
-    """The folder of this package in the user's cache folder: `$XDG_CACHE_HOME/anybatch`, or where the
-    system keeps caches."""
-    if named := os.environ.get("XDG_CACHE_HOME"):
-        return Path(named) / "anybatch"
-    if sys.platform == "win32":
-        home = os.environ.get("LOCALAPPDATA")
-        return (Path(home) if home else Path.home() / "AppData" / "Local") / "anybatch" / "cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "anybatch"
-    return Path.home() / ".cache" / "anybatch"
 
 
 def read(path: Path, adapter: TypeAdapter[Any]) -> Any | None:

@@ -151,14 +151,14 @@ def meet(
     from torch.distributed import DistError, TCPStore
 
     if role == "first":
-        role = "host" if is_here(host) and _is_free(port) else "guest"
+        role = "host" if is_here(host) and is_free(port) else "guest"
         last_resort = role == "host"  # another one may take the port before this one does
     else:
         last_resort = False
     wait = timedelta(seconds=max(1.0, deadline.left))
     if role == "host":
         try:
-            if port and not _is_free(port):
+            if port and not is_free(port):
                 raise OSError(errno.EADDRINUSE, "address in use")
             return TCPStore(host, port, is_master=True, timeout=wait, wait_for_workers=False)
         except (DistError, OSError) as error:
@@ -237,7 +237,8 @@ def _await_port(host: str, port: int, deadline: Deadline) -> None:
         time.sleep(min(_RETRY_SECONDS, deadline.left))
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Whether a socket can be bound to `port` of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -15,7 +15,8 @@ from tests.unit.estimate.test_seconds import even
 
 from anybatch.estimate import calibration, calibration_history, calibration_store
 from anybatch.estimate.calibration_history import Correction, Excess, correction, remember
-from anybatch.estimate.calibration_store import cache_folder, forget_speeds, speeds_of, where
+from anybatch.estimate.calibration_store import forget_speeds, speeds_of, where
+from anybatch.files import cache_folder
 from anybatch.machine import Machine
 from anybatch.plans import Choice, Plan, Prediction, TaskIdentity
 

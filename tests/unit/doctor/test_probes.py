@@ -1,0 +1,281 @@
+"""What probes see, of this machine and of made-up files."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from anybatch.doctor.facts import GpuUser, Package, Step
+from anybatch.doctor.probes import (
+    enforcement,
+    folders,
+    gpus,
+    host,
+    network,
+    python,
+    step,
+    torch_build,
+)
+from anybatch.doctor.probes.control_group import Group, group_here
+
+GIB = 1 << 30
+NO_LIMIT = "9223372036854771712"
+
+# ------------------------------------------------------------------------------------- control groups
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Callable[[dict[str, str]], Path]:
+    """Write files with these texts below a root."""
+
+    def write(texts: dict[str, str]) -> Path:
+        for name, text in texts.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n")
+        return tmp_path
+
+    return write
+
+
+def test_the_tightest_group_holds(files: Callable[[dict[str, str]], Path]):
+    base = "sys/fs/cgroup"
+    root = files(
+        {
+            "proc/self/cgroup": "0::/job/step",
+            f"{base}/memory.max": "max",
+            f"{base}/job/memory.max": str(8 * GIB),
+            f"{base}/job/memory.current": str(3 * GIB),
+            f"{base}/job/step/memory.max": str(16 * GIB),
+            f"{base}/job/step/memory.events": "oom 4\noom_kill 2",
+            f"{base}/job/cpu.max": "250000 100000",
+            f"{base}/job/step/cpu.max": "max 100000",
+        }
+    )
+    file = str(root / base / "job/memory.max")
+    assert group_here(root) == Group(8 * GIB, 3 * GIB, file, 2.5, 2)
+
+
+def test_groups_of_the_first_version_are_read(files: Callable[[dict[str, str]], Path]):
+    base = "sys/fs/cgroup"
+    root = files(
+        {
+            "proc/self/cgroup": "4:memory:/job\n2:cpu,cpuacct:/job\n0::/",
+            f"{base}/memory/memory.limit_in_bytes": NO_LIMIT,
+            f"{base}/memory/job/memory.limit_in_bytes": str(2 * GIB),
+            f"{base}/memory/job/memory.usage_in_bytes": str(GIB),
+            f"{base}/memory/job/memory.oom_control": "oom_kill_disable 0\noom_kill 1",
+            f"{base}/cpu/job/cpu.cfs_quota_us": "50000",
+            f"{base}/cpu/job/cpu.cfs_period_us": "100000",
+        }
+    )
+    file = str(root / base / "memory/job/memory.limit_in_bytes")
+    assert group_here(root) == Group(2 * GIB, GIB, file, 0.5, 1)
+
+
+def test_in_a_container_the_root_is_the_group(files: Callable[[dict[str, str]], Path]):
+    root = files(
+        {
+            "proc/self/cgroup": "0::/system.slice/docker-4711.scope",
+            "sys/fs/cgroup/memory.max": str(GIB),
+            "sys/fs/cgroup/memory.current": "4096",
+        }
+    )
+    file = str(root / "sys/fs/cgroup/memory.max")
+    assert group_here(root) == Group(GIB, 4096, file)
+
+
+def test_where_there_are_no_groups_nothing_is_limited(tmp_path: Path):
+    assert group_here(tmp_path) == Group()
+
+
+# ---------------------------------------------------------------------------------------------- GPUs
+
+
+class NvmlError(Exception):
+    pass
+
+
+def nvml(**changes: object) -> SimpleNamespace:
+    """NVML with one GPU, of which one thing is not known."""
+
+    def not_supported(*arguments: object) -> None:
+        raise NvmlError("Not Supported")
+
+    known = {
+        "NVMLError": NvmlError,
+        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": 1,
+        "NVML_VOLATILE_ECC": 0,
+        "nvmlInit": lambda: None,
+        "nvmlSystemGetCudaDriverVersion": lambda: 12040,
+        "nvmlSystemGetDriverVersion": lambda: b"550.54.15",
+        "nvmlDeviceGetCount": lambda: 1,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=24 * GIB, free=23 * GIB),
+        "nvmlDeviceGetName": lambda handle: "NVIDIA RTX A5000",
+        "nvmlDeviceGetUUID": lambda handle: "GPU-1",
+        "nvmlDeviceGetCudaComputeCapability": lambda handle: (8, 6),
+        "nvmlDeviceGetEccMode": lambda handle: [1, 1],
+        "nvmlDeviceGetTotalEccErrors": lambda handle, kind, counter: 2,
+        "nvmlDeviceGetMigMode": not_supported,
+        "nvmlDeviceGetComputeMode": lambda handle: 3,
+        "nvmlDeviceGetComputeRunningProcesses": lambda handle: [
+            SimpleNamespace(pid=1 << 30, usedGpuMemory=None)
+        ],
+    }
+    return SimpleNamespace(**{**known, **changes})
+
+
+def test_gpus_are_seen_as_the_driver_shows_them(
+    monkeypatch: pytest.MonkeyPatch, files: Callable[[dict[str, str]], Path]
+):
+    root = files(
+        {
+            "sys/bus/pci/devices/0000:01:00.0/vendor": "0x10de",
+            "sys/bus/pci/devices/0000:01:00.0/class": "0x030200",
+            "sys/bus/pci/devices/0000:01:00.1/vendor": "0x10de",
+            "sys/bus/pci/devices/0000:01:00.1/class": "0x040300",
+            "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module "
+            " 550.54.15  Tue Mar  5\nGCC version: 12",
+        }
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml())
+    seen = gpus.look(str(root / "sys"), str(root / "proc"))
+    assert (seen.driver, seen.cuda, seen.module) == ("550.54.15", "12.4", "550.54.15")
+    assert seen.on_bus == 1
+    (gpu,) = seen.gpus
+    assert (gpu.name, gpu.capability, gpu.free_bytes) == ("NVIDIA RTX A5000", "8.6", 23 * GIB)
+    assert (gpu.ecc, gpu.errors, gpu.mig) == (True, 2, None)
+    assert gpu.compute_mode == "exclusive process"
+    assert gpu.users == (GpuUser(1 << 30, "", None),)
+
+
+def test_a_driver_that_is_not_reached_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def fail() -> None:
+        raise NvmlError("Driver Not Loaded")
+
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlInit=fail))
+    seen = gpus.look(str(tmp_path), str(tmp_path))
+    assert (seen.driver, seen.fault, seen.on_bus) == ("", "Driver Not Loaded", None)
+
+
+# ------------------------------------------------------------------------------- packages and torch
+
+
+def test_requirements_are_read_and_those_for_development_left_out():
+    assert python.parse(
+        [
+            "submitit; extra == 'slurm'",
+            "torch>=2.11",
+            'torchao>=0.18; extra == "torchao"',
+            "pyright[nodejs]; extra == 'dev'",
+            "numpy",
+        ]
+    ) == [
+        Package("torch", "", "2.11"),
+        Package("numpy"),
+        Package("submitit", "slurm"),
+        Package("torchao", "torchao", "0.18"),
+    ]
+
+
+def test_the_packages_of_this_interpreter_can_be_imported():
+    seen = python.look()
+    needed = [one for one in seen.packages if not one.extra]
+    assert {"torch", "numpy", "nvidia-ml-py"} <= {one.name for one in needed}
+    assert [one for one in needed if one.version is None or one.fault] == []
+
+
+def test_torch_is_seen_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    for name in torch_build.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    seen = torch_build.look()
+    assert (seen.fault, seen.version) == ("", torch.__version__)
+    assert Path(torch.__file__).parent == Path(seen.folder)
+    assert "gloo" in seen.backends
+    assert seen.allocator_fault == ""
+
+
+def test_torch_itself_reads_the_settings_of_its_allocator(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:5")
+    assert "max_split_size_mb too small" in torch_build.look().allocator_fault
+
+
+def test_steps_on_this_cpu_come_out_right():
+    assert step.look("cpu") == Step("cpu")
+
+
+def test_steps_that_come_out_wrong_are_a_fault(monkeypatch: pytest.MonkeyPatch):
+    right = torch.Tensor.sub_
+    monkeypatch.setattr(
+        torch.Tensor, "sub_", lambda self, other, alpha=1: right(self, other, alpha=alpha * 1.5)
+    )
+    assert "came to -5, -8, -11, -14, not to -3, -5, -7, -9" in step.look("cpu").fault
+
+
+def test_a_device_that_is_not_there_is_a_fault():
+    seen = step.look("cuda:99")
+    assert seen.device == "cuda:99"
+    assert seen.fault
+
+
+# -------------------------------------------------------------------------- host, network, folders
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux enforces it")
+def test_the_kernel_refuses_memory_and_the_limit_is_put_back():
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    assert enforcement.look().fault == ""
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_cores_and_memory_are_those_of_this_process():
+    seen = host.look()
+    assert 1 <= seen.own_cores <= seen.cores
+    assert 0 < seen.available_bytes <= seen.total_bytes
+
+
+def test_a_port_where_somebody_listens_is_not_free(monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        seen = network.look().master
+    assert (seen.host, seen.port, seen.here, seen.port_free) == ("127.0.0.1", port, True, False)
+
+
+def test_variables_of_starters_that_do_not_agree_are_a_fault(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    seen = network.look()
+    assert "RANK is not set" in seen.launcher_fault
+    monkeypatch.setenv("RANK", "1")
+    seen = network.look()
+    assert (seen.launcher_fault, seen.launcher, seen.rank) == ("", "torchrun", 1)
+
+
+def test_this_machine_reaches_itself():
+    assert network.loopback_fault() == ""
+
+
+def test_folders_are_written_to_and_left_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    seen = folders.look()
+    assert seen.cache.fault
+    assert (seen.runs.path, seen.runs.fault) == (str(tmp_path / "runs"), "")
+    assert seen.runs.free_bytes
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
