@@ -425,7 +425,15 @@ class _Job:
     def _told_of(self, started: RunStarted) -> RunStarted:
         """`started`, with how and where the run was begun."""
         versions = {**started.versions, "Python": platform.python_version()}
-        return replace(started, versions=versions, command=self.command, host=socket.gethostname())
+        origin = self.task.origin
+        return replace(
+            started,
+            versions=versions,
+            command=self.command,
+            host=socket.gethostname(),
+            source=origin.name if origin else "",
+            settings=origin.settings if origin else {},
+        )
 
 
 def _begun_anew(checkpoints: Path | None) -> Resumed:

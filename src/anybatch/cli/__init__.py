@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from anybatch.cli.evaluate import evaluate
 from anybatch.cli.memory import JsonWithOrWithoutFile, memory
 from anybatch.cli.plan import plan
 from anybatch.cli.recipes import recipes
@@ -35,6 +36,7 @@ _app.command()(plan)
 _app.command()(submit)
 _app.command(cls=JsonWithOrWithoutFile)(memory)
 _app.command()(verify)
+_app.command()(evaluate)
 _app.command()(report)
 _app.command()(recipes)
 

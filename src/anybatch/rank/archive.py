@@ -125,6 +125,22 @@ class Archive:
             passed_over=found.passed_over,
         )
 
+    def take_weights(self, step: int | None) -> None:
+        """See `Rank.take_checkpoint`."""
+        with self._uncounted():
+            found = self._checkpoints.newest(step, only="weights/", touches=False)
+        if found is None:
+            raise InputError(
+                "the run has no checkpoint: there are no weights to take before it has saved one, or has"
+                " ended."
+            )
+        tensors = together(self._group, lambda: self._state.weights_in(found))
+        with self._uncounted():
+            self._checkpoints.load(found, tensors)
+        facts, at = self._state.filled(found), self._position
+        self._group.restored()
+        at.step, at.epoch = facts.step, facts.epoch
+
     def close(self) -> None:
         """What is under way is finished or given up."""
         self._checkpoints.close()
