@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from anybatch.errors import PeerFailed as PeerFailed
     from anybatch.errors import PeerLost as PeerLost
     from anybatch.errors import Stopped as Stopped
+    from anybatch.evaluating import Evaluation as Evaluation
+    from anybatch.evaluating import evaluate as evaluate
+    from anybatch.exporting import Exported as Exported
+    from anybatch.exporting import export as export
     from anybatch.machine import Machine as Machine
     from anybatch.metrics import Metrics as Metrics
     from anybatch.parallel.data_parallel import BalancedDataParallel as BalancedDataParallel
@@ -70,6 +74,8 @@ _HOMES = {
         "PeerLost",
         "Stopped",
     ),
+    "evaluating": ("Evaluation", "evaluate"),
+    "exporting": ("Exported", "export"),
     "machine": ("Machine",),
     "metrics": ("Metrics",),
     "parallel.data_parallel": (
@@ -97,7 +103,9 @@ __all__ = [
     "DataError",
     "DataParallelCriterion",
     "DataParallelModel",
+    "Evaluation",
     "Exchange",
+    "Exported",
     "Grains",
     "InputError",
     "KernelChoices",
@@ -122,6 +130,8 @@ __all__ = [
     "Verdict",
     "Wish",
     "causal_lm_loss",
+    "evaluate",
+    "export",
     "gather",
     "lm_loss",
     "load_weights",

@@ -105,9 +105,9 @@ class Crew:
         """See `Rank`."""
         return self._threads.run(lambda group: self._ranks[group.rank].step())
 
-    def take_checkpoint(self, step: int | None) -> None:
+    def take_checkpoint(self, step: int | None) -> Path:
         """See `Rank`."""
-        self._threads.run(lambda group: self._ranks[group.rank].take_checkpoint(step))
+        return self._threads.run(lambda group: self._ranks[group.rank].take_checkpoint(step))
 
     def take_weights(self, path: Path, step: int, epoch: int) -> None:
         """See `Rank`."""

@@ -1,8 +1,8 @@
 """Evaluating: the held-out samples of a run's task, with the run's weights, after the run.
 
-The passes are those of a session, under a plan of its own: see `planner.evaluating`. So that a session needs
-no room for what training needs, its task has hardly anything to train: one parameter, the smallest of those
-that the run trained, and an optimizer that remembers nothing. No step is ever done.
+The passes are those of a session, under a plan of its own: see `planner.evaluating`. So that a session
+needs no room for what training needs, its task has hardly anything to train: one parameter, the
+smallest of those that the run trained, and an optimizer that remembers nothing. No step is ever done.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from anybatch.report import EventLog, Remembered, follow, remembered
 from anybatch.report.folder import EVENTS_FILE
 from anybatch.report.sentences import format_scores
 from anybatch.session import Session, joined
-from anybatch.taken_up import task_of
+from anybatch.taken_up import check_has_weights, checked_step, task_of
 from anybatch.task import Task, parameters_in
 from anybatch.units import format_bytes
 
@@ -51,7 +51,7 @@ class Evaluation:
         run: the run folder.
         task: name of the task that was evaluated.
         step: of the weights.
-        weights: the file that they are from, or the folder of checkpoints.
+        weights: the file that they are from, or the checkpoint.
         loss: mean over the held-out samples; NaN if nothing was weighed.
         metrics: by name.
         samples: how many there were, each counted once.
@@ -94,21 +94,23 @@ def evaluate(
     device: str | None = None,
     sinks: Sequence[Sink] = (),
 ) -> Evaluation:
-    """Evaluate the held-out samples of a run's task with the weights of the run. Nothing in its folder is
-    touched.
+    """Evaluate the held-out samples of a run's task with the weights of the run. Nothing in its folder
+    is touched.
 
-    What is not given is as in the run: then loss and metrics are, to the bit, those that it told of the same
-    weights, on the same devices and software.
+    What is not given is as in the run: then loss and metrics are, to the bit, those that it told of the
+    same weights, on the same devices and software.
 
     Args:
         run: the folder that `train` wrote.
-        task: a task, or its name (a recipe's, or `FILE.py[:function]`), in place of the one that the run
-            was started by; it has to have the same model. Needed for a run whose task was made in Python.
+        task: a task, or its name (a recipe's, or `FILE.py[:function]`), in place of the one that the
+            run was started by; it has to have the same model. Needed for a run whose task was made in
+            Python.
         settings: arguments of the task's function (another data set, say), as they are written on the
             command line, beside and in place of those of the run.
         step: of a checkpoint; None: the weights of the run's end, or if it has not finished, of its
             newest intact checkpoint.
-        memory: budget of each rank, enforced as in `train`; None: that of the run, where it was enforced.
+        memory: budget of each rank, enforced as in `train`; None: that of the run, where it was
+            enforced.
         ranks: processes on this machine, unless this is one of several already; None: as in the run, if
             this machine has the devices.
         micro_batch: samples per pass; None: as in the run, or fewer if these do not fit.
@@ -118,12 +120,12 @@ def evaluate(
 
     Raises:
         NoPlanFits: there is no room to evaluate a single sample.
-        InputError: it is no run folder, or has no such weights; its task is not known, or has no held-out
-            samples; the weights are of another model, or damaged; or an argument cannot be.
+        InputError: it is no run folder, or has no such weights; its task is not known, or has no
+            held-out samples; the weights are of another model, or damaged; or an argument cannot be.
         LaunchError: the ranks could not be started, or one ended without a word.
     """
     checked_ranks(ranks, None)
-    _check_step(step)
+    checked_step(step)
     wanted = _precision(precision)
     found = remembered(run)
     job = _Job(found, task, settings, step, memory, ranks, micro_batch, wanted, device)
@@ -142,9 +144,9 @@ def evaluate(
 
 
 def held_still(task: Task) -> Task:
-    """`task` with the same model, loss and held-out samples, and hardly anything to train: nothing is held
-    of gradients, float32 copies or an optimizer's state. A module that the task was given stays as it is:
-    it is copied."""
+    """`task` with the same model, loss and held-out samples, and hardly anything to train: nothing is
+    held of gradients, float32 copies or an optimizer's state. A module that the task was given stays as
+    it is: it is copied."""
     return replace(
         task,
         model=partial(_frozen, task),
@@ -189,11 +191,12 @@ class _Job:
         if self.device is not None:
             if self.ranks is not None and self.ranks > 1:
                 raise InputError(
-                    f"ranks is {self.ranks} and device {self.device!r}, which is for one: leave one of them out."
+                    f"ranks is {self.ranks} and device {self.device!r}, which is for one: leave one of"
+                    " them out."
                 )
             _ = self._device_here()
         if self.step is None and not self.run.has_final_weights:
-            _check_saved(self.run)
+            check_has_weights(self.run)
 
     def start(self, ranks: int, sinks: Sequence[Sink]) -> Evaluation:
         """Start ranks that evaluate, and take over what they found."""
@@ -218,20 +221,20 @@ class _Job:
         folder = None if from_file else run.checkpoints
         with Session(still, plan, sinks, folder) as session:
             if from_file:
-                session.take_weights(run.weights, run.step, run.epoch)
+                session.take_weights(weights := run.weights, run.step, run.epoch)
             else:
-                session.take_checkpoint(self.step)
+                weights = session.take_checkpoint(self.step)
             event = session.evaluate()
             ended = session.ended(event.seconds, finished=True)
             followed = session.plan
-        return _result(run, task, event, ended, followed, run.weights if from_file else run.checkpoints)
+        return _result(run, task, event, ended, followed, weights)
 
     def _loaded(self) -> Task:
         task = task_of(self.run, self.task, self.settings)
         if task.valid is None:
             raise InputError(
-                f"the task {task.name!r} of the run {self.run.folder} has no held-out samples to evaluate"
-                " on: give it valid=..., or name a task that has some with --task."
+                f"the task {task.name!r} of the run {self.run.folder} has no held-out samples to"
+                " evaluate on: give it valid=..., or name a task that has some with --task."
             )
         return task
 
@@ -270,9 +273,10 @@ class _Job:
         found, wanted = subject.identity.parameters, self.run.plan.task.parameters
         if found != wanted:
             raise InputError(
-                f"the task {subject.identity.name!r} is not the one of the run {self.run.folder}: its model"
-                f" has {found:,} parameters, and that of {self.run.task!r}, which was trained, {wanted:,}."
-                " Name the task that was trained (--task), with the settings (-s) of its model."
+                f"the task {subject.identity.name!r} is not the one of the run {self.run.folder}: its"
+                f" model has {found:,} parameters, and that of {self.run.task!r}, which was trained,"
+                f" {wanted:,}. Name the task that was trained (--task), with the settings (-s) of its"
+                " model."
             )
 
     def _budget(self, before: Plan) -> str | int | None:
@@ -288,8 +292,8 @@ class _Job:
         name = self.device
         if name is not None and name.partition(":")[0] not in ("cpu", "cuda"):
             raise InputError(
-                f"device is {name!r}: an evaluation is run, on a device of this machine: give cpu, cuda or"
-                " cuda:N."
+                f"device is {name!r}: an evaluation is run, on a device of this machine: give cpu, cuda"
+                " or cuda:N."
             )
         return Machine.here(budget, name).device
 
@@ -325,25 +329,10 @@ def _precision(wanted: str | None) -> Precision | None:
     found = parse_open_precision(wanted)
     if found is None:
         raise InputError(
-            f"precision is {wanted!r}, and an evaluation is not timed beforehand: name one, such as fp32 or"
-            " bf16, or leave it out for that of the run."
+            f"precision is {wanted!r}, and an evaluation is not timed beforehand: name one, such as"
+            " fp32 or bf16, or leave it out for that of the run."
         )
     return found
-
-
-def _check_step(step: int | None) -> None:
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-        raise InputError(f"step is {step!r}: give the number of a step that was saved.")
-
-
-def _check_saved(run: Remembered) -> None:
-    """Raises `InputError` if the run has no weights at all."""
-    if not any(run.checkpoints.glob("step-*")):
-        state = "has finished, and its weights are gone" if run.finished else "has not finished"
-        raise InputError(
-            f"the run in {run.folder} {state}, and it has no checkpoint: there are no weights in it. Train on"
-            " (--resume) until it has saved some."
-        )
 
 
 def _result(

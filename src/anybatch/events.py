@@ -27,8 +27,8 @@ class Event:
 class RunStarted(Event):
     """Training begins. `plan` is the plan as plain data; `total_steps` is None for a stream. `command`
     is the line of a shell by which it was started, on the machine `host`; empty where not known.
-    `source` is what the task was loaded by, a recipe's name or `FILE.py:function`, with these `settings`;
-    empty for a task that was made in Python."""
+    `source` is what the task was loaded by, a recipe's name or `FILE.py:function`, with these
+    `settings`; empty for a task that was made in Python."""
 
     kind: ClassVar[str] = "run_started"
     task: str

@@ -42,11 +42,13 @@ from anybatch.report import (
     output_folder,
     write,
 )
-from anybatch.report.folder import ADAPTERS, CHECKPOINTS, EVENTS_FILE, WEIGHTS_FILE
+from anybatch.report.folder import ADAPTERS, CHECKPOINTS, EVENTS_FILE, PRETRAINED, WEIGHTS_FILE
 from anybatch.report.sentences import counted, format_scores
 from anybatch.session import Session, joined
 from anybatch.state import (
     has_adapters,
+    is_pretrained,
+    keep_pretrained,
     load_weights,
     save_adapters,
     save_weights,
@@ -394,6 +396,8 @@ class _Job:
             tell(self._told_of(session.started()))
             if resumes:
                 tell(resumed or _begun_anew(checkpoints))
+            if out is not None and leads() and is_pretrained(session.model):
+                keep_pretrained(session.model, out / PRETRAINED)
             reason = "stopped"
             finished = False
             try:

@@ -1,5 +1,5 @@
-"""Taken up: a run that is there, with its task made again, for whoever evaluates it or exports its weights.
-"""
+"""Taken up: a run that is there, with its task made again, for whoever evaluates it or exports its
+weights."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def task_of(
     if isinstance(task, Task):
         if settings:
             raise InputError(
-                f"settings ({', '.join(settings)}) are given for a task that is made already: make it with"
-                " them, or give its name."
+                f"settings ({', '.join(settings)}) are given for a task that is made already: make it"
+                " with them, or give its name."
             )
         return task
     if task is not None and not isinstance(task, str):
@@ -38,8 +38,9 @@ def task_of(
     name = task or run.source
     if not name:
         raise InputError(
-            f"the run in {run.folder} does not tell where its task {run.task!r} comes from: name it with"
-            " --task FILE.py[:function] or --task RECIPE, and its settings with -s (in Python, task=)."
+            f"the run in {run.folder} does not tell where its task {run.task!r} comes from: name it"
+            " with --task FILE.py[:function] or --task RECIPE, and its settings with -s (in Python,"
+            " task=)."
         )
     given = {key.replace("-", "_"): value for key, value in (settings or {}).items()}
     before = run.settings if _is_called(name) == _is_called(run.source) else {}
@@ -60,3 +61,19 @@ def _as_run(task: Task, run: Remembered) -> Task:
     if identity.grain is None:
         return task
     return replace(task, reproducible=Grains(identity.grain, identity.num_parts or 1))
+
+
+def checked_step(step: int | None) -> None:
+    """Raises `InputError` if `step` is no number of a step."""
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+        raise InputError(f"step is {step!r}: give the number of a step that was saved.")
+
+
+def check_has_weights(run: Remembered) -> None:
+    """Raises `InputError` if the run has no weights at all."""
+    if not any(run.checkpoints.glob("step-*")):
+        state = "has finished, and its weights are gone" if run.finished else "has not finished"
+        raise InputError(
+            f"the run in {run.folder} {state}, and it has no checkpoint: there are no weights in it."
+            " Train on (--resume) until it has saved some."
+        )

@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from anybatch.cli.evaluate import evaluate
+from anybatch.cli.export import export
 from anybatch.cli.memory import JsonWithOrWithoutFile, memory
 from anybatch.cli.plan import plan
 from anybatch.cli.recipes import recipes
@@ -37,6 +38,7 @@ _app.command()(submit)
 _app.command(cls=JsonWithOrWithoutFile)(memory)
 _app.command()(verify)
 _app.command()(evaluate)
+_app.command()(export)
 _app.command()(report)
 _app.command()(recipes)
 

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anybatch.cli.options import Memory, MicroBatch, RunFolder, Settings, Step, TaskOfRun, settings_of
+from anybatch.cli.options import (
+    Memory,
+    MicroBatch,
+    RunFolder,
+    Settings,
+    Step,
+    TaskOfRun,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from anybatch.evaluating import Evaluation
@@ -20,9 +28,7 @@ def evaluate(
     micro_batch: MicroBatch = None,
     precision: Annotated[
         str | None,
-        typer.Option(
-            "--precision", metavar="P", help="As for train. Default: that of the run."
-        ),
+        typer.Option("--precision", metavar="P", help="As for train. Default: that of the run."),
     ] = None,
     ranks: Annotated[
         int | None,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import typer
-
 from anybatch.cli.options import RunFolder
 
 

@@ -1,8 +1,8 @@
 """Evaluating: a plan for an evaluation alone, of a run that has its own.
 
-What decides the numbers (precision, kernels, the loss in chunks, samples per pass) is as the run had it, so
-that they come out as the run told them. Nothing is trained, so there is room where gradients and the
-optimizer's state were; what is traced is an evaluation on a model that has just been built.
+What decides the numbers (precision, kernels, the loss in chunks, samples per pass) is as the run had
+it, so that they come out as the run told them. Nothing is trained, so there is room where gradients and
+the optimizer's state were; what is traced is an evaluation on a model that has just been built.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def _fitting(
             needed = int(peak.num_bytes * learned.bytes)
             least = budget_for(needed, device.kind)
             raise NoPlanFits(
-                f"no plan fits the budget of {format_bytes(budget)}: to evaluate one sample at a time is"
-                f" predicted to need {format_bytes(needed)}. Give it at least {format_bytes(least)}"
+                f"no plan fits the budget of {format_bytes(budget)}: to evaluate one sample at a time"
+                f" is predicted to need {format_bytes(needed)}. Give it at least {format_bytes(least)}"
                 f" (--memory {-(-least // (1 << 20))}MiB), or divide the model over ranks.",
                 least_bytes=least,
             )

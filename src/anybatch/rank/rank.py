@@ -290,15 +290,15 @@ class Rank:
         return None if self._archive is None else self._archive.resume()
 
     @_at_work("loading")
-    def take_checkpoint(self, step: int | None) -> None:
+    def take_checkpoint(self, step: int | None) -> Path:
         """Fill the model with the weights of the newest intact checkpoint, or of the one of `step`; all
-        ranks call it, and stand after its step. Nothing else of the training goes on, and nothing in its
-        folder is touched.
+        ranks call it, and stand after its step. Nothing else of the training goes on, and nothing in
+        its folder is touched. Returns where it lies.
 
         Raises `InputError` if there is none, it is of another model, or it is damaged.
         """
         assert self._archive is not None
-        self._archive.take_weights(step)
+        return self._archive.take_weights(step)
 
     @_at_work("loading")
     def take_weights(self, path: Path, step: int, epoch: int) -> None:

@@ -44,8 +44,8 @@ class Remembered:
 
     @property
     def has_final_weights(self) -> bool:
-        """Whether that file is there, and is of where the run stands: one that is left of an earlier end
-        of a run that was taken up again is not."""
+        """Whether that file is there, and is of where the run stands: one that is left of an earlier
+        end of a run that was taken up again is not."""
         return self.finished and self.weights.is_file()
 
     @property
@@ -55,7 +55,8 @@ class Remembered:
 
 
 def remembered(run: str | os.PathLike[str]) -> Remembered:
-    """What the folder `run` tells. Raises `InputError` if it is no run folder, or its log is damaged."""
+    """What the folder `run` tells. Raises `InputError` if it is no run folder, or its log is
+    damaged."""
     folder = Path(run)
     log = folder / EVENTS_FILE
     if not log.is_file():
@@ -73,9 +74,9 @@ def remembered(run: str | os.PathLike[str]) -> Remembered:
     plan = last_plan(folder)
     if started is None or plan is None:
         raise InputError(
-            f"{folder} does not tell of a run that can be taken up: no start of one, with a plan that this"
-            f" version of anybatch reads, is in its {EVENTS_FILE}. Give the folder of another run, or"
-            " train it again."
+            f"{folder} does not tell of a run that can be taken up: no start of one, with a plan that"
+            f" this version of anybatch reads, is in its {EVENTS_FILE}. Give the folder of another run,"
+            " or train it again."
         )
     return Remembered(
         folder=folder,
@@ -93,8 +94,8 @@ def not_a_run(folder: Path) -> str:
     """What is to be said of a `folder` that is none of a run."""
     if not folder.exists():
         return (
-            f"{folder} does not exist (looked from {os.getcwd()}): give the folder that 'anybatch train'"
-            " wrote."
+            f"{folder} does not exist (looked from {os.getcwd()}): give the folder that 'anybatch"
+            " train' wrote."
         )
     return (
         f"{folder} is not a run folder, since it has no {EVENTS_FILE}: give the folder that"

@@ -107,8 +107,8 @@ class Base:
 def check_same(
     built: Mapping[str, int], left_out: Mapping[str, int], folder: Path, versions: Mapping[str, str]
 ) -> None:
-    """Raises `InputError` if what the checkpoint in `folder` has left out differs from what the task has
-    `built`, by their checksums. Names that are in one of them alone are not looked at."""
+    """Raises `InputError` if what the checkpoint in `folder` has left out differs from what the task
+    has `built`, by their checksums. Names that are in one of them alone are not looked at."""
     differing = [name for name, was in left_out.items() if built.get(name, was) != was]
     if differing:
         made = " and ".join(f"{name} {number}" for name, number in versions.items())

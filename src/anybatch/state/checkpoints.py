@@ -378,7 +378,9 @@ class Checkpoints:
         faults: list[str] = []
         there = self._folder.complete()
         if wanted is not None:
-            there = [(step, path) for step, path in there if step == wanted] or self._lacking(wanted)
+            there = [(step, path) for step, path in there if step == wanted] or self._lacking(
+                wanted
+            )
         for step, path in there:
             try:
                 manifest = read_manifest(path)
@@ -400,13 +402,13 @@ class Checkpoints:
         steps = [f"{number:,}" for number, _ in reversed(self._folder.complete())]
         if not steps:
             raise InputError(
-                f"there is no checkpoint of step {step:,} in {self._folder.path}, nor of any other: name"
-                " a run that has saved some (--checkpoint-every)."
+                f"there is no checkpoint of step {step:,} in {self._folder.path}, nor of any other:"
+                " name a run that has saved some (--checkpoint-every)."
             )
         of = f"step {steps[0]}" if len(steps) == 1 else f"the steps {', '.join(steps)}"
         raise InputError(
-            f"there is no checkpoint of step {step:,} in {self._folder.path}: give one that is there, of"
-            f" {of}."
+            f"there is no checkpoint of step {step:,} in {self._folder.path}: give one that is there,"
+            f" of {of}."
         )
 
 

@@ -1,9 +1,9 @@
-"""Plain: the weights of a run as the `state_dict` of the plain model, without the model, its optimizer, its
-ranks or its data.
+"""Plain: the weights of a run as the `state_dict` of the plain model, without the model, its optimizer,
+its ranks or its data.
 
 Of a finished run they lie in a file; a checkpoint has them divided over as many files as there were
-ranks, beside what the optimizer remembers, which is not read. What a checkpoint leaves out, since nothing
-trains it, is the task's to build.
+ranks, beside what the optimizer remembers, which is not read. What a checkpoint leaves out, since
+nothing trains it, is the task's to build.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _PREFIX = "weights/"
 
 
 def weights_of_file(path: Path) -> dict[str, Any]:
-    """What `save_weights` wrote to `path`, by all names of the model's `state_dict`; tied weights are one
-    tensor.
+    """What `save_weights` wrote to `path`, by all names of the model's `state_dict`; tied weights are
+    one tensor.
 
     Raises `InputError` if there is no such file, or it is damaged.
     """

@@ -96,7 +96,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     model, which then is as it was.
     """
     if not _is_sharded(model):
-        model.load_state_dict(_matched(model, read_weights(Path(path)), path), strict=False)
+        load_state(model, read_weights(Path(path)), path)
         return
     from anybatch.parallel.whole import load_full_state_dict
 
@@ -111,6 +111,12 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if told := exchange(wrong)[0]:
         raise InputError(told)
     load_full_state_dict(model, state)
+
+
+def load_state(model: nn.Module, state: Mapping[str, Any], source: str | os.PathLike[str]) -> None:
+    """Fill `model`, which is not sharded, with `state`, which is from `source`, converted to its
+    dtypes. Raises `InputError` if it is for another model, which then is as it was."""
+    model.load_state_dict(_matched(model, state, source), strict=False)
 
 
 # ------------------------------------------------------------------------------------------ writing
@@ -209,8 +215,8 @@ def _plain_state(model: nn.Module) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> Mapping[str, Any]:
-    """What the file holds: a state dict, or a checkpoint with one in it. Raises `InputError` if there is no
-    such file, or it is damaged or something else."""
+    """What the file holds: a state dict, or a checkpoint with one in it. Raises `InputError` if there
+    is no such file, or it is damaged or something else."""
     try:
         with path.open("rb") as file:
             head = file.read(512)
@@ -337,8 +343,8 @@ def _known(own: Mapping[str, str], name: str) -> str | None:
 
 
 def without_wrappers(name: str) -> str:
-    """`name` without the parts that modules of torch put into it around the user's own: where there is no
-    model to ask, those that no module is called by anybody."""
+    """`name` without the parts that modules of torch put into it around the user's own: where there is
+    no model to ask, those that no module is called by anybody."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
