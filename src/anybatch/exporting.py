@@ -59,7 +59,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "fp16": torch.float16,
 }
 _SAFETENSORS = ".safetensors"
-_SUFFIX = {"safetensors": _SAFETENSORS, "torch": ".pt", "huggingface": ""}
+_ENDING = {"safetensors": _SAFETENSORS, "torch": ".pt", "huggingface": "-huggingface"}
 _OF_FOLDERS = (
     "config.json",
     "adapter_config.json",
@@ -141,7 +141,7 @@ def export(
         taken = job.taken()
         state = job.merged(taken).state if merge else taken.state
         num_tensors = _num_tensors(state)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(target.parent)
         write_state(job.in_dtype(state), target, as_torch=form == "torch")
     files = [target] if target.is_file() else [f for f in target.rglob("*") if f.is_file()]
     num_bytes = sum(file.stat().st_size for file in files)
@@ -286,7 +286,7 @@ def _target(
     if out is None:
         form = format or "safetensors"
         name = run.folder.resolve().name + ("" if step is None else f"-step-{step}")
-        return form, Path(f"{name}{_SUFFIX[form]}")
+        return form, Path(f"{name}{_ENDING[form]}")
     target = Path(out)
     named: Format | None = None
     if target.suffix in TORCH_SUFFIXES:
@@ -329,6 +329,16 @@ def _check_free(run: Remembered, target: Path, form: Format, force: bool) -> Non
             f"{target} is there already: name another, or replace it with --force (in Python,"
             " force=True)."
         )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "Not a directory" if folder.exists() else error.strerror
+        raise InputError(
+            f"the folder {folder} for the weights cannot be made: {reason}; name another."
+        ) from None
 
 
 def _is_empty(target: Path) -> bool:
