@@ -134,6 +134,11 @@ def evaluate(
     processes = _num_processes(found.plan, ranks, device)
     if here is None and processes > 1:
         return job.start(processes, sinks)
+    if here is not None and here.world_size > 1 and device is not None:
+        raise InputError(
+            f"device is {device!r}, which is for one rank, but this process is one of {here.world_size}"
+            " that were started already: leave device out."
+        )
     if here is not None and ranks is not None and here.world_size != ranks:
         raise InputError(
             f"ranks is {ranks}, but this process is one of {here.world_size} that were started already:"

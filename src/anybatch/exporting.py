@@ -100,7 +100,8 @@ def export(
     settings: Mapping[str, str] | None = None,
 ) -> Exported:
     """Write the weights of a run to a file or folder, whole or not at all. The run's own folder stays
-    as it is.
+    as it is. One process does it, whatever ranks the run had: of several that are there, one is to call
+    it.
 
     Args:
         run: the folder that `train` wrote.

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anybatch.cli.options import (
-    Memory,
-    MicroBatch,
     RunFolder,
     Settings,
     Step,
@@ -24,8 +22,20 @@ if TYPE_CHECKING:
 def evaluate(
     run: RunFolder,
     step: Step = None,
-    memory: Memory = None,
-    micro_batch: MicroBatch = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="Memory that it may use, such as 10GiB; enforced. Default: as in the run.",
+        ),
+    ] = None,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--micro-batch", metavar="N", help="Samples per pass. Default: as in the run, or fewer."
+        ),
+    ] = None,
     precision: Annotated[
         str | None,
         typer.Option("--precision", metavar="P", help="As for train. Default: that of the run."),
@@ -53,7 +63,7 @@ def evaluate(
 
     from anybatch.evaluating import evaluate as run_evaluation
     from anybatch.events import Evaluated
-    from anybatch.parallel import leads
+    from anybatch.launch import find
     from anybatch.report import Progress, print_evaluation
 
     with Progress(Console(stderr=True)) as progress:
@@ -74,7 +84,8 @@ def evaluate(
             device=device,
             sinks=[news],
         )
-    if not leads():
+    member = find()
+    if member is not None and member.rank > 0:
         return
     if json:
         from anybatch.events import plain_json
