@@ -12,6 +12,8 @@ import pytest
 import torch
 from tests.unit.runs import (
     FILE_TASK,
+    X,
+    Y,
     evaluated,
     flip,
     interrupted,
@@ -344,6 +346,54 @@ def test_bad_samples_are_left_out_as_in_training(tmp_path: Path):
     found = ab.evaluate(tmp_path / "run", task)
     assert found.samples == 11
     assert found.loss == found_at_the_end(tmp_path / "run")
+
+
+def test_streams_are_evaluated_too(tmp_path: Path):
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __init__(self, count: int) -> None:
+            self.count = count
+
+        def __iter__(self) -> Iterator[Any]:
+            return ((X[i], Y[i]) for i in range(self.count))
+
+    task = small_task(train=Stream(40), valid=Stream(23))
+    ab.train(task, out=tmp_path / "run", progress=False)
+    found = ab.evaluate(tmp_path / "run", task)
+    assert found.samples == 23
+    assert found.loss == found_at_the_end(tmp_path / "run")
+
+
+def test_samples_of_unequal_length_as_in_training(tmp_path: Path):
+    lengths = [1 + i % 7 for i in range(24)]
+    data = [(torch.ones(n, 3), torch.ones(1)) for n in lengths]
+
+    def padded(samples: list[Any]) -> Any:
+        rows = torch.nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True)
+        return rows.mean(dim=1), torch.stack([y for _, y in samples])
+
+    def lengths_of(samples: Any) -> list[int]:
+        return [len(x) for x, _ in samples]
+
+    task = small_task(train=data, valid=data, collate=padded, lengths=lengths_of)
+    ab.train(task, out=tmp_path / "run", progress=False)
+    found = ab.evaluate(tmp_path / "run", task)
+    told = max(evaluated(tmp_path / "run").items())[1]
+    assert (found.samples, found.loss) == (24, told.loss)
+
+
+def test_a_model_that_no_trace_can_follow(tmp_path: Path):
+    """Nothing is predicted, and it is evaluated all the same."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        batch[0].detach().numpy()
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    task = small_task(loss=loss)
+    ab.train(task, out=tmp_path / "run", progress=False)
+    found = ab.evaluate(tmp_path / "run", task, memory="64MiB")
+    assert found.loss == found_at_the_end(tmp_path / "run")
+    assert found.predicted_peak_bytes is None
+    assert any("nothing is predicted" in notice for notice in found.plan.notices)
 
 
 @pytest.mark.parametrize(
