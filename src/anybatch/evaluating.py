@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from anybatch.compute.determinism import one_thread
 from anybatch.errors import InputError
 from anybatch.estimate import Subject, few_collections, subject_of
 from anybatch.events import Evaluated, RunEnded, Sink
@@ -271,7 +272,10 @@ class _Job:
                     shapes_vary=task.lengths is not None or task.collate is not None,
                 )
 
-        return by_rank_0(make) if several else make()
+        # As the run will compute, so that what is predicted is what is run.
+        alone = task.grains is not None and devices[0].kind == "cpu"
+        with one_thread() if alone else contextlib.nullcontext():
+            return by_rank_0(make) if several else make()
 
     def _check_model(self, subject: Subject) -> None:
         """Raises `InputError` if the model of the task is not that of the run."""
