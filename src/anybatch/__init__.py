@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from anybatch.errors import PeerFailed as PeerFailed
     from anybatch.errors import PeerLost as PeerLost
     from anybatch.errors import Stopped as Stopped
+    from anybatch.evaluating import Evaluation as Evaluation
+    from anybatch.evaluating import evaluate as evaluate
+    from anybatch.exporting import Exported as Exported
+    from anybatch.exporting import export as export
     from anybatch.insight.batch_change import BatchChange as BatchChange
     from anybatch.insight.rescale import rescale as rescale
     from anybatch.machine import Machine as Machine
@@ -72,6 +76,8 @@ _HOMES = {
         "PeerLost",
         "Stopped",
     ),
+    "evaluating": ("Evaluation", "evaluate"),
+    "exporting": ("Exported", "export"),
     "insight.batch_change": ("BatchChange",),
     "insight.rescale": ("rescale",),
     "machine": ("Machine",),
@@ -102,7 +108,9 @@ __all__ = [
     "DataError",
     "DataParallelCriterion",
     "DataParallelModel",
+    "Evaluation",
     "Exchange",
+    "Exported",
     "Grains",
     "InputError",
     "KernelChoices",
@@ -127,6 +135,8 @@ __all__ = [
     "Verdict",
     "Wish",
     "causal_lm_loss",
+    "evaluate",
+    "export",
     "gather",
     "lm_loss",
     "load_weights",

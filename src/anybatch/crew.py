@@ -7,6 +7,7 @@ on rank 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, final
 
 from torch import nn
@@ -103,6 +104,14 @@ class Crew:
     def step(self) -> StepDone | None:
         """See `Rank`."""
         return self._threads.run(lambda group: self._ranks[group.rank].step())
+
+    def take_checkpoint(self, step: int | None) -> Path:
+        """See `Rank`."""
+        return self._threads.run(lambda group: self._ranks[group.rank].take_checkpoint(step))
+
+    def take_weights(self, path: Path, step: int, epoch: int) -> None:
+        """See `Rank`."""
+        self._threads.run(lambda group: self._ranks[group.rank].take_weights(path, step, epoch))
 
     def evaluate(self) -> Evaluated:
         """See `Rank`."""

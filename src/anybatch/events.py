@@ -26,7 +26,9 @@ class Event:
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
     """Training begins. `plan` is the plan as plain data; `total_steps` is None for a stream. `command`
-    is the line of a shell by which it was started, on the machine `host`; empty where not known."""
+    is the line of a shell by which it was started, on the machine `host`; empty where not known.
+    `source` is what the task was loaded by, a recipe's name or `FILE.py:function`, with these
+    `settings`; empty for a task that was made in Python."""
 
     kind: ClassVar[str] = "run_started"
     task: str
@@ -38,6 +40,8 @@ class RunStarted(Event):
     notices: tuple[str, ...] = ()
     command: str = ""
     host: str = ""
+    source: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,8 +345,13 @@ _KINDS: dict[str, type[Event]] = {
 def to_json(event: Event) -> str:
     """`event` as one line of JSON. Numbers that JSON cannot hold become the strings `"nan"`,
     `"inf"`, `"-inf"`."""
-    fields = {key: _plain(value) for key, value in dataclasses.asdict(event).items()}
-    return json.dumps({"kind": event.kind, **fields}, allow_nan=False)
+    return plain_json({"kind": event.kind, **dataclasses.asdict(event)})
+
+
+def plain_json(record: Mapping[str, Any]) -> str:
+    """`record`, of plain values, as one line of JSON. Numbers that JSON cannot hold become the strings
+    `"nan"`, `"inf"`, `"-inf"`."""
+    return json.dumps(_plain(record), allow_nan=False)
 
 
 def from_json(line: str) -> Event:

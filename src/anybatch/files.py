@@ -1,10 +1,13 @@
-"""Files that are there whole or not at all, files whose records are, and where the user's cache is."""
+"""Files and folders that are there whole or not at all, files whose records are, and where the user's
+cache is."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import final
 
@@ -72,3 +75,38 @@ def cache_folder() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "anybatch"
     return Path.home() / ".cache" / "anybatch"
+
+
+@contextlib.contextmanager
+def whole_folder(
+    path: str | os.PathLike[str], what: str, *, replaces: bool = False, remedy: str = ""
+) -> Iterator[Path]:
+    """A new folder to write into, which becomes `path` when the block has ended well. A folder that is
+    there stays until then, and is replaced if it is empty or `replaces`.
+
+    Raises `InputError`, which calls it `what` and ends with the `remedy`, if it cannot be written.
+    """
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.partial")
+    old = target.with_name(f".{target.name}.replaced")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+        yield partial
+        if replaces and target.is_dir():
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+        try:
+            partial.rename(target)
+        except OSError:
+            if old.exists() and not target.exists():
+                old.rename(target)
+            raise
+    except OSError as error:
+        why = f"{error.strerror or error}; {remedy}" if remedy else error.strerror or error
+        raise InputError(f"{what} cannot be written to {target}: {why}.") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)

@@ -103,8 +103,8 @@ def plan(
     parse_norms(norms)
     parse_balance(balance)
     parse_compile(compile)
-    together = machine is None and _are_several()
-    devices = _devices(machine, memory, ranks, parallel)
+    together = machine is None and are_several()
+    devices = devices_of(machine, memory, ranks, parallel)
 
     is_reproducible = task.grains is not None
     if is_reproducible:
@@ -168,7 +168,7 @@ def plan(
     # As the run will compute, so that what is predicted is what is run.
     on_cpu = any(device.kind == "cpu" for device in devices)
     with one_thread() if is_reproducible and on_cpu else nullcontext():
-        return _by_rank_0(make) if together else make()
+        return by_rank_0(make) if together else make()
 
 
 def _check_reproducible(
@@ -250,7 +250,7 @@ def serves_again(
 ) -> bool:
     """Whether `before`, a plan for `task`, is for the same ranks, devices, budget and wishes as one
     that `plan` would make of these arguments. With several ranks all of them have to ask."""
-    devices = _devices(None, memory, ranks, parallel)
+    devices = devices_of(None, memory, ranks, parallel)
     leanest = min(devices, key=lambda device: device.budget_bytes)
     kernels, on_cpu = before.kernels, before.device == "cpu"
     return (
@@ -297,12 +297,12 @@ def default_ranks() -> int:
     return max(1, torch.cuda.device_count()) if torch.cuda.is_available() else 1
 
 
-def _devices(
+def devices_of(
     machine: Machine | None, memory: str | int | None, ranks: int | None, parallel: Parallel | None
 ) -> Sequence[Device]:
     """The devices of the ranks to plan for, one each. Where this process is one of several, and no
     machine is given, those of all of them, which have to ask together."""
-    if machine is None and _are_several():
+    if machine is None and are_several():
         return tell(_own_device(memory))
     if machine is not None:
         where = machine if memory is None else machine.with_budget(memory)
@@ -326,7 +326,7 @@ def _devices(
     return [Machine.here(memory, f"cuda:{i}").device for i in range(count)]
 
 
-def _are_several() -> bool:
+def are_several() -> bool:
     """Whether this process is one of several ranks that are joined."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
@@ -346,7 +346,7 @@ def _own_device(memory: str | int | None) -> Device:
     return _on_one_cpu(Machine.here(memory).device, neighbours, divided=memory is None)[0]
 
 
-def _by_rank_0(make: Callable[[], Plan]) -> Plan:
+def by_rank_0(make: Callable[[], Plan]) -> Plan:
     """What rank 0 makes, on every rank; or its error, as `PeerFailed` on the others."""
     found: Plan | None = None
     wrong: Exception | None = None

@@ -44,11 +44,13 @@ from anybatch.report import (
     tensorboard_folder,
     write,
 )
-from anybatch.report.folder import ADAPTERS, CHECKPOINTS, EVENTS_FILE, WEIGHTS_FILE
+from anybatch.report.folder import ADAPTERS, CHECKPOINTS, EVENTS_FILE, PRETRAINED, WEIGHTS_FILE
 from anybatch.report.sentences import counted, format_scores
 from anybatch.session import Session, joined
 from anybatch.state import (
     has_adapters,
+    is_pretrained,
+    keep_pretrained,
     load_weights,
     save_adapters,
     save_weights,
@@ -407,6 +409,8 @@ class _Job:
             tell(self._told_of(session.started()))
             if resumes:
                 tell(resumed or _begun_anew(checkpoints))
+            if out is not None and leads() and is_pretrained(session.model):
+                keep_pretrained(session.model, out / PRETRAINED)
             reason = "stopped"
             finished = False
             try:
@@ -438,7 +442,15 @@ class _Job:
     def _told_of(self, started: RunStarted) -> RunStarted:
         """`started`, with how and where the run was begun."""
         versions = {**started.versions, "Python": platform.python_version()}
-        return replace(started, versions=versions, command=self.command, host=socket.gethostname())
+        origin = self.task.origin
+        return replace(
+            started,
+            versions=versions,
+            command=self.command,
+            host=socket.gethostname(),
+            source=origin.name if origin else "",
+            settings=origin.settings if origin else {},
+        )
 
 
 def _begun_anew(checkpoints: Path | None) -> Resumed:

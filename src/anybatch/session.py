@@ -266,6 +266,29 @@ class Session:
         self._check_folder()
         return self._rank.resume()
 
+    def take_checkpoint(self, step: int | None = None) -> Path:
+        """Have the weights, and only these, of the newest intact checkpoint, or of the one of `step`,
+        to evaluate or predict with. All ranks call it. Nothing in the folder is touched. Returns where
+        the checkpoint lies.
+
+        Raises `InputError` if there is none, it is of another model, or it is damaged.
+        """
+        self._check_folder()
+        return self._rank.take_checkpoint(step)
+
+    def take_weights(self, path: str | Path, step: int = 0, epoch: int = 0) -> None:
+        """Have the weights in the file `path`, as `load_weights` reads it, to evaluate or predict with.
+        All ranks call it. What the file holds beside them while it is read is not counted as memory of
+        the run.
+
+        Args:
+            path: of the file.
+            step, epoch: that the weights are of, which `evaluate` tells.
+
+        Raises `InputError` if there is no such file, it is damaged, or it is for another model.
+        """
+        self._rank.take_weights(Path(path), step, epoch)
+
     def evaluate(self) -> Evaluated:
         """Evaluate on all held-out samples, each once, under the plan's own batch.
 

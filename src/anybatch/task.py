@@ -117,6 +117,19 @@ class Grains:
 _LARGEST_GRAIN = 32
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a task was loaded from, by which it can be loaded again.
+
+    Attributes:
+        name: a recipe's name, or `FILE.py:function` with the whole path.
+        settings: arguments of the function as they are written; those that are paths are whole ones.
+    """
+
+    name: str
+    settings: Mapping[str, str]
+
+
 LossFunction: TypeAlias = (
     "Callable[[nn.Module, Any], Loss | Tensor | tuple[Tensor, Tensor | float]]"
 )
@@ -188,6 +201,7 @@ class Task:
             at the end, on rank 0; the text is an event.
         seed: of the order of samples, of initialisation and of dropout.
         name: for reports.
+        origin: what it was loaded by, if it was by a name; a run remembers it.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -216,6 +230,7 @@ class Task:
     tell: Callable[[nn.Module], str] | None = None
     seed: int = 0
     name: str = "task"
+    origin: Origin | None = None
 
     def __post_init__(self) -> None:
         for name in _WHOLE_NUMBERS:

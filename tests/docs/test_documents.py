@@ -25,7 +25,18 @@ from tests.docs.reading import (
 
 SECONDS = 300  # far more than any of them needs, so that a hang fails and a slow machine does not
 
-COMMANDS = ("train", "plan", "memory", "submit", "verify", "report", "recipes", "doctor")
+COMMANDS = (
+    "train",
+    "plan",
+    "memory",
+    "submit",
+    "verify",
+    "evaluate",
+    "export",
+    "report",
+    "recipes",
+    "doctor",
+)
 
 
 @pytest.fixture

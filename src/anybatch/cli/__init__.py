@@ -14,6 +14,8 @@ import typer
 
 from anybatch.cli.bare import BareOptions
 from anybatch.cli.doctor import doctor
+from anybatch.cli.evaluate import evaluate
+from anybatch.cli.export import export
 from anybatch.cli.memory import memory
 from anybatch.cli.plan import plan
 from anybatch.cli.recipes import recipes
@@ -37,6 +39,8 @@ _app.command()(plan)
 _app.command()(submit)
 _app.command(cls=BareOptions)(memory)
 _app.command()(verify)
+_app.command()(evaluate)
+_app.command()(export)
 _app.command(cls=BareOptions)(report)
 _app.command()(recipes)
 _app.command(cls=BareOptions)(doctor)

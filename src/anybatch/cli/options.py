@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
@@ -102,6 +103,25 @@ Grain: TypeAlias = Annotated[
         help="Samples per pass of a reproducible run. Default: by the global batch, at most 32.",
     ),
 ]
+RunFolder: TypeAlias = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run folder, as 'anybatch train' writes it.")
+]
+TaskOfRun: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--task",
+        metavar="TASK",
+        help="The task, where the run does not tell it or it has moved. Default: that of the run.",
+    ),
+]
+Step: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--step",
+        metavar="N",
+        help="Weights of the checkpoint of that step. Default: the run's end, or its newest one.",
+    ),
+]
 Settings: TypeAlias = Annotated[
     list[str] | None,
     typer.Option("-s", "--set", metavar="KEY=VALUE", help="An argument of the task's function."),
@@ -174,11 +194,8 @@ def load_task(
     return replace(task, reproducible=task.grains or True) if reproducible else task
 
 
-def _of_size(name: str, settings: Sequence[str] | None, global_batch: int | None) -> Task:
-    from dataclasses import replace
-
-    from anybatch.recipes import options_of, resolve
-
+def settings_of(settings: Sequence[str] | None) -> dict[str, str]:
+    """What `-s` means, by name. Raises `InputError` for what is not of the form KEY=VALUE."""
     options: dict[str, str] = {}
     for setting in settings or ():
         key, equals, value = setting.partition("=")
@@ -187,6 +204,15 @@ def _of_size(name: str, settings: Sequence[str] | None, global_batch: int | None
                 f"-s {setting!r} is not of the form KEY=VALUE: write -s epochs=3, say."
             )
         options[key.strip()] = value
+    return options
+
+
+def _of_size(name: str, settings: Sequence[str] | None, global_batch: int | None) -> Task:
+    from dataclasses import replace
+
+    from anybatch.recipes import options_of, resolve
+
+    options = settings_of(settings)
     if global_batch is None:
         return resolve(name, options)
     if global_batch < 1:

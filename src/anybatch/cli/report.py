@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from anybatch.cli.options import RunFolder
+
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: RunFolder,
     tensorboard: Annotated[
         str | None,
         typer.Option(
@@ -23,12 +24,10 @@ def report(
     from anybatch.errors import InputError
     from anybatch.report import output_folder, tensorboard_folder, write, write_tensorboard
     from anybatch.report.folder import EVENTS_FILE
+    from anybatch.report.remembered import not_a_run
 
     if not (run / EVENTS_FILE).is_file():
-        raise InputError(
-            f"{run} is not a run folder, since it has no {EVENTS_FILE}: give the folder that"
-            " 'anybatch train' wrote."
-        )
+        raise InputError(not_a_run(run))
     log = tensorboard_folder(tensorboard, run)
     if log is None:
         print(write(run))

@@ -166,6 +166,19 @@ def _beside_evaluation(
     return beside
 
 
+def _beside_evaluation_alone(
+    subject: Subject, choice: Choice, traced: Traced, device: Device
+) -> dict[str, int]:
+    """The same where nothing was trained before."""
+    course = subject.course
+    sizes = course.num_evaluation_sizes(choice.evaluation_batch, subject.num_valid)
+    forward = traced.shape_bytes.forward
+    kernels = forward + round(_SCATTER * max(0, sizes - 1) * forward)
+    libraries = traced.kept_bytes + traced.products.kept_bytes + kernels
+    unordered = replace(subject, course=replace(course, order_bytes=0))
+    return _beside(unordered, libraries, traced.timeline, device, choice.evaluation_batch)
+
+
 def _kernel_bytes(
     subject: Subject, choice: Choice, training: Traced, device: Device, others: int
 ) -> int:
@@ -260,10 +273,12 @@ def _others(choice: Choice) -> Choice:
     return choice.model_copy(update={"micro_batch": 1, "evaluation_batch": 1})
 
 
-def evaluation_peak(subject: Subject, choice: Choice, device: Device) -> Peak:
-    """Most bytes that evaluating under `choice` adds to the device. Raises as `footprint` does."""
+def evaluation_peak(subject: Subject, choice: Choice, device: Device, alone: bool = False) -> Peak:
+    """Most bytes that evaluating under `choice` adds to the device: of a run that trains too, or of one
+    that does nothing else (`alone`). Raises as `footprint` does."""
     traced = _evaluation(subject, choice, device)
-    return peak_of(traced, _beside_evaluation(subject, choice, traced, device), device)
+    beside = _beside_evaluation_alone if alone else _beside_evaluation
+    return peak_of(traced, beside(subject, choice, traced, device), device)
 
 
 def _evaluation(subject: Subject, choice: Choice, device: Device) -> Traced:

@@ -77,6 +77,7 @@ class Reproducible(Group):
     def adopt(self, replica: Replica) -> None:
         """See `Group`. Takes the memory that sums need at the most."""
         buckets = self._buckets = replica.flatten()
+        self._used = [False] * len(buckets.used)  # ranks may agree before the first step
         waiting = Waiting.of(self.num_parts, self.shares)
         kept = range(waiting.kept[self.rank])
         self._free = [[torch.empty_like(flat) for flat in buckets.flats] for _ in kept]

@@ -3,6 +3,7 @@
 from anybatch.planner.accounting import Account as Account
 from anybatch.planner.accounting import account as account
 from anybatch.planner.accounting import smallest_micro_batch as smallest_micro_batch
+from anybatch.planner.evaluating import make_evaluation_plan as make_evaluation_plan
 from anybatch.planner.make import default_ghost_notice as default_ghost_notice
 from anybatch.planner.make import make_plan as make_plan
 from anybatch.planner.make import unpredicted as unpredicted

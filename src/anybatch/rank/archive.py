@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from anybatch.engine import Limit, Meter, Skips
@@ -124,6 +125,23 @@ class Archive:
             folder=str(found.folder),
             passed_over=found.passed_over,
         )
+
+    def take_weights(self, step: int | None) -> Path:
+        """See `Rank.take_checkpoint`."""
+        with self._uncounted():
+            found = self._checkpoints.newest(step, only="weights/", touches=False)
+        if found is None:
+            raise InputError(
+                "the run has no checkpoint: there are no weights to take before it has saved one, or"
+                " has ended."
+            )
+        tensors = together(self._group, lambda: self._state.weights_in(found))
+        with self._uncounted():
+            self._checkpoints.load(found, tensors)
+        facts, at = self._state.filled(found), self._position
+        self._group.restored()
+        at.step, at.epoch = facts.step, facts.epoch
+        return found.folder
 
     def close(self) -> None:
         """What is under way is finished or given up."""

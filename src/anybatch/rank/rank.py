@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -75,7 +76,7 @@ from anybatch.rank.passes import Cutting, GlobalStep
 from anybatch.rank.position import Position
 from anybatch.rank.record import Record
 from anybatch.rank.starving import Starving
-from anybatch.state import Checkpoints, TrainingState
+from anybatch.state import Checkpoints, TrainingState, load_weights
 from anybatch.task import Progress, Task
 from anybatch.threads import Stopwatch
 
@@ -288,6 +289,29 @@ class Rank:
         intact.
         """
         return None if self._archive is None else self._archive.resume()
+
+    @_at_work("loading")
+    def take_checkpoint(self, step: int | None) -> Path:
+        """Fill the model with the weights of the newest intact checkpoint, or of the one of `step`; all
+        ranks call it, and stand after its step. Nothing else of the training goes on, and nothing in
+        its folder is touched. Returns where it lies.
+
+        Raises `InputError` if there is none, it is of another model, or it is damaged.
+        """
+        assert self._archive is not None
+        return self._archive.take_weights(step)
+
+    @_at_work("loading")
+    def take_weights(self, path: Path, step: int, epoch: int) -> None:
+        """Fill the model with the weights in the file `path`, which are of `step` in `epoch`; all ranks
+        call it. Reading them is nobody's budget.
+
+        Raises `InputError` as `load_weights` does; `PeerFailed` where another rank could not.
+        """
+        with self._limit.lifted(), self._meter.aside():
+            together(self._group, lambda: load_weights(self.model, path))
+        self._group.restored()
+        self._position.step, self._position.epoch = step, epoch
 
     @_at_work("evaluation")
     def evaluate(self) -> Evaluated:

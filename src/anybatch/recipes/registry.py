@@ -67,14 +67,15 @@ def resolve(spec: str, options: Mapping[str, str] | None = None) -> Task:
     """The task that `spec` means: a recipe's name, or `FILE.py[:function]` (default `task`).
 
     `options` are the `key=value` strings of the command line; the function's annotations say what
-    they are converted to. A task that its function left unnamed is named after the recipe or file.
+    they are converted to. A task that its function left unnamed is named after the recipe or file, and
+    knows where it is from.
 
     Raises:
         InputError: one sentence that names the spec, what is wrong with it and what to do; where
             the user's own code raised, its traceback follows. An `AnybatchError` of that code (a
             task that cannot be trained, say) passes unchanged.
     """
-    from anybatch.task import Task  # imports torch, which listing the recipes must not
+    from anybatch.task import Origin, Task  # imports torch, which listing the recipes must not
 
     found = _find(spec)
     bound = bind(found.function, options or {}, found.place)
@@ -90,7 +91,9 @@ def resolve(spec: str, options: Mapping[str, str] | None = None) -> Task:
     if not isinstance(task, Task):
         what = "None" if task is None else f"a value of type {type(task).__name__}"
         raise InputError(f"{found.place} returned {what}: return an anybatch.Task.")
-    return replace(task, name=found.name) if task.name == _UNNAMED else task
+    origin = Origin(found.origin, _whole_paths(options or {}, bound.arguments))
+    name = found.name if task.name == _UNNAMED else task.name
+    return replace(task, name=name, origin=origin)
 
 
 def options_of(spec: str) -> list[Option]:
@@ -110,6 +113,7 @@ class _Found(NamedTuple):
     place: str  # for messages: "the recipe 'digits'"
     name: str  # for a task without one
     file: Path  # whose frames a traceback shows
+    origin: str  # by which it is found again, from any folder
 
 
 def _find(spec: str) -> _Found:
@@ -127,7 +131,11 @@ def _find(spec: str) -> _Found:
     module = _load(file, spec)
     name = _DEFAULT_FUNCTION if function is None else function
     return _Found(
-        _function_in(module, name, spec), f"the function {name!r} of {path!r}", file.stem, file
+        _function_in(module, name, spec),
+        f"the function {name!r} of {path!r}",
+        file.stem,
+        file,
+        f"{file}:{name}",
     )
 
 
@@ -135,7 +143,17 @@ def _find_recipe(name: str) -> _Found:
     module_name, _, function = _RECIPES[name].target.partition(":")
     module = importlib.import_module(module_name)
     file = Path(str(module.__file__))
-    return _Found(getattr(module, function), f"the recipe {name!r}", name, file)
+    return _Found(getattr(module, function), f"the recipe {name!r}", name, file, name)
+
+
+def _whole_paths(options: Mapping[str, str], arguments: Mapping[str, Any]) -> dict[str, str]:
+    """`options` by the names of the function's arguments; a path means the same from any folder."""
+    told = {}
+    for key, text in options.items():
+        name = key if key in arguments else key.replace("-", "_")
+        value = arguments.get(name)
+        told[name] = str(value.absolute()) if isinstance(value, Path) else text
+    return told
 
 
 def _split(spec: str) -> tuple[str, str | None]:

@@ -19,9 +19,12 @@ from anybatch.report.memory_page import write_frontier as write_frontier
 from anybatch.report.memory_page import write_ledger as write_ledger
 from anybatch.report.page import write as write
 from anybatch.report.progress import Progress as Progress
+from anybatch.report.remembered import Remembered as Remembered
+from anybatch.report.remembered import remembered as remembered
 from anybatch.report.sentences import describe as describe
 from anybatch.report.tensorboard import TensorBoardLog as TensorBoardLog
 from anybatch.report.tensorboard import tensorboard_folder as tensorboard_folder
 from anybatch.report.tensorboard import write_tensorboard as write_tensorboard
+from anybatch.report.terminal import print_evaluation as print_evaluation
 from anybatch.report.terminal import print_plan as print_plan
 from anybatch.report.terminal import print_result as print_result

@@ -5,6 +5,7 @@ events.jsonl        what happened
 checkpoints/        what it can be resumed from
 model.safetensors   the weights
 adapters/           those of peft alone, if the model has any, as peft reads them
+pretrained/         of a model of transformers all but the weights, as from_pretrained reads it
 report.html         all of it for people
 tensorboard/        curves and texts for TensorBoard, if asked for
 """
@@ -35,7 +36,8 @@ from anybatch.report.log import EventLog, iterate
 
 PLAN_FILE, EVENTS_FILE = "plan.json", "events.jsonl"
 WEIGHTS_FILE, REPORT_FILE = "model.safetensors", "report.html"
-CHECKPOINTS, ADAPTERS, TENSORBOARD = "checkpoints", "adapters", "tensorboard"
+CHECKPOINTS, ADAPTERS = "checkpoints", "adapters"
+PRETRAINED, TENSORBOARD = "pretrained", "tensorboard"
 
 
 class RunFolder:
@@ -59,7 +61,7 @@ class RunFolder:
             if not self._resume:
                 for name in (EVENTS_FILE, WEIGHTS_FILE, REPORT_FILE):
                     (self._folder / name).unlink(missing_ok=True)
-                for name in (CHECKPOINTS, ADAPTERS, TENSORBOARD):
+                for name in (CHECKPOINTS, ADAPTERS, PRETRAINED, TENSORBOARD):
                     shutil.rmtree(self._folder / name, ignore_errors=True)
             self._plan.save(self._folder / PLAN_FILE)
             self._log = EventLog(self._folder / EVENTS_FILE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from anybatch.events import (
     CheckpointFailed,
@@ -223,12 +224,22 @@ def format_speed(samples_per_second: float) -> str:
     return format_count(round(value)) if value >= 100 else f"{value:.3g}"
 
 
-def format_scores(event: Evaluated) -> str:
+class Scored(Protocol):
+    """What has a loss and metrics: an evaluation."""
+
+    @property
+    def loss(self) -> float: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+def format_scores(event: Scored) -> str:
     """Loss and metrics of an evaluation: `loss 0.4100, accuracy 0.9130`."""
     return ", ".join(f"{name} {text}" for name, text in scores(event).items())
 
 
-def scores(event: Evaluated) -> dict[str, str]:
+def scores(event: Scored) -> dict[str, str]:
     """Loss and metrics of an evaluation, formatted, the loss first."""
     named: Mapping[str, float] = {"loss": event.loss, **event.metrics}
     return {name: format_number(value) for name, value in named.items()}
@@ -280,13 +291,7 @@ def compare(
         measured_step_seconds = max(0.0, measured_step_seconds - sum(waits.values()))
     told, told_parts = predicted_totals or {}, predicted_parts or {}
     return [
-        Comparison(
-            what="peak memory",
-            predicted=format_bytes(predicted_peak_bytes) if predicted_peak_bytes else MISSING,
-            measured=format_bytes(measured_peak_bytes) if measured_peak_bytes else MISSING,
-            error=_error(predicted_peak_bytes, measured_peak_bytes),
-            budget=format_bytes(budget_bytes) if budget_bytes else MISSING,
-        ),
+        compare_peak(predicted_peak_bytes, measured_peak_bytes, budget_bytes),
         *(
             Comparison(
                 what=f"of it {name}",
@@ -322,6 +327,19 @@ def compare(
             for part, seconds in (measured_parts or {}).items()
         ),
     ]
+
+
+def compare_peak(
+    predicted_bytes: int | None, measured_bytes: int | None, budget_bytes: int | None
+) -> Comparison:
+    """Predicted beside measured: peak memory. None or 0: not known."""
+    return Comparison(
+        what="peak memory",
+        predicted=format_bytes(predicted_bytes) if predicted_bytes else MISSING,
+        measured=format_bytes(measured_bytes) if measured_bytes else MISSING,
+        error=_error(predicted_bytes, measured_bytes),
+        budget=format_bytes(budget_bytes) if budget_bytes else MISSING,
+    )
 
 
 def _precise_seconds(seconds: float) -> str:

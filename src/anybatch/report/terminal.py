@@ -22,7 +22,14 @@ from anybatch.events import Evaluated, RunEnded, RunStarted
 from anybatch.insight.scaling import what_limits
 from anybatch.plans import Candidate, FrontierPoint, Plan
 from anybatch.report.points import Grid, is_taken, points_of, with_plan
-from anybatch.report.sentences import compare, counted, format_scores, format_speed
+from anybatch.report.sentences import (
+    Comparison,
+    compare,
+    compare_peak,
+    counted,
+    format_scores,
+    format_speed,
+)
 from anybatch.units import format_bytes, format_count, format_seconds
 
 
@@ -69,6 +76,23 @@ def print_result(
         title = "Files" if common is None else f"Files in {common}"
         shown = [(what, path.name if common else str(path)) for what, path in files.items()]
         print_section(console, title, pairs(shown))
+
+
+def print_evaluation(
+    console: Console,
+    lines: Iterable[tuple[str, str]],
+    notices: Sequence[str],
+    predicted_peak_bytes: int | None,
+    measured_peak_bytes: int,
+    budget_bytes: int | None,
+) -> None:
+    """Print what an evaluation found, as (what, how) `lines`, and its memory, predicted beside
+    measured."""
+    print_section(console, "Evaluation", pairs(lines))
+    if notices:
+        print_section(console, "Notices", bullets(notices))
+    row = compare_peak(predicted_peak_bytes, measured_peak_bytes, budget_bytes)
+    print_section(console, "Predicted and measured", _comparisons([row]))
 
 
 def print_section(console: Console, title: str, body: RenderableType) -> None:
@@ -244,10 +268,6 @@ def _outcome(
 
 
 def _predicted_and_measured(ended: RunEnded) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("", style="dim", no_wrap=True)
-    for title in ("predicted", "measured", "error", "budget"):
-        table.add_column(title, justify="right", no_wrap=True, min_width=10)
     rows = compare(
         predicted_peak_bytes=ended.predicted_peak_bytes,
         measured_peak_bytes=ended.measured_peak_bytes,
@@ -261,6 +281,14 @@ def _predicted_and_measured(ended: RunEnded) -> Table:
         predicted_parts=ended.predicted_step_parts,
         measured_parts=ended.step_parts,
     )
+    return _comparisons(rows)
+
+
+def _comparisons(rows: Iterable[Comparison]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("", style="dim", no_wrap=True)
+    for title in ("predicted", "measured", "error", "budget"):
+        table.add_column(title, justify="right", no_wrap=True, min_width=10)
     for row in rows:
         table.add_row(row.what, row.predicted, row.measured, row.error, row.budget)
     return table

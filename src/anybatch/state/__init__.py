@@ -8,8 +8,16 @@ from anybatch.state.checkpoints import Failed as Failed
 from anybatch.state.checkpoints import Found as Found
 from anybatch.state.checkpoints import Saved as Saved
 from anybatch.state.content import Content as Content
+from anybatch.state.plain import converted as converted
+from anybatch.state.plain import weights_of_checkpoint as weights_of_checkpoint
+from anybatch.state.plain import weights_of_file as weights_of_file
+from anybatch.state.pretrained import is_pretrained as is_pretrained
+from anybatch.state.pretrained import keep_pretrained as keep_pretrained
 from anybatch.state.training import Facts as Facts
 from anybatch.state.training import TrainingState as TrainingState
+from anybatch.state.weights import TORCH_SUFFIXES as TORCH_SUFFIXES
+from anybatch.state.weights import load_state as load_state
 from anybatch.state.weights import load_weights as load_weights
 from anybatch.state.weights import save_weights as save_weights
 from anybatch.state.weights import whole_state as whole_state
+from anybatch.state.weights import write_state as write_state

@@ -11,7 +11,7 @@ module: nobody knows how that was made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
@@ -33,11 +33,18 @@ def frozen_checksums(task: Task, model: nn.Module) -> dict[str, int]:
     """Checksums of the parameters of `model` that `task` does not train, by name, as it was built: not
     yet in the precision of a plan, nor divided over ranks."""
     trained = {id(param) for param in parameters_in(task.parameters_of(model))}
-    return {
-        name: _checksum(param)
+    frozen = [
+        name
         for name, param in model.named_parameters()
         if id(param) not in trained and param.layout is torch.strided
-    }
+    ]
+    return checksums_of(model, frozen)
+
+
+def checksums_of(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
+    """Checksums of the parameters of `model` that are called so."""
+    parameters = dict(model.named_parameters())
+    return {name: _checksum(parameters[name]) for name in names}
 
 
 @final
@@ -94,16 +101,23 @@ class Base:
                 f" {_them(trained)} when it was written, and now the task does. Train what was trained"
                 " before, or begin anew from the weights of the run in another folder."
             )
-        known = self.checksums
-        differing = [name for name, was in left_out.items() if known.get(name, was) != was]
-        if differing:
-            made = " and ".join(f"{name} {number}" for name, number in versions.items())
-            raise InputError(
-                f"the checkpoint {folder} is of another base: nothing trains {_some(differing)}, so it"
-                f" does not hold {_them(differing)}, and the task builds other values than when it was"
-                " written. Let it build those again: from the same file, or by the same code and seed"
-                f"{f' under {made}' if made else ''}."
-            )
+        check_same(self.checksums, left_out, folder, versions)
+
+
+def check_same(
+    built: Mapping[str, int], left_out: Mapping[str, int], folder: Path, versions: Mapping[str, str]
+) -> None:
+    """Raises `InputError` if what the checkpoint in `folder` has left out differs from what the task
+    has `built`, by their checksums. Names that are in one of them alone are not looked at."""
+    differing = [name for name, was in left_out.items() if built.get(name, was) != was]
+    if differing:
+        made = " and ".join(f"{name} {number}" for name, number in versions.items())
+        raise InputError(
+            f"the checkpoint {folder} is of another base: nothing trains {_some(differing)}, so it"
+            f" does not hold {_them(differing)}, and the task builds other values than when it was"
+            " written. Let it build those again: from the same file, or by the same code and seed"
+            f"{f' under {made}' if made else ''}."
+        )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, NoReturn, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -183,19 +183,27 @@ class Checkpoints:
         if self._job is not None:
             self._job.thread_ended(seconds)
 
-    def newest(self) -> Found | None:
+    def newest(
+        self, step: int | None = None, *, only: str = "", touches: bool = True
+    ) -> Found | None:
         """The newest checkpoint that is intact, read and checked to the last byte; None if there is
         none at all. All ranks call it, and get the same.
 
+        Args:
+            step: the one of this step alone.
+            only: of the tensors those whose names begin so are read and checked.
+            touches: whether what killed writers left is cleared away; else the folder stays as it is.
+
         Raises:
-            InputError: there are checkpoints, and none is intact; or a rank does not see the folder.
+            InputError: there are checkpoints, and none is intact, or none is of `step`; or a rank does
+                not see the folder.
             PeerLost: a rank is gone.
         """
         self._settle()
         manifest, name, passed_over, wrong = None, "", [], ""
         if self._group.rank == 0:
             try:
-                manifest, name, passed_over = self._search()
+                manifest, name, passed_over = self._search(step, only, touches)
             except (OSError, InputError) as error:
                 wrong = _sentence(error)
         told = self._group.exchange((manifest, name, tuple(passed_over), wrong))
@@ -361,26 +369,47 @@ class Checkpoints:
 
     # ----------------------------------------------------------------------------------- searching
 
-    def _search(self) -> tuple[Manifest | None, str, list[str]]:
-        if not self._folder.path.exists():
-            return None, "", []
-        with contextlib.suppress(InputError, OSError), self._folder.locked(seconds=0.0):
-            self._folder.clear()
+    def _search(
+        self, wanted: int | None, only: str, touches: bool
+    ) -> tuple[Manifest | None, str, list[str]]:
+        if touches and self._folder.path.exists():
+            with contextlib.suppress(InputError, OSError), self._folder.locked(seconds=0.0):
+                self._folder.clear()
         faults: list[str] = []
-        for step, path in self._folder.complete():
+        there = self._folder.complete()
+        if wanted is not None:
+            there = [(step, path) for step, path in there if step == wanted] or self._lacking(
+                wanted
+            )
+        for step, path in there:
             try:
                 manifest = read_manifest(path)
-                _verify(path, manifest, step)
+                _verify(path, manifest, step, only)
                 return manifest, path.name, faults
             except InputError as error:
                 self._passed_over.add(path)
                 faults.append(f"the checkpoint {path} is not intact: {str(error).rstrip('.')}.")
+        if faults and wanted is not None:
+            raise InputError(f"{faults[0]} Name another step, or bring back a copy of it.")
         if faults:
             raise InputError(
                 f"none of the {len(faults)} checkpoints in {self._folder.path} is intact:"
                 f" {' '.join(faults)} Bring back a copy of one, or name another folder to start anew."
             )
         return None, "", []
+
+    def _lacking(self, step: int) -> NoReturn:
+        steps = [f"{number:,}" for number, _ in reversed(self._folder.complete())]
+        if not steps:
+            raise InputError(
+                f"there is no checkpoint of step {step:,} in {self._folder.path}, nor of any other:"
+                " name a run that has saved some (--checkpoint-every)."
+            )
+        of = f"step {steps[0]}" if len(steps) == 1 else f"the steps {', '.join(steps)}"
+        raise InputError(
+            f"there is no checkpoint of step {step:,} in {self._folder.path}: give one that is there,"
+            f" of {of}."
+        )
 
 
 @final
@@ -462,12 +491,15 @@ def _set_priority(thread_id: int, nice: int) -> None:
             os.setpriority(os.PRIO_PROCESS, thread_id, nice)
 
 
-def _verify(folder: Path, manifest: Manifest, step: int) -> None:
-    """Read all files of a checkpoint. Raises `InputError` at the first thing that is wrong."""
+def _verify(folder: Path, manifest: Manifest, step: int, only: str = "") -> None:
+    """Read all files of a checkpoint, or of its tensors those whose names begin with `only`. Raises
+    `InputError` at the first thing that is wrong."""
     if manifest.step != step:
         raise InputError(f"its manifest is of step {manifest.step}")
     places: dict[int, list[tuple[int, int, int, str]]] = {}
     for name, record in manifest.tensors.items():
+        if not name.startswith(only):
+            continue
         itemsize = DTYPES[record.dtype].itemsize
         for part in record.slices:
             _add_blocks(places.setdefault(part.file, []), part, itemsize, manifest, name)

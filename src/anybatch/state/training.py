@@ -55,6 +55,9 @@ class Facts(BaseModel):
         plan: that was followed.
         versions: of the software.
         base: checksums of the parameters that are left out, since the task builds them, by name.
+        aliases: further names of weights in the model's `state_dict`, of tied ones say, and which they
+            are.
+        transient: names of weights that are not in it: buffers that are not persistent.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=True)
@@ -72,6 +75,8 @@ class Facts(BaseModel):
     plan: dict[str, Any] = {}
     versions: dict[str, str] = {}
     base: dict[str, int] = {}
+    aliases: dict[str, str] = {}
+    transient: list[str] = []
 
     @classmethod
     def of(cls, found: Found) -> Facts:
@@ -112,6 +117,7 @@ class TrainingState:
         self._replica = replica
         self._group = group
         self._rates = rates
+        self._aliases, self._transient = _names_in_state_dict(replica.model)
         self._options = [_options(group) for group in replica.optimizer.param_groups]
         self._group_of = {
             param: group for group in replica.optimizer.param_groups for param in group["params"]
@@ -153,6 +159,8 @@ class TrainingState:
             scaler=self._replica.scaler_state(),
             shares=list(self._group.shares),
             base=base,
+            aliases=self._aliases,
+            transient=self._transient,
             **facts,
         )
         return Content(tensors, told.model_dump(mode="json"))
@@ -172,7 +180,7 @@ class TrainingState:
             if name not in facts.base
         }
         tensors |= self._others(found)
-        self._check_model(found, tensors, facts.base)
+        self._check_model(found, tensors, facts.base, "weights/", "parameters/")
         parameters = self._replica.parameters
         for name, (shape, dtype) in found.tensors.items():
             kind, _, rest = self._of_this_rank(name, found).partition("/")
@@ -195,6 +203,27 @@ class TrainingState:
             if number < len(parameters):
                 self._replica.optimizer.state[parameters[number]].update(state)
         return tensors
+
+    def weights_in(self, found: Found) -> dict[str, Tensor]:
+        """Of the tensors to be filled those of the model, as `destinations`: for an evaluation, which
+        other samples and another optimizer do not concern. `filled` is to be called then.
+
+        Raises `InputError` if the checkpoint is of another model, or of another base.
+        """
+        facts = Facts.of(found)
+        self._base.check(facts.base, found.folder, facts.versions)
+        tensors = {
+            f"weights/{name}": tensor
+            for name, tensor in self._replica.weights.items()
+            if name not in facts.base
+        }
+        self._check_model(found, tensors, facts.base, "weights/")
+        return tensors
+
+    def filled(self, found: Found) -> Facts:
+        """What `weights_in` gave has been filled. Returns the facts."""
+        self._replica.filled()
+        return Facts.of(found)
 
     def restored(self, found: Found) -> Facts:
         """The destinations have been filled: everything else follows. Returns the facts."""
@@ -234,9 +263,13 @@ class TrainingState:
             )
 
     def _check_model(
-        self, found: Found, tensors: Mapping[str, Tensor], base: Iterable[str]
+        self,
+        found: Found,
+        tensors: Mapping[str, Tensor],
+        base: Iterable[str],
+        *kinds: str,
     ) -> None:
-        saved = {name for name in found.tensors if name.startswith(("weights/", "parameters/"))}
+        saved = {name for name in found.tensors if name.startswith(kinds)}
         faults = [f"{_short(name)} is missing" for name in tensors if name not in found.tensors]
         faults += [f"{_short(name)} is not in the model" for name in saved if name not in tensors]
         known = self._replica.weights
@@ -334,6 +367,17 @@ class TrainingState:
                 " its weights in another folder."
             )
         return here
+
+
+def _names_in_state_dict(model: nn.Module) -> tuple[dict[str, str], list[str]]:
+    """Names in the `state_dict` of `model` that are further ones of parameters and buffers, with which
+    these are; and which of those are not in it."""
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    names = {id(tensor): name for name, tensor in own.items()}
+    state = model.state_dict(keep_vars=True)
+    told = {name: names[id(value)] for name, value in state.items() if id(value) in names}
+    aliases = {name: first for name, first in told.items() if name != first}
+    return aliases, [name for name in own if name not in state]
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

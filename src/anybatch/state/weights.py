@@ -96,7 +96,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     model, which then is as it was.
     """
     if not _is_sharded(model):
-        model.load_state_dict(_matched(model, _read(Path(path)), path), strict=False)
+        load_state(model, read_weights(Path(path)), path)
         return
     from anybatch.parallel.whole import load_full_state_dict
 
@@ -104,7 +104,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     wrong = ""
     if leads():
         try:
-            state = _matched(model, _read(Path(path)), path)
+            state = _matched(model, read_weights(Path(path)), path)
             _complete(model, state)
         except InputError as error:
             wrong = str(error)
@@ -113,16 +113,24 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     load_full_state_dict(model, state)
 
 
+def load_state(model: nn.Module, state: Mapping[str, Any], source: str | os.PathLike[str]) -> None:
+    """Fill `model`, which is not sharded, with `state`, which is from `source`, converted to its
+    dtypes. Raises `InputError` if it is for another model, which then is as it was."""
+    model.load_state_dict(_matched(model, state, source), strict=False)
+
+
 # ------------------------------------------------------------------------------------------ writing
 
 
-def write_state(state: dict[str, Any], target: Path) -> None:
-    """Write `state` to `target`, whole or not at all, in the format that its name asks for. Raises
-    `InputError` if it cannot be written."""
+def write_state(state: dict[str, Any], target: Path, as_torch: bool | None = None) -> None:
+    """Write `state` to `target`, whole or not at all, in torch's format or as safetensors; None: as its
+    name asks for. Raises `InputError` if it cannot be written."""
     if target.is_dir():
         raise InputError(f"the weights cannot be written to {target}: it is a folder; name a file.")
     partial = target.with_name(f".{target.name}.partial")
-    writer = _write_torch if target.suffix in TORCH_SUFFIXES else _write_safetensors
+    if as_torch is None:
+        as_torch = target.suffix in TORCH_SUFFIXES
+    writer = _write_torch if as_torch else _write_safetensors
     try:
         writer(state, partial)
         partial.replace(target)
@@ -206,8 +214,9 @@ def _plain_state(model: nn.Module) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ reading
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    """What the file holds: a state dict, or a checkpoint with one in it."""
+def read_weights(path: Path) -> Mapping[str, Any]:
+    """What the file holds: a state dict, or a checkpoint with one in it. Raises `InputError` if there
+    is no such file, or it is damaged or something else."""
     try:
         with path.open("rb") as file:
             head = file.read(512)
@@ -331,6 +340,12 @@ def _known(own: Mapping[str, str], name: str) -> str | None:
             return plain
     plain = ".".join(part for part in parts if part != "module")
     return plain if plain in own else None
+
+
+def without_wrappers(name: str) -> str:
+    """`name` without the parts that modules of torch put into it around the user's own: where there is
+    no model to ask, those that no module is called by anybody."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _name_in(model: nn.Module, name: str) -> str:

@@ -1,0 +1,142 @@
+"""anybatch evaluate"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anybatch.cli.options import (
+    RunFolder,
+    Settings,
+    Step,
+    TaskOfRun,
+    settings_of,
+)
+
+if TYPE_CHECKING:
+    from anybatch.evaluating import Evaluation
+    from anybatch.events import Event
+
+
+def evaluate(
+    run: RunFolder,
+    step: Step = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="Memory that it may use, such as 10GiB; enforced. Default: as in the run.",
+        ),
+    ] = None,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--micro-batch", metavar="N", help="Samples per pass. Default: as in the run, or fewer."
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option("--precision", metavar="P", help="As for train. Default: that of the run."),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks", metavar="N", help="Processes on this machine. Default: as in the run."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", metavar="D", help="cpu, cuda or cuda:N of this machine. Default: chosen."
+        ),
+    ] = None,
+    task: TaskOfRun = None,
+    settings: Settings = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print what was found as JSON, and nothing else.")
+    ] = False,
+) -> None:
+    """Evaluate the held-out samples with the weights of a run."""
+    from rich.console import Console
+
+    from anybatch.evaluating import evaluate as run_evaluation
+    from anybatch.events import Evaluated
+    from anybatch.launch import find
+    from anybatch.report import Progress, print_evaluation
+
+    with Progress(Console(stderr=True)) as progress:
+
+        def news(event: Event) -> None:  # its scores are printed below
+            if not isinstance(event, Evaluated):
+                progress(event)
+
+        found = run_evaluation(
+            run,
+            task,
+            settings=settings_of(settings),
+            step=step,
+            memory=memory,
+            ranks=ranks,
+            micro_batch=micro_batch,
+            precision=precision,
+            device=device,
+            sinks=[news],
+        )
+    member = find()
+    if member is not None and member.rank > 0:
+        return
+    if json:
+        from anybatch.events import plain_json
+
+        print(plain_json(_told(found)))
+        return
+    print_evaluation(
+        Console(highlight=False),
+        _lines(found),
+        found.plan.notices,
+        found.predicted_peak_bytes,
+        found.measured_peak_bytes,
+        found.plan.budget_bytes if found.plan.enforced else None,
+    )
+
+
+def _lines(found: Evaluation) -> list[tuple[str, str]]:
+    """What was found, as (what, how)."""
+    from anybatch.report.sentences import counted, format_scores
+    from anybatch.units import format_seconds
+
+    plan = found.plan
+    ranks = f"{plan.num_ranks} ranks of " if plan.num_ranks > 1 else ""
+    return [
+        ("task", found.task),
+        ("weights", f"after step {found.step:,}, from {found.weights}"),
+        ("held-out", f"{format_scores(found)} ({counted(found.samples, 'sample')})"),
+        ("time", format_seconds(found.seconds)),
+        ("device", f"{ranks}{plan.device_name or plan.device}"),
+        ("passes", f"of up to {plan.choice.evaluation_batch} samples, {plan.choice.precision}"),
+    ]
+
+
+def _told(found: Evaluation) -> dict[str, Any]:
+    """What was found, as plain data."""
+    plan = found.plan
+    return {
+        "run": str(found.run),
+        "task": found.task,
+        "step": found.step,
+        "weights": str(found.weights),
+        "loss": found.loss,
+        "metrics": dict(found.metrics),
+        "samples": found.samples,
+        "seconds": found.seconds,
+        "predicted_peak_bytes": found.predicted_peak_bytes,
+        "measured_peak_bytes": found.measured_peak_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "enforced": plan.enforced,
+        "ranks": plan.num_ranks,
+        "micro_batch": plan.choice.evaluation_batch,
+        "precision": plan.choice.precision,
+        "notices": list(plan.notices),
+    }

@@ -1,0 +1,104 @@
+"""Pretrained: what a folder has beside weights for `from_pretrained` of transformers to read it.
+
+    FOLDER/config.json               what the model is
+    FOLDER/generation_config.json    how it writes text, if it does
+    FOLDER/tokenizer.json, ...       its tokens, if it came from a folder that has them
+
+A run keeps these when it begins: then its weights can be given to others without the model, which may
+need the data of the task to be made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from anybatch.errors import InputError
+from anybatch.files import whole_folder
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+_OF_TOKENS = (
+    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("*.model", "chat_template*", "preprocessor_config.json", "processor_config.json"),
+)
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Whether `model` is one of transformers."""
+    library = sys.modules.get("transformers")  # else nobody has made such a model
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
+def keep_pretrained(model: nn.Module, folder: Path) -> None:
+    """Write to `folder`, in place of what is there, all but the weights of `model`, which is one of
+    transformers. What cannot be written is warned of: no training ends for it."""
+    try:
+        with whole_folder(folder, "what the model is", replaces=True) as partial:
+            write_beside(model, partial)
+    except Exception as error:  # of writing, and of whatever a configuration may hold
+        warnings.warn(
+            f"the configuration of the model could not be kept in {folder} ({error}): 'anybatch export"
+            " --format huggingface' will make the model anew from its task.",
+            stacklevel=2,
+        )
+
+
+def write_beside(model: Any, folder: Path) -> None:
+    """Write all but the weights of `model` into `folder`. Raises `OSError`."""
+    config = copy.deepcopy(model.config)
+    # A divided model is of a class that is called so.
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        # What the user set for generating may be what transformers only warns of.
+        with contextlib.suppress(ValueError):
+            model.generation_config.save_pretrained(folder)
+    for file in _files_of_tokens(getattr(model.config, "_name_or_path", "")):
+        shutil.copy(file, folder / file.name)
+
+
+def set_dtype(folder: Path, dtype: torch.dtype | None) -> None:
+    """Let the configuration in `folder` tell the `dtype` of the weights beside it; None: it tells none.
+    Raises `OSError`."""
+    path = folder / CONFIG
+    told = json.loads(path.read_text(encoding="utf-8"))
+    for key in {"dtype", "torch_dtype"} & told.keys():
+        told[key] = None if dtype is None else str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def is_kept(folder: Path) -> bool:
+    """Whether `keep_pretrained` has written `folder`."""
+    return (folder / CONFIG).is_file()
+
+
+def check_pretrained(model: nn.Module, task: str) -> None:
+    """Raises `InputError` if `model`, that of `task`, is none of transformers."""
+    if not is_pretrained(model):
+        raise InputError(
+            f"the model of {task!r} is a {type(model).__name__}, which is none of transformers, so"
+            " from_pretrained does not read it: export it as safetensors or torch."
+        )
+
+
+def _files_of_tokens(source: Any) -> Iterator[Path]:
+    """Those in the folder `source` that a model came from; of one that is no folder, none."""
+    if not isinstance(source, str) or not source or not Path(source).is_dir():
+        return
+    seen: set[Path] = set()
+    for pattern in _OF_TOKENS:
+        for file in sorted(Path(source).glob(pattern)):
+            if file.is_file() and file not in seen:
+                seen.add(file)
+                yield file
