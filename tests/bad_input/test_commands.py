@@ -168,7 +168,7 @@ WORDS = [
     Bad("samples-1", "", ("samples is 1", "at least 2"), "verify task.py --samples 1"),
     Bad("samples-negative", "", ("samples is -4",), "verify task.py --samples=-4"),
     Bad("report-of-no-run", "", (". is not a run folder", "anybatch train"), "report ."),
-    Bad("report-of-nothing", "", ("missing is not a run folder",), "report missing"),
+    Bad("report-of-nothing", "", ("missing does not exist", "anybatch train"), "report missing"),
     Bad("out-below-a-file", "", ("task.py/x", "--out"), "train task.py --out task.py/x"),
     Bad("resume-nothing", "", ("resume", "out"), "train task.py --resume"),
     Bad("keep-0", "", ("keep is 0", "at least 1"), "train task.py --keep 0"),
