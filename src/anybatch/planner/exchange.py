@@ -8,6 +8,7 @@ gathered twice in every pass, for forward and for backward, and gradients are ad
 
 On CUDA this goes on beside the computing, and only what is left over counts: at the least what crosses
 for the first block, before which nothing can be computed, or for the last, after which nothing is left.
+Then comes the vote, which is small and which everybody waits for.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ def seconds_of_exchange(subject: Subject, setting: Setting, choice: Choice, pass
     computing = pace.micro(choice.micro_batch, choice.recompute)
     is_last = layout.parallel == "in-process" or subject.sums is not None  # after all computing
     overlaps = device.kind == "cuda" and not is_last
+    vote = 0.0 if layout.parallel == "in-process" else exchange_seconds(0, device, num_ranks)
     if subject.division is None:
         crossing = exchange_seconds(pace.parameter_bytes, device, num_ranks)
         groups = -(-pace.parameter_bytes // BUCKET_BYTES)
         behind = computing[1] + computing[2]  # the last backward
-        return _left_over(crossing, behind, groups) if overlaps else crossing
+        return vote + (_left_over(crossing, behind, groups) if overlaps else crossing)
     parts = subject.division.parts
     groups = len(parts.blocks) + 1
     gathered = parts.whole * _gathered_part(choice.precision)
@@ -41,7 +43,7 @@ def seconds_of_exchange(subject: Subject, setting: Setting, choice: Choice, pass
         exchange_seconds(round(size / groups), device, num_ranks) / 2
         for size in (gathered, gathered, pace.parameter_bytes)
     )
-    return passes * (_left_over(crossing, sum(computing), groups) if overlaps else crossing)
+    return vote + passes * (_left_over(crossing, sum(computing), groups) if overlaps else crossing)
 
 
 def _left_over(crossing: float, computing: float, groups: int) -> float:
