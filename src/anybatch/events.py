@@ -49,6 +49,11 @@ class StepDone(Event):
     before clipping; `memory_bytes` is the peak measured so far on rank 0, above the baseline;
     `rank_seconds` is how long each rank computed (on CUDA in the step before), where there are several;
     `data_seconds` of the `seconds` rank 0 waited for its samples.
+
+    `part_grad_norm` is the norm that the gradient of a part of the step has by itself, a part being
+    the first micro-batch of a rank, of the weight `part_weight`: over the ranks the mean of the
+    weights, and the root of the mean of the squares, each by its weight. Both are None where that was
+    not there to measure. Beside `grad_norm` it tells how noisy gradients are (`anybatch.insight`).
     """
 
     kind: ClassVar[str] = "step"
@@ -67,6 +72,8 @@ class StepDone(Event):
     metrics: Mapping[str, float] = field(default_factory=dict)
     rank_seconds: tuple[float, ...] = ()
     data_seconds: float = 0.0
+    part_weight: float | None = None
+    part_grad_norm: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,6 +50,8 @@ class Buckets:
         views: the place of each parameter's gradient, in its shape.
         used: for each parameter, whether a backward pass has reached it since `drop`.
         norms: 2-norms of the first buckets, as far as somebody computed them since `drop`.
+        own_norms: 2-norms of pieces that together are all gradients, from before buckets were given
+            away: of a step that is one pass; else empty.
         late: whether a gradient was still added to after its bucket had been given away. It happens
             with reentrant checkpoints, where one backward pass reaches a parameter more than once.
     """
@@ -64,6 +66,7 @@ class Buckets:
         self.views: list[Tensor] = [torch.empty(0)] * len(self._parameters)
         self.used: list[bool] = [False] * len(self._parameters)
         self.norms: list[Tensor] = []
+        self.own_norms: list[Tensor] = []
         self.late: bool = False
         self._bucket_of: list[int] = [0] * len(self._parameters)
         self._sizes: list[int] = []  # parameters per bucket
@@ -85,6 +88,7 @@ class Buckets:
             param.grad = None
         self.used = [False] * len(self._parameters)
         self.norms.clear()
+        self.own_norms.clear()
         self.late = False
 
     def complete(self) -> None:
@@ -103,11 +107,25 @@ class Buckets:
     def giving(self, give: Callable[[int], None]) -> Iterator[None]:
         """Around the last backward pass of a step: `give(number)` is called for each bucket as it
         becomes complete, in their order."""
-        self._give, self._missing, self._given = give, list(self._sizes), 0
+        is_only = not any(self.used)
+
+        def measured(number: int) -> None:
+            self.own_norms.append(norm_of([self.flats[number]], wide=True))
+            give(number)
+
+        self._give = measured if is_only else give
+        self._missing, self._given = list(self._sizes), 0
         try:
             yield
         finally:
             self._give = None
+        if is_only and (rest := self._written_since(self._given)):
+            self.own_norms.append(norm_of(rest, wide=True))
+
+    def _written_since(self, bucket: int) -> list[Tensor]:
+        """The gradients of the parameters that passes have reached, from that bucket on."""
+        places = zip(self.views, self.used, self._bucket_of, strict=True)
+        return [view for view, used, number in places if used and number >= bucket]
 
     def attach(self) -> None:
         """What is in the buckets is the gradient of every parameter."""
@@ -198,6 +216,16 @@ class Buckets:
         else:
             view.copy_(made.to_dense() if made.is_sparse else made)
         param.grad = view
+
+
+@torch.no_grad()
+def norm_of(values: list[Tensor], wide: bool = False) -> Tensor:
+    """2-norm of all together; if `wide`, in float32 at least: that of sums in half precision may leave
+    their range. torch's `get_total_norm` sorts them by device and dtype first, which in a small model
+    takes longer than the norm."""
+    narrow = wide and any(value.itemsize < 4 for value in values)
+    norms = torch._foreach_norm(values, dtype=torch.float32 if narrow else None)
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def piece_of(flat: Tensor, num_ranks: int) -> int:

@@ -20,6 +20,8 @@ class Committed:
     grad_norm: float
     rank_seconds: tuple[float, ...] = ()
     wished: Wish = Wish.NOTHING
+    part_weight: float | None = None
+    part_grad_norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from anybatch.compute import Replica
 from anybatch.data import Bad, BadSamples, told_samples
@@ -36,7 +37,7 @@ from anybatch.engine.rollback import SavedBuffers
 from anybatch.engine.room import Crossing, Room
 from anybatch.engine.sentences import nothing_leaner, too_late
 from anybatch.engine.skips import Skips
-from anybatch.engine.source import Blame, Source
+from anybatch.engine.source import Blame, MicroBatch, Source
 from anybatch.engine.totals import Means, Names, Totals, over_parts
 from anybatch.engine.watch import Watch
 from anybatch.errors import DataError, LossError, NoPlanFits, PeerLost, RankLost
@@ -313,6 +314,8 @@ class Transactions:
                     loss = replica.accumulate(micro.batch, micro.num_samples, micro.ghosts)
                 if micro.num_samples:
                     staged.totals.add(loss, part=micro.part)
+                    if not staged.numbers:
+                        self._measure(micro, loss.weight, staged.totals)
                     staged.numbers.append(number)
                 elif micro.batch is not None:  # run for the others' sake, before all that count
                     self._buffers.put_back()
@@ -323,6 +326,15 @@ class Transactions:
                 del micro  # so that it is gone while the next one is loaded
                 group.between_passes()
                 replica.phase = "loading"
+
+    def _measure(self, micro: MicroBatch, weight: Tensor | float, totals: Totals) -> None:
+        """After the first micro-batch of a step on this rank: how large the gradient of so few samples
+        is, if they are a part of the step, and one like any other: not the longest samples of all."""
+        is_whole = micro.last and self._group.size == 1
+        if micro.padded is None and not is_whole:
+            norm = self._group.sum_norm(self._replica, micro.last)
+            if norm is not None:
+                totals.add_part(norm, weight, micro.part)
 
     @contextmanager
     def _naming(self, staged: Staged, number: int) -> Iterator[None]:
@@ -352,7 +364,14 @@ class Transactions:
             self._has_updated = True
             self._group.committed(replica)
             return Committed(
-                means.loss, means.weight, means.metrics, norm, agreed.notes, agreed.wished
+                means.loss,
+                means.weight,
+                means.metrics,
+                norm,
+                agreed.notes,
+                agreed.wished,
+                means.part_weight,
+                means.part_grad_norm,
             )
         assert scale is not None
         self._put_back()

@@ -124,6 +124,11 @@ class Ddp(Group):
         """See `Group`."""
         return self._last_pass()
 
+    def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
+        """See `Group`: None after the last pass, in which DDP adds up over the ranks, and for PowerSGD,
+        which makes something else of the sums."""
+        return None if last or self._exchange.compress == "powersgd" else replica.sum_norm()
+
     def gather(self, failed: bool) -> None:
         """See `Group`: DDP has done it, or is given what it waits for."""
         if self._lost is not None:

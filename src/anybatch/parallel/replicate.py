@@ -96,6 +96,12 @@ class Replicate(Group):
         flats = self._buckets.flats
         return self._buckets.giving(lambda number: self._sums.start(flats[number]))
 
+    def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
+        """See `Group`: of an only pass, in which buckets were sent, from before they were. None where
+        norms are synchronised: then what a rank adds up depends on the samples of the others."""
+        crossing = last and self.overlaps and not (self._buckets and self._buckets.own_norms)
+        return None if crossing or self._norms is not None else replica.sum_norm()
+
     def gather(self, failed: bool) -> None:
         """See `Group`. What is sent here arrives in `agree`, together with the vote."""
         if self._buckets is None or self._buffers is None:

@@ -178,6 +178,10 @@ class Shard(Group):
         if self._buffers is not None:
             self._buffers.staged(held)
 
+    def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
+        """See `Group`: what a rank holds is its part of sums over all of them."""
+        return None
+
     def gather(self, failed: bool) -> None:
         """See `Group`. Within a machine gradients were added up in the passes."""
         self._failed = failed

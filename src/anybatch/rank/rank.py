@@ -513,6 +513,8 @@ class Rank:
             metrics=done.metrics,
             rank_seconds=done.rank_seconds if self._group.size > 1 else (),
             data_seconds=waited,
+            part_weight=done.part_weight,
+            part_grad_norm=done.part_grad_norm,
         )
         self._sink(event)
         self._starving.observe(self._position.step, seconds, waited)
