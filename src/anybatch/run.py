@@ -24,7 +24,17 @@ from torch import Tensor, nn
 from anybatch.engine import checked_seconds
 from anybatch.errors import AnybatchError, InputError, PeerLost
 from anybatch.estimate import remember
-from anybatch.events import Evaluated, Event, Resumed, RunEnded, RunStarted, Said, Sink
+from anybatch.events import (
+    Evaluated,
+    Event,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Said,
+    Sink,
+    StepDone,
+)
+from anybatch.insight import Block, NoiseScale, Series, latest
 from anybatch.keeping import DEFAULT_EVERY, Every, kept
 from anybatch.launch import call, find
 from anybatch.parallel import exchange as tell
@@ -66,6 +76,7 @@ class Result:
         started, ended: the first and last event; predicted and measured figures are in `ended`.
         evaluation: the last evaluation, or None without held-out data.
         folder: the run folder, or None.
+        noise: what the steps of this call tell of the noise in their gradients, see `insight`.
     """
 
     model: nn.Module
@@ -74,6 +85,13 @@ class Result:
     ended: RunEnded
     evaluation: Evaluated | None
     folder: Path | None
+    noise: Sequence[Block] = ()
+
+    @property
+    def noise_scale(self) -> NoiseScale | None:
+        """The gradient noise scale over the last quarter of the run, by which a batch is judged; None
+        if it was not measured, or not long enough."""
+        return latest(self.noise)
 
     @property
     def loss(self) -> float:
@@ -398,8 +416,8 @@ class _Job:
             finished = False
             try:
                 with kept(session, keeping.every, out) as steps:
-                    for _ in steps:
-                        pass
+                    for done in steps:
+                        recorder(done)
                     if task.valid is not None:
                         done = session.last_evaluation if session.evaluated_now else None
                         recorder(done or session.evaluate())
@@ -451,9 +469,12 @@ class _Recorder:
         self.started: RunStarted | None = None
         self.evaluation: Evaluated | None = None
         self.ended: RunEnded | None = None
+        self._noise = Series()
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
+        if isinstance(event, StepDone):
+            self._noise(event)
+        elif isinstance(event, RunStarted):
             self.started = event
         elif isinstance(event, Evaluated):
             self.evaluation = event
@@ -464,7 +485,8 @@ class _Recorder:
         """All of it."""
         assert self.started is not None
         assert self.ended is not None
-        return Result(model, plan, self.started, self.ended, self.evaluation, folder)
+        noise = self._noise.blocks
+        return Result(model, plan, self.started, self.ended, self.evaluation, folder, noise)
 
 
 def _and(display: Display | None) -> Sequence[Sink]:

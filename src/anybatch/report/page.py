@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from anybatch import insight
 from anybatch.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -36,7 +37,7 @@ from anybatch.events import (
 )
 from anybatch.files import write_whole
 from anybatch.plans import Plan
-from anybatch.report import figures, sheet
+from anybatch.report import figures, noise_figure, sheet
 from anybatch.report.log import iterate
 from anybatch.report.record import Record
 from anybatch.report.sentences import (
@@ -100,6 +101,8 @@ def _render(plan: Plan, record: Record) -> str:
         figures=drawn,
         specs=specs,
         evaluated=bool(record.evaluations),
+        batch=insight.lines(plan, record.noise()),
+        unmeasured=insight.unmeasured(plan, record.num_steps),
         events=_events(record),
         rejected=_rejected(plan),
         commands=_each_once(start.command for start in record.starts),
@@ -111,11 +114,13 @@ def _figures(plan: Plan, record: Record) -> dict[str, list[figures.Figure]]:
     memory = figures.memory(plan, _measured_peak(record))
     loss = figures.loss(record)
     candidates = figures.candidates(plan)
+    noise = noise_figure.over_run(record.noise(), plan.task.global_batch)
     return {
         "memory": [memory] if memory else [],
         "loss": [loss] if loss else [],
         "metrics": figures.metrics(record),
         "speed": [*figures.speed(record), *figures.optimisation(record)],
+        "noise": [noise] if noise else [],
         "candidates": [candidates] if candidates else [],
     }
 
