@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
-from anybatch.insight import Series, mean_over, scale_of, windows
+from anybatch.insight.noise import mean_over, scale_of, windows
+from anybatch.insight.noise_series import Series
 
 RESULTS = Path(__file__).parents[1] / "results"
 BATCHES = (8, 16, 32, 64, 128, 256, 512, 1024)

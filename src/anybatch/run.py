@@ -34,7 +34,8 @@ from anybatch.events import (
     Sink,
     StepDone,
 )
-from anybatch.insight import Block, NoiseScale, Series, latest
+from anybatch.insight.noise import NoiseScale, latest
+from anybatch.insight.noise_series import Block, Series
 from anybatch.keeping import DEFAULT_EVERY, Every, kept
 from anybatch.launch import call, find
 from anybatch.parallel import exchange as tell

@@ -143,7 +143,7 @@ def train(
 
     from rich.console import Console
 
-    from anybatch.insight import lines, unmeasured
+    from anybatch.insight.noise_told import lines, unmeasured
     from anybatch.launch import find, parse_nodes, run_command
     from anybatch.parallel import exchange as tell
     from anybatch.parallel import leads

@@ -6,8 +6,10 @@ It is a ratio of two means, of which the lower one may be hidden by noise, so it
 small nor symmetric, and to quote it with a plus-minus would promise too much. The interval is that of
 Fieller (1954, "Some problems in interval estimation"): all ratios that the two means, with their
 variances and their covariance, do not rule out. Where |G|^2 cannot be told from zero it has no upper
-end, and says so. Variances are those of blocks of steps that follow one another, as in a block
-jackknife: steps that resemble their neighbours are not counted as if each were news.
+end, and says so. Variances are those between blocks of steps that follow one another, as in a block
+jackknife: steps that resemble their neighbours are not counted as if each were news. They are taken
+from the differences of neighbouring blocks (von Neumann et al. 1941, "The mean square successive
+difference"), so that a gradient which shrinks as it should does not pass for an uncertain one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import NormalDist
 
-from anybatch.insight.series import Block, joined, total
+from anybatch.insight.noise_series import Block, joined, total
 
 LEAST_STEPS = 10
 """Fewer tell nothing."""
@@ -27,7 +29,7 @@ LATEST = 0.25
 """The part of a run that counts as its latest."""
 
 _BLOCKS = 20  # of a window, for its variance
-_MOST_WINDOWS = 12
+_MOST_WINDOWS = 10
 _WINDOW_STEPS = 30  # at the least, where a run has several windows
 _LATEST_STEPS = 100  # at the least, if there are as many
 _SURE = 0.95
@@ -72,19 +74,21 @@ def scale_of(blocks: Sequence[Block]) -> NoiseScale | None:
     per_sample = whole.weight / whole.samples
     square, noise = whole.square / whole.weight, whole.noise / whole.weight / per_sample
     groups = joined(blocks, _BLOCKS)
-    # How far each block, by its weight, is from the means: of the two means, variances and covariance.
+    # How far each block is from the means, by its weight; and by how much more than the one before.
     off = [
         (one.square - square * one.weight, one.noise / per_sample - noise * one.weight)
         for one in groups
     ]
-    scale = len(groups) / (len(groups) - 1) / whole.weight**2
+    moved = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(off)]
+    count = len(groups)
+    scale = count / (count - 1) / 2 / whole.weight**2
     low, high = _interval(
         square,
         noise,
-        scale * math.fsum(a * a for a, _ in off),
-        scale * math.fsum(a * b for a, b in off),
-        scale * math.fsum(b * b for _, b in off),
-        _t(len(groups) - 1),
+        scale * math.fsum(a * a for a, _ in moved),
+        scale * math.fsum(a * b for a, b in moved),
+        scale * math.fsum(b * b for _, b in moved),
+        _t(2 * (count - 1) ** 2 / (3 * count - 4)),
     )
     return NoiseScale(
         whole.first_step,
@@ -100,7 +104,7 @@ def scale_of(blocks: Sequence[Block]) -> NoiseScale | None:
 
 
 def windows(blocks: Sequence[Block]) -> list[NoiseScale]:
-    """The noise scale over a run: it changes, mostly upwards as gradients fall."""
+    """The noise scale over a run, which changes, mostly upwards as gradients fall."""
     num_steps = sum(block.num_steps for block in blocks)
     most = min(_MOST_WINDOWS, num_steps // _WINDOW_STEPS, len(blocks) // LEAST_STEPS)
     return [found for part in _cut(blocks, max(1, most)) if (found := scale_of(part))]
@@ -155,9 +159,9 @@ def _interval(
     return (max(0.0, (b - root) / a) if c > 0 and a < 0 else 0.0), None
 
 
-def _t(freedom: int) -> float:
+def _t(freedom: float) -> float:
     """The quantile of Student's distribution that leaves 2.5 % above it, from the normal one's by
-    Abramowitz and Stegun (1964), 26.7.5: exact to 0.1 % from 9 degrees of freedom on."""
+    Abramowitz and Stegun (1964), 26.7.5: exact to 0.1 % from 6 degrees of freedom on."""
     z = NormalDist().inv_cdf((1 + _SURE) / 2)
     terms = (
         (z**3 + z) / 4,

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from anybatch.insight import Block, NoiseScale, windows
+from anybatch.insight.noise import NoiseScale, windows
+from anybatch.insight.noise_series import Block
 from anybatch.report.figures import Figure, horizontal, round_numbers, rounded
 from anybatch.units import format_count
 
@@ -74,13 +75,14 @@ def _band(course: Sequence[NoiseScale], low: float, high: float) -> dict[str, An
 
 
 def _middles(course: Sequence[NoiseScale]) -> dict[str, Any]:
-    known = [one for one in course if _is_known(one)]
+    """A curve with gaps where the noise scale is not known."""
+    known = [one if _is_known(one) else None for one in course]
     return {
         "type": "scatter",
         "mode": "lines+markers",
-        "x": [(one.first_step + one.last_step) // 2 for one in known],
-        "y": [rounded(one.samples or 0.0) for one in known],
-        "text": [_told(one) for one in known],
+        "x": [(one.first_step + one.last_step) // 2 for one in course],
+        "y": [None if one is None else rounded(one.samples or 0.0) for one in known],
+        "text": ["" if one is None else _told(one) for one in known],
         "name": "noise scale",
         "line": {"width": 2, "color": "--teal"},
         "marker": {"size": 7, "color": "--teal"},

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from anybatch import insight
 from anybatch.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -36,6 +35,7 @@ from anybatch.events import (
     Tried,
 )
 from anybatch.files import write_whole
+from anybatch.insight.noise_told import lines, unmeasured
 from anybatch.plans import Plan
 from anybatch.report import figures, noise_figure, sheet
 from anybatch.report.log import iterate
@@ -101,8 +101,8 @@ def _render(plan: Plan, record: Record) -> str:
         figures=drawn,
         specs=specs,
         evaluated=bool(record.evaluations),
-        batch=insight.lines(plan, record.noise()),
-        unmeasured=insight.unmeasured(plan, record.num_steps),
+        batch=lines(plan, record.noise()),
+        unmeasured=unmeasured(plan, record.num_steps),
         events=_events(record),
         rejected=_rejected(plan),
         commands=_each_once(start.command for start in record.starts),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from anybatch.events import Evaluated, Event, RunEnded, RunStarted, StepDone
-from anybatch.insight import Block, Series, block_of
+from anybatch.insight.noise_series import Block, Series, block_of
 from anybatch.report.curves import Floats
 
 # What is kept of every step; None becomes not-a-number.

@@ -61,8 +61,8 @@ def print_result(
     unmeasured: str = "",
 ) -> None:
     """Print what came of a run: how far and how well, predicted beside measured, whether the batch was
-    worth it (see `insight.lines`; if there are none, why it is not known), and `files` (what a file is
-    -> where it is)."""
+    worth it (lines of `insight.noise_told`; without any, why it is not known), and `files` (what a file
+    is -> where it is)."""
     print_section(console, "Result", pairs(_outcome(started, ended, last_evaluation)))
     print_section(console, "Predicted and measured", _predicted_and_measured(ended))
     if batch:

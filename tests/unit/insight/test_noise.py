@@ -8,16 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from anybatch.insight import (
-    Series,
-    block_of,
-    latest,
-    mean_over,
-    scale_of,
-    windows,
-)
-from anybatch.insight.noise import LEAST_STEPS
-from anybatch.insight.series import MOST_BLOCKS, total
+from anybatch.insight.noise import LEAST_STEPS, latest, mean_over, scale_of, windows
+from anybatch.insight.noise_series import MOST_BLOCKS, Series, block_of, total
 
 POPULATION = np.array([[1.0, 2.0], [0.5, -1.0], [3.0, 0.0], [-2.0, 1.5], [0.0, 0.25]])
 MEAN = POPULATION.mean(axis=0)

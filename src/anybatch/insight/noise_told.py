@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from anybatch.insight.batch import Batch, fastest, fixed_part
+from anybatch.insight.cost import Batch, fastest, fixed_part
 from anybatch.insight.noise import LEAST_STEPS, NoiseScale, latest, mean_over, windows
-from anybatch.insight.series import Block
+from anybatch.insight.noise_series import Block
 from anybatch.plans import Plan
 from anybatch.units import format_count
 
 ASSUMPTIONS = (
-    "For SGD near a quadratic, with the learning rate tuned to each batch (McCandlish et al. 2018); a"
-    " rough guide for Adam."
+    "SGD on a loss that is nearly quadratic, the learning rate tuned to each batch (McCandlish et al."
+    " 2018); for Adam a rough guide"
 )
 
 _FAR = 10  # times the noise scale, or a part of it: then a batch is told to be far off
@@ -34,7 +34,7 @@ def lines(plan: Plan, blocks: Sequence[Block]) -> list[tuple[str, str]]:
     else:
         told.append((f"batch of {format_count(size)}", verdict(Batch(size, now.samples))))
         told += _others(Batch(size, now.samples), plan)
-    return [*told, ("which holds", ASSUMPTIONS)]
+    return [*told, ("assuming", ASSUMPTIONS)]
 
 
 def described(scale: NoiseScale) -> str:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from anybatch.insight import Batch, fastest, fixed_part
+from anybatch.insight.cost import Batch, fastest, fixed_part
 from anybatch.plans import Prediction
 
 
