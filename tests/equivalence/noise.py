@@ -44,7 +44,7 @@ def by_hand(
     return *whole, heavy / len(pieces), math.sqrt(part)
 
 
-def same(done: StepDone, wanted: tuple[float | None, ...], rel: float) -> bool:
+def same(done: StepDone | ab.Outcome, wanted: tuple[float | None, ...], rel: float) -> bool:
     """Whether `done` has these figures."""
     found = done.weight, done.grad_norm, done.part_weight, done.part_grad_norm
     return all(

@@ -7,10 +7,13 @@ import dataclasses
 import pytest
 import torch
 from tests.equivalence.noise import by_hand, same, standing
-from tests.equivalence.reference import plan_for, train
+from tests.equivalence.reference import plan_for, samples_of, train
 from tests.equivalence.worlds import World, task_of
+from torch.utils.data import default_collate
 
 import anybatch as ab
+from anybatch.data import steps_of as steps_of_task
+from anybatch.engine import transaction
 from anybatch.events import StepDone
 from anybatch.parallel import SingleDevice
 
@@ -46,6 +49,24 @@ def test_a_reproducible_run_measures_its_first_grain():
     task = standing(dataclasses.replace(task_of(World(loss="weighted")), reproducible=grains))
     for number, done in enumerate(steps_of(task, 4)):
         assert same(done, by_hand(task, number, 4), rel=1e-9)
+
+
+def test_later_on_one_step_in_four_is_measured(monkeypatch):
+    monkeypatch.setattr(transaction, "ALL_MEASURED", 2)
+    task = standing(task_of(World(loss="weighted", last="wrap")))
+    done = steps_of(task, 4, count=10)
+    assert [one.step - 1 for one in done if one.part_weight is not None] == [0, 1, 4, 8]
+    assert same(done[8], by_hand(task, 8, 4), rel=1e-9)
+
+
+def test_a_script_of_ones_own_is_told_too():
+    task = task_of(World(loss="weighted"))
+    model = task.build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with ab.Step(model, optimizer, task.loss, micro_batch=4) as step:
+        indices = samples_of(task, steps_of_task(task), 0)
+        outcome = step(default_collate([task.train[i] for i in indices]))
+    assert same(outcome, by_hand(task, 0, 4), rel=1e-9)
 
 
 def test_a_step_of_one_micro_batch_has_no_part():

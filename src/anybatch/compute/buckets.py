@@ -51,7 +51,7 @@ class Buckets:
         used: for each parameter, whether a backward pass has reached it since `drop`.
         norms: 2-norms of the first buckets, as far as somebody computed them since `drop`.
         own_norms: 2-norms of pieces that together are all gradients, from before buckets were given
-            away: of a step that is one pass; else empty.
+            away, where that was asked for; else empty.
         late: whether a gradient was still added to after its bucket had been given away. It happens
             with reentrant checkpoints, where one backward pass reaches a parameter more than once.
     """
@@ -104,22 +104,21 @@ class Buckets:
             self.norms.append(torch.linalg.vector_norm(self.flats[number]))
 
     @contextmanager
-    def giving(self, give: Callable[[int], None]) -> Iterator[None]:
+    def giving(self, give: Callable[[int], None], measured: bool = False) -> Iterator[None]:
         """Around the last backward pass of a step: `give(number)` is called for each bucket as it
-        becomes complete, in their order."""
-        is_only = not any(self.used)
+        becomes complete, in their order. `measured`: it is the only one, and `own_norms` are wanted."""
 
-        def measured(number: int) -> None:
+        def measure(number: int) -> None:
             self.own_norms.append(norm_of([self.flats[number]], wide=True))
             give(number)
 
-        self._give = measured if is_only else give
+        self._give = measure if measured else give
         self._missing, self._given = list(self._sizes), 0
         try:
             yield
         finally:
             self._give = None
-        if is_only and (rest := self._written_since(self._given)):
+        if measured and (rest := self._written_since(self._given)):
             self.own_norms.append(norm_of(rest, wide=True))
 
     def _written_since(self, bucket: int) -> list[Tensor]:

@@ -25,7 +25,7 @@ def lines(plan: Plan, blocks: Sequence[Block]) -> list[tuple[str, str]]:
     if now is None:
         return []
     size = plan.task.global_batch
-    told = [("noise scale", f"{described(now)}, over the last {format_count(now.num_steps)} steps")]
+    told = [("noise scale", f"{described(now)}, in steps {now.first_step:,} to {now.last_step:,}")]
     mean = mean_over(course, size)
     if len(course) > 1 and mean is not None:
         told.append(("over the run", f"about {_samples(mean)}; first {described(course[0])}"))

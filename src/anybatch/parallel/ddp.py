@@ -120,7 +120,7 @@ class Ddp(Group):
         finally:
             self._synchronising = False
 
-    def last_pass(self) -> AbstractContextManager[None]:
+    def last_pass(self, measured: bool = False) -> AbstractContextManager[None]:
         """See `Group`."""
         return self._last_pass()
 

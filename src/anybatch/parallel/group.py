@@ -107,8 +107,9 @@ class Group(ABC):
     def begin(self) -> None:  # noqa: B027
         """An attempt at a step begins."""
 
-    def last_pass(self) -> AbstractContextManager[None]:
-        """Around the last pass of this rank in a step."""
+    def last_pass(self, measured: bool = False) -> AbstractContextManager[None]:
+        """Around the last pass of this rank in a step. `measured`: it is the only one, and `sum_norm`
+        is asked for after it."""
         return nullcontext()
 
     def between_passes(self) -> None:  # noqa: B027

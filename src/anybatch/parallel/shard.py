@@ -169,7 +169,7 @@ class Shard(Group):
         if self._at_last:
             self._add_up(False)
 
-    def last_pass(self) -> AbstractContextManager[None]:
+    def last_pass(self, measured: bool = False) -> AbstractContextManager[None]:
         """See `Group`."""
         return self._adding_up() if self._at_last else nullcontext()
 

@@ -33,7 +33,7 @@ def test_nothing_is_told_where_nothing_was_measured():
 def test_the_scale_with_its_interval_and_what_the_batch_costs():
     found = told()
     assert found["noise scale"].startswith("1,000 samples (")
-    assert found["noise scale"].endswith("over the last 100 steps")
+    assert found["noise scale"].endswith("in steps 101 to 200")
     assert found["batch of 4,096"] == "1.24 x the fewest steps, 5.1 x the fewest samples"
     assert found["half of it"] == "+20% steps, -40% samples for the same progress"
     assert found["twice as much"] == "-10% steps, +80% samples for the same progress"
