@@ -262,7 +262,7 @@ def _of_sweeps(found: dict[str, Any]) -> Iterator[str]:
         yield (
             f"Fitted: at the least {fit['fewest_steps']:.0f} steps and {fit['fewest_samples']:,.0f}"
             f" samples; **critical batch {fit['batch']:.0f}** ({fit['low']:.0f} to"
-            f" {fit['high']:.0f}). Noise scale measured in training, the median of the batches:"
+            f" {fit['high']:.0f}). Noise scale measured in training, the median of the runs:"
             f" **{sweep['measured']:.0f}**, {sweep['measured'] / fit['batch']:.1f} times as much."
         )
         yield ""
