@@ -374,8 +374,8 @@ class Transactions:
                 norm,
                 agreed.notes,
                 agreed.wished,
-                means.part_weight,
-                means.part_grad_norm,
+                part_weight=means.part_weight,
+                part_grad_norm=means.part_grad_norm,
             )
         assert scale is not None
         self._put_back()
