@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any, final
 
 import torch
@@ -222,8 +223,10 @@ def norm_of(values: list[Tensor], wide: bool = False) -> Tensor:
     """2-norm of all together; if `wide`, in float32 at least: that of sums in half precision may leave
     their range. torch's `get_total_norm` sorts them by device and dtype first, which in a small model
     takes longer than the norm."""
-    narrow = wide and any(value.itemsize < 4 for value in values)
-    norms = torch._foreach_norm(values, dtype=torch.float32 if narrow else None)
+    kind = None
+    if wide and any(value.itemsize < 4 for value in values):
+        kind = reduce(torch.promote_types, {value.dtype for value in values}, torch.float32)
+    norms = torch._foreach_norm(values, dtype=kind)
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
