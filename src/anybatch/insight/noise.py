@@ -111,10 +111,14 @@ def windows(blocks: Sequence[Block]) -> list[NoiseScale]:
 
 
 def latest(blocks: Sequence[Block]) -> NoiseScale | None:
-    """That of the last quarter of the run, or of its last 100 steps if these are more."""
-    wanted = max(LATEST * sum(block.num_steps for block in blocks), _LATEST_STEPS)
+    """That of the last quarter of the run, or of the last 100 steps that were measured if these go
+    further back."""
+    if not blocks:
+        return None
+    last = blocks[-1].last_step
+    since = last - LATEST * (last - blocks[0].first_step + 1)
     begin, there = len(blocks), 0
-    while begin > 0 and there < wanted:
+    while begin > 0 and (there < _LATEST_STEPS or blocks[begin - 1].first_step > since):
         begin -= 1
         there += blocks[begin].num_steps
     return scale_of(blocks[begin:])
@@ -131,7 +135,8 @@ def mean_over(scales: Sequence[NoiseScale], batch: float) -> float | None:
     for one in scales:
         square = max(0.0, one.square)
         if square:
-            made = one.num_steps * batch * square / (batch * square + max(0.0, one.noise))
+            steps = one.last_step - one.first_step + 1  # measured or not
+            made = steps * batch * square / (batch * square + max(0.0, one.noise))
             progress += made
             noise += made * max(0.0, one.noise) / square
     return noise / progress if progress else None

@@ -140,6 +140,19 @@ def test_the_mean_over_a_run_counts_progress():
     assert 1.6 < mean_over([low, high], 16) < 30
 
 
+def test_steps_count_by_their_time_in_the_run_though_later_on_fewer_are_measured():
+    rng = np.random.default_rng(9)
+    blocks = [
+        *drawn(rng, 256, square=50 / 1.6),
+        *(next(drawn(rng, 1, square=50 / 160, first=step)) for step in range(257, 4352, 4)),
+    ]
+    now = latest(blocks)
+    assert (now.first_step, now.last_step) == (3265, 4349)
+    early, late = scale_of(blocks[:256]), scale_of(blocks[256:])
+    wanted = early.samples, late.samples
+    assert 0.6 * wanted[1] < mean_over([early, late], 16) < wanted[1]
+
+
 def test_too_few_steps_tell_nothing():
     rng = np.random.default_rng(6)
     blocks = list(drawn(rng, LEAST_STEPS))
