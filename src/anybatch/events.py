@@ -54,6 +54,11 @@ class StepDone(Event):
     `rank_seconds` is how long each rank computed (on CUDA in the step before), where there are several;
     of the `seconds` rank 0 waited `data_seconds` for its samples, and knew `agreed_seconds` after it
     had begun to compute that all ranks were through.
+
+    `part_grad_norm` is the norm that the gradient of a part of the step has by itself, a part being
+    the first micro-batch of a rank, of the weight `part_weight`: over the ranks the mean of the
+    weights, and the root of the mean of the squares, each by its weight. Both are None where that was
+    not there to measure. Beside `grad_norm` it tells how noisy gradients are (`anybatch.insight`).
     """
 
     kind: ClassVar[str] = "step"
@@ -73,6 +78,8 @@ class StepDone(Event):
     rank_seconds: tuple[float, ...] = ()
     data_seconds: float = 0.0
     agreed_seconds: float = 0.0
+    part_weight: float | None = None
+    part_grad_norm: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,18 @@ from torch import Tensor, nn
 from anybatch.engine import checked_seconds
 from anybatch.errors import AnybatchError, InputError, PeerLost
 from anybatch.estimate import remember
-from anybatch.events import Evaluated, Event, Resumed, RunEnded, RunStarted, Said, Sink
+from anybatch.events import (
+    Evaluated,
+    Event,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Said,
+    Sink,
+    StepDone,
+)
+from anybatch.insight.noise import NoiseScale, latest
+from anybatch.insight.noise_series import Block, Series
 from anybatch.keeping import DEFAULT_EVERY, Every, kept
 from anybatch.launch import call, find
 from anybatch.parallel import exchange as tell
@@ -70,6 +81,7 @@ class Result:
         started, ended: the first and last event; predicted and measured figures are in `ended`.
         evaluation: the last evaluation, or None without held-out data.
         folder: the run folder, or None.
+        noise: what the steps of this call tell of the noise in their gradients, see `insight`.
     """
 
     model: nn.Module
@@ -78,6 +90,13 @@ class Result:
     ended: RunEnded
     evaluation: Evaluated | None
     folder: Path | None
+    noise: Sequence[Block] = ()
+
+    @property
+    def noise_scale(self) -> NoiseScale | None:
+        """The gradient noise scale over the last quarter of the run, by which a batch is judged; None
+        if it was not measured, or not long enough."""
+        return latest(self.noise)
 
     @property
     def loss(self) -> float:
@@ -415,8 +434,8 @@ class _Job:
             finished = False
             try:
                 with kept(session, keeping.every, out) as steps:
-                    for _ in steps:
-                        pass
+                    for done in steps:
+                        recorder(done)
                     if task.valid is not None:
                         done = session.last_evaluation if session.evaluated_now else None
                         recorder(done or session.evaluate())
@@ -476,9 +495,12 @@ class _Recorder:
         self.started: RunStarted | None = None
         self.evaluation: Evaluated | None = None
         self.ended: RunEnded | None = None
+        self._noise = Series()
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
+        if isinstance(event, StepDone):
+            self._noise(event)
+        elif isinstance(event, RunStarted):
             self.started = event
         elif isinstance(event, Evaluated):
             self.evaluation = event
@@ -489,7 +511,8 @@ class _Recorder:
         """All of it."""
         assert self.started is not None
         assert self.ended is not None
-        return Result(model, plan, self.started, self.ended, self.evaluation, folder)
+        noise = self._noise.blocks
+        return Result(model, plan, self.started, self.ended, self.evaluation, folder, noise)
 
 
 def _and(display: Display | None) -> Sequence[Sink]:

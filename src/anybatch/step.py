@@ -87,8 +87,10 @@ class Outcome:
         grad_norm: 2-norm of the gradient before clipping.
         num_micro_batches: forward passes that it took, on this rank.
         seconds: time that it took, on this rank.
+        part_weight, part_grad_norm: see `events.StepDone`.
 
-    With several ranks, all but the last two are over all ranks, and the same on each.
+    With several ranks, all but `num_micro_batches` and `seconds` are over all ranks, and the same on
+    each.
     """
 
     loss: float
@@ -97,6 +99,8 @@ class Outcome:
     grad_norm: float
     num_micro_batches: int
     seconds: float
+    part_weight: float | None = None
+    part_grad_norm: float | None = None
 
 
 class Step:
@@ -233,6 +237,8 @@ class Step:
             grad_norm=done.grad_norm,
             num_micro_batches=len(source.ranges),
             seconds=time.perf_counter() - begun,
+            part_weight=done.part_weight,
+            part_grad_norm=done.part_grad_norm,
         )
 
     def close(self) -> None:

@@ -151,6 +151,7 @@ def train(
 
     from rich.console import Console
 
+    from anybatch.insight.noise_told import lines, unmeasured
     from anybatch.launch import find, parse_nodes, run_command
     from anybatch.parallel import exchange as tell
     from anybatch.parallel import leads
@@ -229,7 +230,15 @@ def train(
                 progress=False,  # here it is, on standard output
                 sinks=[progress],
             )
-        print_result(console, result.started, result.ended, result.evaluation, run_files(folder))
+        print_result(
+            console,
+            result.started,
+            result.ended,
+            result.evaluation,
+            run_files(folder),
+            lines(result.plan, result.noise),
+            unmeasured(result.plan, result.ended.steps),
+        )
 
 
 def _check_alone(options: PlanOptions) -> None:

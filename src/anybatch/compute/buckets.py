@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any, final
 
 import torch
@@ -50,6 +51,8 @@ class Buckets:
         views: the place of each parameter's gradient, in its shape.
         used: for each parameter, whether a backward pass has reached it since `drop`.
         norms: 2-norms of the first buckets, as far as somebody computed them since `drop`.
+        own_norms: 2-norms of pieces that together are all gradients, from before buckets were given
+            away, where that was asked for; else empty.
         late: whether a gradient was still added to after its bucket had been given away. It happens
             with reentrant checkpoints, where one backward pass reaches a parameter more than once.
     """
@@ -64,6 +67,7 @@ class Buckets:
         self.views: list[Tensor] = [torch.empty(0)] * len(self._parameters)
         self.used: list[bool] = [False] * len(self._parameters)
         self.norms: list[Tensor] = []
+        self.own_norms: list[Tensor] = []
         self.late: bool = False
         self._bucket_of: list[int] = [0] * len(self._parameters)
         self._sizes: list[int] = []  # parameters per bucket
@@ -85,6 +89,7 @@ class Buckets:
             param.grad = None
         self.used = [False] * len(self._parameters)
         self.norms.clear()
+        self.own_norms.clear()
         self.late = False
 
     def complete(self) -> None:
@@ -100,14 +105,27 @@ class Buckets:
             self.norms.append(torch.linalg.vector_norm(self.flats[number]))
 
     @contextmanager
-    def giving(self, give: Callable[[int], None]) -> Iterator[None]:
+    def giving(self, give: Callable[[int], None], measured: bool = False) -> Iterator[None]:
         """Around the last backward pass of a step: `give(number)` is called for each bucket as it
-        becomes complete, in their order."""
-        self._give, self._missing, self._given = give, list(self._sizes), 0
+        becomes complete, in their order. `measured`: it is the only one, and `own_norms` are wanted."""
+
+        def measure(number: int) -> None:
+            self.own_norms.append(norm_of([self.flats[number]], wide=True))
+            give(number)
+
+        self._give = measure if measured else give
+        self._missing, self._given = list(self._sizes), 0
         try:
             yield
         finally:
             self._give = None
+        if measured and (rest := self._written_since(self._given)):
+            self.own_norms.append(norm_of(rest, wide=True))
+
+    def _written_since(self, bucket: int) -> list[Tensor]:
+        """The gradients of the parameters that passes have reached, from that bucket on."""
+        places = zip(self.views, self.used, self._bucket_of, strict=True)
+        return [view for view, used, number in places if used and number >= bucket]
 
     def attach(self) -> None:
         """What is in the buckets is the gradient of every parameter."""
@@ -198,6 +216,18 @@ class Buckets:
         else:
             view.copy_(made.to_dense() if made.is_sparse else made)
         param.grad = view
+
+
+@torch.no_grad()
+def norm_of(values: list[Tensor], wide: bool = False) -> Tensor:
+    """2-norm of all together; if `wide`, in float32 at least: that of sums in half precision may leave
+    their range. torch's `get_total_norm` sorts them by device and dtype first, which in a small model
+    takes longer than the norm."""
+    kind = None
+    if wide and any(value.itemsize < 4 for value in values):
+        kind = reduce(torch.promote_types, {value.dtype for value in values}, torch.float32)
+    norms = torch._foreach_norm(values, dtype=kind)
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def piece_of(flat: Tensor, num_ranks: int) -> int:

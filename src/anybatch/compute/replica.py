@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from anybatch.compute import chunked_loss, kernel_choices, no_cache, recompute
 from anybatch.compute.averages import warn_of_reduction
-from anybatch.compute.buckets import Buckets, check_dense
+from anybatch.compute.buckets import Buckets, check_dense, norm_of
 from anybatch.compute.ghost import GhostBatches
 from anybatch.compute.indices import naming_ids
 from anybatch.compute.loss import naming_lost_graphs, read_loss
@@ -254,6 +254,19 @@ class Replica:
         values = [g.coalesce()._values() if g.is_sparse else g for g in found if g is not None]
         return all(bool(value.isfinite().all()) for value in values)
 
+    def sum_norm(self) -> Tensor | None:
+        """2-norm of the sums of gradients so far, of this rank alone, as they would be without any
+        scale (scalar tensor on the device); None: there are none. Neither waits for the device nor
+        changes anything."""
+        own = self._buckets.own_norms if self._buckets is not None else []
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if not gradients:
+            return None
+        norm = norm_of(own or _values(gradients), wide=True) / self._numerics.gradient_factor
+        if self._numerics.scaler is not None:
+            norm = norm / self._numerics.scaler.scale(torch.ones_like(norm))
+        return norm
+
     def finish(self, total_weight: float, clip_norm: float | None) -> Tensor:
         """Turn summed gradients into those of the mean over the global batch, in place.
 
@@ -354,7 +367,7 @@ class Replica:
         known = buckets is not None and len(buckets.norms) == len(buckets.flats)
         if buckets is not None and known and self._numerics.scaler is None:
             return torch.linalg.vector_norm(torch.stack(buckets.norms))
-        norm = _norm(gradients)
+        norm = norm_of(_values(gradients))
         first = next(param.grad for param in self.parameters if param.grad is not None)
         if not isinstance(first, DTensor):
             return norm
@@ -369,9 +382,6 @@ def _own(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    """2-norm of all together. torch's `get_total_norm` sorts them by device and dtype first, which in a
-    small model takes longer than the norm."""
-    # A sparse gradient counts with the rows that came up several times added up.
-    values = [g.coalesce()._values() if g.is_sparse else g for g in gradients]
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
+def _values(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """What norms are of: a sparse gradient counts with the rows that came up several times added up."""
+    return [g.coalesce()._values() if g.is_sparse else g for g in gradients]

@@ -22,6 +22,8 @@ class Committed:
     rank_seconds: tuple[float, ...] = ()
     wished: Wish = Wish.NOTHING
     agreed_seconds: float = 0.0
+    part_weight: float | None = None
+    part_grad_norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ for: numbers are read and added up as they come.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from anybatch.errors import LossError
-from anybatch.parallel import Agreed, Group
+from anybatch.parallel import NUM_FIXED, Agreed, Group
 from anybatch.task import Loss
 
 _CHUNK = 256
@@ -36,6 +36,12 @@ class Totals:
         self._losses = _Series(device, num_parts)
         self._weights = _Series(device, num_parts)
         self._metrics: dict[str, tuple[_Series, _Series]] | None = None
+        self._part: tuple[Tensor, Tensor | float, int] | None = None
+
+    def add_part(self, norm: Tensor, weight: Tensor | float, part: int = 0) -> None:
+        """Take in how large the gradient of the first micro-batch is, of `part` and this `weight`:
+        `norm` is the 2-norm of its sum. Once."""
+        self._part = norm, weight, part
 
     def add(self, loss: Loss, extra: Mapping[str, Any] | None = None, part: int = 0) -> None:
         """Take in one micro-batch, of `part`. `extra` holds further metrics: name to (sum, weight)."""
@@ -58,13 +64,16 @@ class Totals:
         return tuple(self._metrics or ())
 
     def tensor(self) -> Tensor:
-        """float64 `[(3 + 2 * num_metrics) * num_parts]`: loss sum, weight, number of negative weights,
-        and the sum and weight of each metric; each of all parts, one after the other."""
+        """float64 `[(NUM_FIXED + 2 * num_metrics) * num_parts]`: loss sum, weight, number of negative
+        weights, what is known of first micro-batches (see `_first`), and the sum and weight of each
+        metric; each of all parts, one after the other."""
         pairs = [series for pair in (self._metrics or {}).values() for series in pair]
         negative = self._weights.num_negative()
         sums = [*self._losses.totals(), *self._weights.totals(), *negative]
         for series in pairs:
             sums += series.totals()
+        at = 3 * self._num_parts
+        sums[at:at] = self._first(any(isinstance(one, Tensor) for one in sums))
         if not any(isinstance(one, Tensor) for one in sums):
             return torch.tensor(sums, dtype=torch.float64, device=self._device)
         return torch.stack([self._placed(one) for one in sums])
@@ -72,6 +81,25 @@ class Totals:
     def not_finite(self) -> list[int]:
         """Numbers of the micro-batches whose loss or weight is not finite. Waits for the device."""
         return sorted({*self._losses.not_finite(), *self._weights.not_finite()})
+
+    def _first(self, on_device: bool) -> list[Tensor | float]:
+        """Of the first micro-batch the squared norm of its gradient's sum over its weight, the weight,
+        and 1; zeros if it was not taken in or weighs nothing. Sums of these over ranks are those of
+        which means follow by weight."""
+        sums: list[Tensor | float] = [0.0] * (3 * self._num_parts)
+        if self._part is None:
+            return sums
+        norm, weight, part = self._part
+        if on_device or norm.device.type != "cpu":
+            heavy = self._placed(weight)
+            counts = heavy > 0
+            square = torch.where(counts, self._placed(norm).square() / heavy, 0.0)
+            found: Sequence[Tensor | float] = square, heavy, counts
+        else:
+            heavy = float(weight)
+            found = (float(norm) ** 2 / heavy, heavy, 1.0) if heavy > 0 else (0.0, 0.0, 0.0)
+        sums[part :: self._num_parts] = found
+        return sums
 
     def _placed(self, value: Tensor | float) -> Tensor:
         """On the device, without waiting for it, as the copy of a number would."""
@@ -118,7 +146,7 @@ class Names:
         longest = max(agreed.lengths)
         if min(agreed.lengths) == longest:
             return own
-        if self._known is None or len(self._known) * 2 + 3 != longest:
+        if self._known is None or len(self._known) * 2 + NUM_FIXED != longest:
             self._known = max(self._group.exchange(own), key=len)
         return self._known
 
@@ -130,12 +158,27 @@ class Means:
         self.loss_sum: float = values[0]
         self.weight: float = values[1]
         self.num_negative: float = values[2]
-        self._pairs = {n: (values[3 + 2 * i], values[4 + 2 * i]) for i, n in enumerate(names)}
+        self._squares, self._part_weights, self._num_parts = values[3:NUM_FIXED]
+        rest = values[NUM_FIXED:]
+        self._pairs = {n: (rest[2 * i], rest[2 * i + 1]) for i, n in enumerate(names)}
 
     @property
     def loss(self) -> float:
         """Mean loss; NaN if nothing was weighed."""
         return self.loss_sum / self.weight if self.weight else float("nan")
+
+    @property
+    def part_weight(self) -> float | None:
+        """See `StepDone`. None, too, if the only part is the whole."""
+        weight = self._part_weights / self._num_parts if self._num_parts else 0.0
+        return weight if 0 < weight < self.weight else None
+
+    @property
+    def part_grad_norm(self) -> float | None:
+        """See `StepDone`."""
+        if self.part_weight is None:
+            return None
+        return math.sqrt(self._squares / self._part_weights)
 
     @property
     def metrics(self) -> dict[str, float]:

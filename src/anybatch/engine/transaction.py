@@ -36,7 +36,7 @@ from anybatch.engine.rollback import SavedBuffers
 from anybatch.engine.room import Crossing, Room
 from anybatch.engine.sentences import nothing_leaner, too_late
 from anybatch.engine.skips import Skips
-from anybatch.engine.source import Blame, Source
+from anybatch.engine.source import Blame, MicroBatch, Source
 from anybatch.engine.totals import Means, Names, Totals, over_parts
 from anybatch.engine.watch import Watch
 from anybatch.errors import DataError, LossError, NoPlanFits, PeerLost, RankLost
@@ -49,6 +49,9 @@ from anybatch.plans import Plan
 LEAST_LOSS_SCALE = 2.0**-14
 """Below this scale, which is that of float16's smallest normal number, gradients that still overflow
 do so of themselves, not because they were scaled up."""
+
+ALL_MEASURED, MEASURED_EVERY = 256, 4
+"""The noise of gradients is measured in each of so many steps at first, then in one of so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,16 +310,19 @@ class Transactions:
         choice = self.plan.choice
         with self._watch.running():
             for number, micro in enumerate(source.micro_batches(choice)):
+                measured = self._is_measured(micro, staged)
                 if micro.grain is not None:
                     self._randomness.begin_grain(self._step, micro.grain)
                 with (
                     self._naming(staged, number),
                     self._limit.first_pass(choice.kind, micro.batch),
-                    group.last_pass() if micro.last else nullcontext(),
+                    group.last_pass(measured) if micro.last else nullcontext(),
                 ):
                     loss = replica.accumulate(micro.batch, micro.num_samples, micro.ghosts)
                 if micro.num_samples:
                     staged.totals.add(loss, part=micro.part)
+                    if measured and (norm := group.sum_norm(replica, micro.last)) is not None:
+                        staged.totals.add_part(norm, loss.weight, micro.part)
                     staged.numbers.append(number)
                 elif micro.batch is not None:  # run for the others' sake, before all that count
                     self._buffers.put_back()
@@ -327,6 +333,16 @@ class Transactions:
                 del micro  # so that it is gone while the next one is loaded
                 group.between_passes()
                 replica.phase = "loading"
+
+    def _is_measured(self, micro: MicroBatch, staged: Staged) -> bool:
+        """Whether to look, after this pass, how large the gradient of so few samples is: after the
+        first one on this rank, if its samples are a part of the step, and one like any other, not the
+        longest of all. It reads every gradient once, which costs some percent of a step that does
+        little else: so later on only some steps are measured."""
+        is_due = self._step < ALL_MEASURED or self._step % MEASURED_EVERY == 0
+        is_first = bool(micro.num_samples) and not staged.numbers
+        is_whole = micro.last and self._group.size == 1
+        return is_due and is_first and not is_whole and micro.padded is None
 
     @contextmanager
     def _naming(self, staged: Staged, number: int) -> Iterator[None]:
@@ -356,7 +372,14 @@ class Transactions:
             self._has_updated = True
             self._group.committed(replica)
             return Committed(
-                means.loss, means.weight, means.metrics, norm, agreed.notes, agreed.wished
+                means.loss,
+                means.weight,
+                means.metrics,
+                norm,
+                agreed.notes,
+                agreed.wished,
+                part_weight=means.part_weight,
+                part_grad_norm=means.part_grad_norm,
             )
         assert scale is not None
         self._put_back()

@@ -1,6 +1,7 @@
 """How ranks act as one: see `group.py`."""
 
 from anybatch.parallel.choose import group_of as group_of
+from anybatch.parallel.group import NUM_FIXED as NUM_FIXED
 from anybatch.parallel.group import Agreed as Agreed
 from anybatch.parallel.group import Group as Group
 from anybatch.parallel.group import SingleDevice as SingleDevice

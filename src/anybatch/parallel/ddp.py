@@ -120,9 +120,14 @@ class Ddp(Group):
         finally:
             self._synchronising = False
 
-    def last_pass(self) -> AbstractContextManager[None]:
+    def last_pass(self, measured: bool = False) -> AbstractContextManager[None]:
         """See `Group`."""
         return self._last_pass()
+
+    def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
+        """See `Group`: None after the last pass, in which DDP adds up over the ranks, and for PowerSGD,
+        which makes something else of the sums."""
+        return None if last or self._exchange.compress == "powersgd" else replica.sum_norm()
 
     def gather(self, failed: bool) -> None:
         """See `Group`: DDP has done it, or is given what it waits for."""

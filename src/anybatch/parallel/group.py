@@ -29,6 +29,9 @@ from anybatch.parallel.told import together
 
 T = TypeVar("T")
 
+NUM_FIXED = 6
+"""Totals of every rank that has any; the metrics of the task follow. The second is the weight."""
+
 
 class Wish(IntFlag):
     """What a rank wants all ranks to do together after a step."""
@@ -104,8 +107,9 @@ class Group(ABC):
     def begin(self) -> None:  # noqa: B027
         """An attempt at a step begins."""
 
-    def last_pass(self) -> AbstractContextManager[None]:
-        """Around the last pass of this rank in a step."""
+    def last_pass(self, measured: bool = False) -> AbstractContextManager[None]:
+        """Around the last pass of this rank in a step. `measured`: it is the only one, and `sum_norm`
+        is asked for after it."""
         return nullcontext()
 
     def between_passes(self) -> None:  # noqa: B027
@@ -114,6 +118,12 @@ class Group(ABC):
     def part_staged(self, part: int, held: Held) -> None:  # noqa: B027
         """The passes of `part` of a reproducible step are over. May run out of memory. If another part
         follows, buffers are put back to what they `held` when the step began."""
+
+    def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
+        """Right after a pass, the `last` of this rank in the step or not: the 2-norm of what its own
+        passes have added up so far (scalar tensor on the device); None where that is not there by
+        itself, or is no part of what the step makes of it."""
+        return replica.sum_norm()
 
     def staged(self, held: Held) -> None:  # noqa: B027
         """This rank's passes are over. `held` tells what buffers held when the step began. May run out

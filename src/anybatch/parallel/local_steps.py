@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from anybatch.compute import Replica
 from anybatch.compute.buckets import Buckets
-from anybatch.parallel.group import Agreed, Group, Wish
+from anybatch.parallel.group import NUM_FIXED, Agreed, Group, Wish
 from anybatch.parallel.sums import Sums
 from anybatch.parallel.vote import Vote, calling, exchange, same_weights, wish_of
 from anybatch.plans import Outer
@@ -78,7 +78,7 @@ class LocalSteps(Group):
         self._num_steps = 0
         self._weight = 0.0  # of what was learned from in this round
         self._weight_of_step = 0.0
-        self._last = [0.0, 1.0, 0.0]
+        self._last = [0.0, 1.0, *[0.0] * (NUM_FIXED - 2)]
         self._buckets: Buckets | None = None
         self._parameters: list[nn.Parameter] = []
         self._start: list[Tensor] = []
@@ -101,6 +101,10 @@ class LocalSteps(Group):
     def begin(self) -> None:
         """See `Group`."""
         self._within_step = True
+
+    def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
+        """See `Group`: there is no gradient of the global batch."""
+        return None
 
     def gather(self, failed: bool) -> None:
         """Nothing is gathered within a round."""

@@ -89,12 +89,18 @@ class Replicate(Group):
         if self._buffers is not None:
             self._buffers.staged(held)
 
-    def last_pass(self) -> AbstractContextManager[None]:
+    def last_pass(self, measured: bool = False) -> AbstractContextManager[None]:
         """See `Group`."""
         if self._buckets is None or not self.overlaps:
             return nullcontext()
         flats = self._buckets.flats
-        return self._buckets.giving(lambda number: self._sums.start(flats[number]))
+        return self._buckets.giving(lambda number: self._sums.start(flats[number]), measured)
+
+    def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
+        """See `Group`: of an only pass, in which buckets were sent, from before they were. None where
+        norms are synchronised: then what a rank adds up depends on the samples of the others."""
+        crossing = last and self.overlaps and not (self._buckets and self._buckets.own_norms)
+        return None if crossing or self._norms is not None else replica.sum_norm()
 
     def gather(self, failed: bool) -> None:
         """See `Group`. What is sent here arrives in `agree`, together with the vote."""

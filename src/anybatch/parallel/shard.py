@@ -169,7 +169,7 @@ class Shard(Group):
         if self._at_last:
             self._add_up(False)
 
-    def last_pass(self) -> AbstractContextManager[None]:
+    def last_pass(self, measured: bool = False) -> AbstractContextManager[None]:
         """See `Group`."""
         return self._adding_up() if self._at_last else nullcontext()
 
@@ -177,6 +177,10 @@ class Shard(Group):
         """See `Group`."""
         if self._buffers is not None:
             self._buffers.staged(held)
+
+    def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
+        """See `Group`: what a rank holds is its part of sums over all of them."""
+        return None
 
     def gather(self, failed: bool) -> None:
         """See `Group`. Within a machine gradients were added up in the passes."""

@@ -93,6 +93,10 @@ class Stale(Group):
         if self._buffers is not None:
             self._buffers.staged(held)
 
+    def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
+        """See `Group`: a step applies the gradient of the one before."""
+        return None
+
     def gather(self, failed: bool) -> None:
         """The gradients of the step before are there when this returns."""
         with calling("while gradients were added up"):

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from anybatch.errors import PeerLost
 from anybatch.oom import is_memory_error
-from anybatch.parallel.group import Agreed, Wish
+from anybatch.parallel.group import NUM_FIXED, Agreed, Wish
 
 T = TypeVar("T")
 
-_INLINE = 3 + 2 * 8
-"""Totals that travel with the vote itself: loss, weight, and eight metrics. More take a second sum."""
+_INLINE = NUM_FIXED + 2 * 8
+"""Totals that travel with the vote itself: the fixed ones and eight metrics. More take a second sum."""
 
 
 @final

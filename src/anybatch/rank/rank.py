@@ -542,6 +542,8 @@ class Rank:
             rank_seconds=done.rank_seconds if self._group.size > 1 else (),
             data_seconds=waited,
             agreed_seconds=done.agreed_seconds if self._group.size > 1 else 0.0,
+            part_weight=done.part_weight,
+            part_grad_norm=done.part_grad_norm,
         )
         self._sink(event)
         self._starving.observe(self._position.step, seconds, waited)

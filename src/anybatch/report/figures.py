@@ -102,7 +102,7 @@ def _bar(row: str, value: float, name: str, color: str, text: str) -> dict[str, 
         "type": "bar",
         "orientation": "h",
         "y": [row],
-        "x": [_rounded(value)],
+        "x": [rounded(value)],
         "name": escaped(name),
         "marker": {"color": color, "line": {"width": 1, "color": "--card"}},
         "hovertemplate": f"{escaped(name)}: {text}<extra></extra>",
@@ -128,11 +128,11 @@ def loss(record: Record) -> Figure | None:
             traces.append(_line(steps, smoothed, "training, smoothed", "--blue"))
     if held_out:
         traces.append(_points(held_out, "held-out", "--amber"))
-    layout = _curve_layout("loss", record, steps)
+    layout = curve_layout("loss", record, steps)
     levels = [*smoothed.tolist(), *(value for _, value in held_out)]
     levels = [value for value in levels if math.isfinite(value)]
     if levels and min(levels) > 0 and max(levels) / min(levels) > 50:
-        ticks = _round_numbers(min(levels), max(levels))
+        ticks = round_numbers(min(levels), max(levels))
         layout["yaxis"] = {"title": {"text": "loss (logarithmic)"}, "type": "log", **ticks}
     said = [_course("Training loss", smoothed)]
     if held_out:
@@ -163,7 +163,7 @@ def metrics(record: Record) -> list[Figure]:
             traces.append(_points(held_out, "held-out", "--amber"))
             values = np.array([value for _, value in held_out])
             said.append(_course(f"Held-out {name}", values))
-        layout = _curve_layout("", record, steps)
+        layout = curve_layout("", record, steps)
         figures.append(
             Figure(f"metric-{index}", name, " ".join(said), {"data": traces, "layout": layout})
         )
@@ -207,7 +207,7 @@ def optimisation(record: Record) -> list[Figure]:
     figures = []
     if record.num_steps:
         rate = record.column("learning_rate")
-        layout = _curve_layout("", record, record.column("step"), marks=False)
+        layout = curve_layout("", record, record.column("step"), marks=False)
         layout["yaxis"]["rangemode"] = "tozero"
         trace = _line(record.column("step"), rate, "learning rate", "--rose")
         alt = f"From {rate[0]:.3g} to {rate[-1]:.3g}, at most {rate.max():.3g}."
@@ -235,21 +235,19 @@ def _curve(
         ]
     else:
         traces = [_line(steps, values, "each step", color)]
-    layout = _curve_layout(unit, record, steps)
+    layout = curve_layout(unit, record, steps)
     layout["yaxis"]["rangemode"] = "tozero"
     if len(steps) > 20:
         # One slow first step must not press the rest of the curve flat.
         finite = values[np.isfinite(values)]
         top = 1.3 * float(np.quantile(finite, 0.98)) if len(finite) else 0.0
         if top > 0 and float(finite.max()) > 2 * top:
-            layout["yaxis"]["range"] = [0, _rounded(top)]
+            layout["yaxis"]["range"] = [0, rounded(top)]
     spec = {"data": traces, "layout": {**layout, "showlegend": False}}
     return Figure(name, title, alt, spec)
 
 
-def _curve_layout(
-    y_title: str, record: Record, steps: Floats, marks: bool = True
-) -> dict[str, Any]:
+def curve_layout(y_title: str, record: Record, steps: Floats, marks: bool = True) -> dict[str, Any]:
     layout: dict[str, Any] = {
         "hovermode": "x unified",
         "xaxis": {"title": {"text": "step"}, "tickformat": ",d"},
@@ -281,7 +279,7 @@ def _line(xs: Floats, ys: Floats, name: str, color: str, width: float = 2) -> di
         "type": "scatter",
         "mode": "lines" if len(xs) > 1 else "markers",
         "x": [int(x) for x in xs],
-        "y": [_rounded(y) for y in ys],
+        "y": [rounded(y) for y in ys],
         "name": escaped(name),
         "line": {"width": width, "color": color},
         "marker": {"size": 8, "color": color},
@@ -331,7 +329,7 @@ def candidates(plan: Plan) -> Figure | None:
     y_axis, ys = _range_axis(f"predicted step, {second_unit}", [s / second_scale for _, s in told])
     if budget:
         # A trace, not a shape: it has an entry in the legend.
-        at = _rounded(budget / per_byte)
+        at = rounded(budget / per_byte)
         traces.insert(0, {"type": "scatter", "mode": "lines", "x": [at, at], "y": ys,
                           "name": "budget", "line": {"color": "--red", "width": 1.5},
                           "hoverinfo": "skip"})  # fmt: skip
@@ -358,8 +356,8 @@ def _steps(plan: Plan, scales: tuple[float, float]) -> dict[str, Any]:
         "type": "scatter",
         "mode": "lines",
         "name": "frontier",
-        "x": [_rounded(point.peak_bytes / scales[0]) for point in plan.frontier],
-        "y": [_rounded(point.step_seconds / scales[1]) for point in plan.frontier],
+        "x": [rounded(point.peak_bytes / scales[0]) for point in plan.frontier],
+        "y": [rounded(point.step_seconds / scales[1]) for point in plan.frontier],
         "line": {"width": 1.5, "color": "--teal", "shape": "hv", "dash": "dot"},
         "hoverinfo": "skip",
     }
@@ -373,8 +371,8 @@ def _dots(
         "type": "scatter",
         "mode": "markers",
         "name": name,
-        "x": [_rounded(_peak(c) / scales[0]) for c in group],
-        "y": [_rounded(c.step_seconds / scales[1]) for c in group],
+        "x": [rounded(_peak(c) / scales[0]) for c in group],
+        "y": [rounded(c.step_seconds / scales[1]) for c in group],
         "text": [_hover(c.choice, _peak(c), c.step_seconds, c.reason) for c in group],
         "hovertemplate": "%{text}<extra></extra>",
         "marker": {"size": 9, "color": color, "symbol": symbol, "opacity": 0.8},
@@ -388,8 +386,8 @@ def _star(
         "type": "scatter",
         "mode": "markers",
         "name": "the plan",
-        "x": [_rounded(peak_bytes / scales[0])],
-        "y": [_rounded(seconds / scales[1])],
+        "x": [rounded(peak_bytes / scales[0])],
+        "y": [rounded(seconds / scales[1])],
         "text": [_hover(choice, peak_bytes, seconds, "the plan")],
         "hovertemplate": "%{text}<extra></extra>",
         "marker": {
@@ -420,12 +418,12 @@ def _range_axis(
         "title": {"text": title},
         "type": "log",
         "range": [math.log10(end) for end in ends],
-        **_round_numbers(*ends),
+        **round_numbers(*ends),
     }
-    return axis, [_rounded(end) or end for end in ends]
+    return axis, [rounded(end) or end for end in ends]
 
 
-def _round_numbers(low: float, high: float) -> dict[str, Any]:
+def round_numbers(low: float, high: float) -> dict[str, Any]:
     """Ticks at 1, 2 and 5 times the powers of ten; fewer where they would crowd."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     digits = (1, 2, 5) if len(powers) <= 4 else (1,)
@@ -510,7 +508,7 @@ def _second_scale(largest: float) -> tuple[float, str]:
     return 1e-6, "µs"
 
 
-def _rounded(value: float) -> float | None:
+def rounded(value: float) -> float | None:
     """Six digits are more than a screen shows; JSON knows no other numbers than finite ones."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 

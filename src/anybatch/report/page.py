@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,10 @@ from anybatch.events import (
     Tried,
 )
 from anybatch.files import write_whole
+from anybatch.insight.noise_series import Block
+from anybatch.insight.noise_told import lines, unmeasured
 from anybatch.plans import Plan
-from anybatch.report import figures, sheet
+from anybatch.report import figures, noise_figure, sheet
 from anybatch.report.log import iterate
 from anybatch.report.record import Record
 from anybatch.report.sentences import (
@@ -86,7 +88,8 @@ def write(folder: str | os.PathLike[str]) -> Path:
 
 
 def _render(plan: Plan, record: Record) -> str:
-    drawn = _figures(plan, record)
+    noise = record.noise()
+    drawn = _figures(plan, record, noise)
     specs = {figure.id: figure.spec for group in drawn.values() for figure in group}
     return sheet.render(
         "page.html.jinja",
@@ -100,6 +103,8 @@ def _render(plan: Plan, record: Record) -> str:
         figures=drawn,
         specs=specs,
         evaluated=bool(record.evaluations),
+        batch=lines(plan, noise),
+        unmeasured=unmeasured(plan, record.num_steps),
         events=_events(record),
         rejected=_rejected(plan),
         commands=_each_once(start.command for start in record.starts),
@@ -107,15 +112,17 @@ def _render(plan: Plan, record: Record) -> str:
     )
 
 
-def _figures(plan: Plan, record: Record) -> dict[str, list[figures.Figure]]:
+def _figures(plan: Plan, record: Record, noise: Sequence[Block]) -> dict[str, list[figures.Figure]]:
     memory = figures.memory(plan, _measured_peak(record))
     loss = figures.loss(record)
     candidates = figures.candidates(plan)
+    scale = noise_figure.over_run(noise, plan.task.global_batch)
     return {
         "memory": [memory] if memory else [],
         "loss": [loss] if loss else [],
         "metrics": figures.metrics(record),
         "speed": [*figures.speed(record), *figures.optimisation(record)],
+        "noise": [scale] if scale else [],
         "candidates": [candidates] if candidates else [],
     }
 

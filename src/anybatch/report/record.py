@@ -8,18 +8,20 @@ both.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from anybatch.events import Evaluated, Event, RunEnded, RunStarted, StepDone
+from anybatch.insight.noise_series import Block, Series, block_of
 from anybatch.report.curves import Floats
 
 # What is kept of every step; None becomes not-a-number.
 _COLUMNS = (
     *("step", "loss", "learning_rate", "grad_norm", "samples"),
     *("seconds", "data_seconds", "memory_bytes"),
+    *("weight", "part_weight", "part_grad_norm"),
 )
 
 
@@ -83,6 +85,14 @@ class Record:
     def column(self, name: str) -> Floats:
         """One value per step of that field of `StepDone`, not-a-number where there was none."""
         return np.array(self._columns[name], dtype=np.float64)
+
+    def noise(self) -> Sequence[Block]:
+        """What the steps tell of the noise in their gradients."""
+        series = Series()
+        names = ("step", "samples", "weight", "grad_norm", "part_weight", "part_grad_norm")
+        for step, *rest in zip(*(self._columns[name] for name in names), strict=True):
+            series.add(block_of(int(step), *rest))
+        return series.blocks
 
     def metric(self, name: str) -> Floats:
         """One value per step of a metric of training."""

@@ -65,11 +65,18 @@ def print_result(
     ended: RunEnded,
     last_evaluation: Evaluated | None,
     files: Mapping[str, Path],
+    batch: Sequence[tuple[str, str]] = (),
+    unmeasured: str = "",
 ) -> None:
-    """Print what came of a run: how far and how well, predicted beside measured, and `files` (what
-    a file is -> where it is)."""
+    """Print what came of a run: how far and how well, predicted beside measured, whether the batch was
+    worth it (lines of `insight.noise_told`; without any, why it is not known), and `files` (what a file
+    is -> where it is)."""
     print_section(console, "Result", pairs(_outcome(started, ended, last_evaluation)))
     print_section(console, "Predicted and measured", _predicted_and_measured(ended))
+    if batch:
+        print_section(console, "Is the batch worth it", pairs(batch))
+    elif unmeasured:
+        print_section(console, "Is the batch worth it", Text(unmeasured))
     if files:
         folders = {path.parent for path in files.values()}
         common = folders.pop() if len(folders) == 1 else None

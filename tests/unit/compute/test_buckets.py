@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from anybatch.compute import Replica
 from anybatch.compute import buckets as module
-from anybatch.compute.buckets import Buckets
+from anybatch.compute.buckets import Buckets, norm_of
 from anybatch.plans import Choice
 
 
@@ -155,3 +155,10 @@ def test_gradients_are_divided_and_clipped_as_by_hand(flat: bool, measured: bool
         assert torch.allclose(mine.grad, other.grad, rtol=1e-12, atol=0)
     replica.close()
     assert all(param.grad is None for param in model.parameters())
+
+
+def test_the_norm_of_half_precision_sums_may_be_taken_beyond_their_range():
+    values = [torch.full((4,), 40_000.0, dtype=torch.float16), torch.ones(3, dtype=torch.float64)]
+    assert not norm_of(values[:1]).isfinite()
+    assert norm_of(values[:1], wide=True).item() == 80_000
+    assert norm_of(values, wide=True).item() == pytest.approx((80_000.0**2 + 3) ** 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from collections.abc import Iterable
 from html.parser import HTMLParser
@@ -350,3 +351,51 @@ def test_a_folder_without_a_run_is_an_input_error(tmp_path: Path):
     make_plan().save(tmp_path / "plan.json")
     with pytest.raises(InputError, match=r"events\.jsonl cannot be read"):
         write(tmp_path)
+
+
+def noisy(steps: int, scale: float = 1000.0, spread: float = 0.05) -> list[Event]:
+    """A run whose gradients have that noise scale, scattered a little."""
+    draw = random.Random(0)
+    return [
+        make_step(
+            number,
+            grad_norm=math.sqrt(1 + scale / 4096) * draw.gauss(1, spread),
+            part_weight=512.0,
+            part_grad_norm=math.sqrt(1 + scale / 512) * draw.gauss(1, spread),
+        )
+        for number in range(1, steps + 1)
+    ]
+
+
+def test_the_noise_scale_is_drawn_with_its_interval_beside_the_batch(tmp_path):
+    page = page_of(tmp_path, [make_start(), *noisy(200), make_end()])
+    band, curve = page.specs["noise-scale"]["data"]
+    lines = page.specs["noise-scale"]["layout"]["shapes"]
+    assert [line["y0"] for line in lines] == [4096]
+    assert len(curve["x"]) == 6
+    assert all(400 < value < 2500 for value in curve["y"])
+    assert min(band["y"]) < min(curve["y"]) < max(curve["y"]) < max(band["y"])
+    assert max(band["x"]) == 200
+    assert "x the fewest steps" in page.text
+
+
+def test_where_only_a_lower_end_is_known_the_band_is_open(tmp_path):
+    page = page_of(tmp_path, [make_start(), *noisy(50, 1e6, 0.3), make_end()])
+    band, curve = page.specs["noise-scale"]["data"]
+    assert curve["y"] == [None] * len(curve["x"])
+    assert math.log10(max(band["y"])) == pytest.approx(
+        page.specs["noise-scale"]["layout"]["yaxis"]["range"][1], abs=1e-4
+    )
+    assert "only the lower end is known" in page.text
+
+
+def test_steps_that_were_done_again_are_in_it_once(tmp_path):
+    once = page_of(tmp_path / "once", [make_start(), *noisy(200), make_end()])
+    again = [make_start(), *noisy(150, scale=9e4), make_start(), *noisy(200), make_end()]
+    assert page_of(tmp_path / "again", again).specs["noise-scale"] == once.specs["noise-scale"]
+
+
+def test_a_log_from_before_it_was_measured_says_so(tmp_path):
+    page = page_of(tmp_path, make_events())
+    assert "noise-scale" not in page.specs
+    assert "The noise scale was not measured" in page.text

@@ -200,6 +200,16 @@ def test_a_peak_over_the_prediction_has_a_negative_error():
     assert "8.00 GiB 10.0 GiB -20.0%" in words(result(ended=end))
 
 
+def test_whether_the_batch_was_worth_it_is_told_or_why_it_is_not_known():
+    rest = make_start(), make_end(), None, {}
+    told = printed(print_result, *rest, [("noise scale", "820 samples (640 to 1,100)")], "unknown")
+    assert "Is the batch worth it noise scale 820 samples (640 to 1,100)" in words(told)
+    assert "unknown" not in told
+    reason = "The noise scale was not measured: there is one micro-batch."
+    assert reason in words(printed(print_result, *rest, [], reason))
+    assert "worth it" not in printed(print_result, *rest)
+
+
 def result(
     ended: Any = None,
     evaluation: Evaluated | None = make_evaluation(200),  # noqa: B008
