@@ -36,8 +36,8 @@ _PCIE_BYTES = {"7": 16e9, "8": 32e9, "9": 64e9}
 compute capability: what joins a device to its host, also where several have a link of their own."""
 
 _LATENCY_SECONDS = {"cuda": 2e-5, "cpu": 1.5e-4}
-"""What one hop between ranks takes however little it carries: over NCCL, and over gloo on one machine (a
-sum of 4 to 200 KB on two ranks took 0.2 to 0.35 ms, which is two hops)."""
+"""What one hop between ranks takes however little it carries: over NCCL, and over gloo on one machine
+(a sum of 4 to 200 KB on two ranks took 0.2 to 0.35 ms, which is two hops)."""
 
 _MEETING_SECONDS = 4e-4
 """What one meeting of ranks inside a norm takes, which the host waits for: two small exchanges and what
