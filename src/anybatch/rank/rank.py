@@ -521,7 +521,7 @@ class Rank:
         self._advance(data)
         seconds, waited = time.perf_counter() - begun, reading + source.waited_seconds
         self._record.took(seconds, waited, max(0.0, idle), source.kept.num_samples)
-        if self._group.size > 1:
+        if self._group.size > 1 and not self._group.diverges:  # else ranks meet now and then only
             ranks = done.agreed_seconds, done.rank_seconds
             self._record.shared(parts_of(seconds, *ranks, source.waited_seconds, reading))
         event = StepDone(
