@@ -33,7 +33,7 @@ from anybatch.report import read  # noqa: E402
 
 BATCHES = (64, 256, 1024)
 RATES_MBIT = (None, 1000, 200)
-MICRO_BATCH = 64
+MICRO_BATCH = 32
 DEADLINE_SECONDS = 600.0
 
 
