@@ -135,18 +135,20 @@ def table(found: list[dict[str, Any]]) -> str:
     """The result as Markdown."""
     parts = list(found[0]["parts"])
     lines = [
-        "| global batch | cable | one rank (ms) | two (ms) | faster by | "
+        "| global batch | cable | one rank (ms) | two (ms) | predicted | faster by | "
         + " | ".join(f"{part} (ms)" for part in parts)
-        + " | limited by |",
-        "|---:|---:|---:|---:|---:|" + "---:|" * len(parts) + "---|",
+        + " | predicted exchange | limited by |",
+        "|---:|---:|---:|---:|---:|---:|" + "---:|" * len(parts) + "---:|---|",
     ]
     for row in found:
         rate = "as it is" if row["rate_mbit"] is None else f"{row['rate_mbit']} Mbit/s"
         spent = " | ".join(f"{1e3 * row['parts'][part]:.1f}" for part in parts)
         lines.append(
             f"| {row['global_batch']} | {rate} | {1e3 * row['one_seconds']:.1f}"
-            f" | {1e3 * row['two_seconds']:.1f} | {row['one_seconds'] / row['two_seconds']:.2f}"
-            f" | {spent} | {row['limited_by'].split(' of a step')[0]} |"
+            f" | {1e3 * row['two_seconds']:.1f} | {1e3 * row['predicted_two_seconds']:.1f}"
+            f" | {row['one_seconds'] / row['two_seconds']:.2f} | {spent}"
+            f" | {1e3 * row['predicted_parts']['exchange']:.1f}"
+            f" | {row['limited_by'].split(' of a step')[0]} |"
         )
     return "\n".join(lines) + "\n"
 
