@@ -9,11 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from anybatch.data import ghosts
-from anybatch.estimate.allocator import passing_bytes
+from anybatch.estimate.allocator import Taken, passing_bytes
 from anybatch.estimate.family import Family, Traced
 from anybatch.estimate.kernels import PRIMITIVE_BYTES, made_for_sizes
 from anybatch.estimate.kinds import OVERHEAD
-from anybatch.estimate.peak import Peak, allocator_of, context_bytes_of, method_on, peak_of
+from anybatch.estimate.peak import (
+    Peak,
+    allocator_of,
+    context_bytes_of,
+    method_on,
+    peak_at,
+    peak_of,
+)
 from anybatch.estimate.pieces import cut_finer, tensors
 from anybatch.estimate.stage import num_traced, trace_evaluation, trace_step
 from anybatch.estimate.stage_setup import cut_of
@@ -87,8 +94,10 @@ def footprint(subject: Subject, choice: Choice, device: Device) -> Footprint:
     Raises whatever the model or loss raises on fake tensors.
     """
     traced = traced_step(subject, choice, device)
+    taken = allocator_of(device).replay(traced.timeline)
+    beside = beside_training(subject, choice, traced, taken, device)
     return Footprint(
-        peak=peak_of(traced, beside_training(subject, choice, traced, device), device),
+        peak=peak_at(traced, taken, beside, device),
         commit_bytes=traced.commit_bytes,
         method=method_on(subject.as_traced(device)),
         kernel_bytes=traced.shape_bytes.forward + traced.shape_bytes.backward,
@@ -120,9 +129,10 @@ def as_run(traced: Traced, subject: Subject, choice: Choice, device: Device) -> 
 
 
 def beside_training(
-    subject: Subject, choice: Choice, traced: Traced, device: Device
+    subject: Subject, choice: Choice, traced: Traced, taken: Taken, device: Device
 ) -> dict[str, int]:
-    """Bytes by kind that stay with the process while it trains, beside the tensors of `traced`."""
+    """Bytes by kind that stay with the process while it trains, beside the tensors of `traced`, for
+    which the allocator has `taken` so much."""
     sizes = subject.course.num_sizes(choice.micro_batch, subject.whole)
     shapes = traced.shape_bytes
     one = shapes.forward + shapes.backward
@@ -145,7 +155,7 @@ def beside_training(
     if between is not None:
         beside[OVERHEAD] += _holes(between.timeline)
     if device.kind == "cpu":
-        beside[OVERHEAD] += _holes_of_large(traced.timeline, device)
+        beside[OVERHEAD] += _holes_of_large(traced.timeline, taken)
     return beside
 
 
@@ -194,14 +204,14 @@ def _left_in_heap(subject: Subject, choice: Choice, training: Traced, device: De
     key = _others(choice), choice.micro_batch, device
     if key not in subject.left:
         timeline = training.timeline
-        heap = allocator_of(device).replay(timeline).heap_bytes
+        taken = allocator_of(device).replay(timeline)
         stays = sum(
             block.num_bytes
             for block in timeline.blocks
             if block.num_bytes < MMAP_THRESHOLD and block.died is None
         )
-        holes = _holes(timeline) + _holes_of_large(timeline, device)
-        subject.left[key] = max(0, heap - stays) + holes
+        holes = _holes(timeline) + _holes_of_large(timeline, taken)
+        subject.left[key] = max(0, taken.heap_bytes - stays) + holes
     return subject.left[key]
 
 
@@ -256,7 +266,7 @@ def _holes(timeline: Timeline) -> int:
     return min(passing, _ALL_HOLES + max(0, passing - _ALL_HOLES) // 2)
 
 
-def _holes_of_large(timeline: Timeline, device: Device) -> int:
+def _holes_of_large(timeline: Timeline, taken: Taken) -> int:
     """What it holds beside blocks just above the threshold: glibc looks into its holes before it maps
     one. Small blocks then find theirs taken, go to the heap's end, and leave larger holes there for the
     next step."""
@@ -264,8 +274,7 @@ def _holes_of_large(timeline: Timeline, device: Device) -> int:
     passing = passing_bytes(seen, 2 * MMAP_THRESHOLD) - passing_bytes(seen, MMAP_THRESHOLD)
     if passing < _FEW:
         return 0
-    in_heap = allocator_of(device).replay(timeline).large_in_heap_bytes
-    return round(_DRIFT * min(passing, _IN_HEAP * in_heap))
+    return round(_DRIFT * min(passing, _IN_HEAP * taken.large_in_heap_bytes))
 
 
 def _others(choice: Choice) -> Choice:

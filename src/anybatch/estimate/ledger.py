@@ -187,7 +187,7 @@ def ledger(subject: Subject, choice: Choice, device: Device) -> Ledger:
     """
     traced = as_run(trace_step(subject, choice, device), subject, choice, device)
     taken = allocator_of(device).replay(traced.timeline)
-    beside = beside_training(subject, choice, traced, device)
+    beside = beside_training(subject, choice, traced, taken, device)
     account = _Account(traced, taken, beside, subject.division)
     peak = peak_at(traced, taken, beside, device)
     in_chunks = _in_chunks(subject, choice, device)
