@@ -28,21 +28,7 @@ from anybatch.events import Event, OutOfMemory, Replanned
 from anybatch.recipes import resolve
 from anybatch.report import read
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three evaluations, with a checkpoint at each."""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    ab.train(small_task(), out=folder, checkpoint_every=2, progress=False)
-    return folder
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,7 @@ import anybatch as ab
 from anybatch.recipes import resolve
 from anybatch.report import read
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six steps, with checkpoints of steps 2, 4 and 6."""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    ab.train(small_task(), out=folder, checkpoint_every=2, progress=False)
-    return folder
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -24,12 +24,7 @@ Y = X[:, :1] - X[:, 1:2].square()
 TOKENS = torch.randint(0, 11, (NUM, 7), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def mse(model: nn.Module, batch: Any) -> Tensor:

@@ -21,12 +21,7 @@ X = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
 Y = X @ torch.tensor([[1.0], [2.0], [-1.0]])
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def mse(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.unit.report.reading_tensorboard import found_in
 from tests.unit.test_run import task
 
@@ -22,12 +20,7 @@ from anybatch.report import TensorBoardLog, read, write_tensorboard
 pytest.importorskip("tensorboard")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(folder: Path, **options: Any) -> ab.Result:
