@@ -109,7 +109,7 @@ def run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = first.dtype if isinstance(first, Tensor) else None
     with torch.autocast("cpu", enabled=False):
         if func in _INTO_FLOAT32:
-            if given in _HALF and kwargs.get("dtype") is None and "out" not in kwargs:
+            if given in _HALF and kwargs.get("dtype") is None and kwargs.get("out") is None:
                 kwargs = {**kwargs, "dtype": torch.float32}
             return func(*args, **kwargs)
         if func in _SOFTMAX and given == torch.float16 and kwargs.get("dtype") is None:

@@ -155,6 +155,11 @@ def test_dropout_in_place_keeps_a_mask_of_the_dtype_of_its_input():
     assert kept(make, lambda x: F.dropout(x * 2, 0.1, inplace=True)) == 2 * MIB
 
 
+@pytest.mark.parametrize("norm", [torch.norm, Tensor.norm, torch.linalg.vector_norm])
+def test_a_norm_of_half_precision_is_in_float32(norm: Callable[..., Tensor]):
+    assert dtype_of(norm, torch.bfloat16, 4, 8) == torch.float32
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_region_of_autocast_for_cuda_is_followed(enabled: bool):
     layer = torch.zeros(16, 16)
