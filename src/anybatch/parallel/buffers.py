@@ -150,14 +150,15 @@ class BufferAgreement:
         ]
 
     def _batches(self) -> list[tuple[int, int]]:
-        """Of each norm: batches before the step, and in it. One wait for the device, for all."""
+        """Of each norm: batches before the step, and in it (none, where forward has set the count
+        back). One wait for the device, for all."""
         if not self._norms:
             return []
         now = [norm.module._buffers[_COUNT] for norm in self._norms]
         before = [self._held(norm.module, _COUNT) for norm in self._norms]
         both = torch.stack([_known(count) for count in (*before, *now)]).tolist()
         pairs = zip(both[: len(now)], both[len(now) :], strict=True)
-        return [(first, last - first) for first, last in pairs]
+        return [(first, max(0, last - first)) for first, last in pairs]
 
     def _factors(self, norm: _Norm, before: int, seen: int) -> tuple[float, float]:
         """What end and start are multiplied with to give what a rank contributes."""

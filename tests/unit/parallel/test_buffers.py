@@ -163,6 +163,15 @@ def test_a_norm_that_one_rank_alone_ran_is_that_of_this_rank():
     assert all(torch.equal(s["running_var"], plain.running_var) for s in ranks.states)
 
 
+def test_a_norm_whose_count_forward_sets_back_keeps_what_it_has():
+    """Its batches in the step are then not known."""
+    norm = nn.BatchNorm1d(2)
+    norm.num_batches_tracked.fill_(7)
+    ranks = Ranks(norm, 2)
+    ranks.step(lambda m: m.reset_running_stats(), lambda m: m.reset_running_stats())
+    assert identical([*ranks.states, dict(norm.named_buffers())])
+
+
 @pytest.mark.parametrize("synchronised", [False, True])
 def test_a_norm_that_is_not_run_keeps_what_it_has(synchronised):
     norm = nn.BatchNorm1d(2)
