@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -102,4 +102,8 @@ def check_can_skip(task: Task, plan: Plan) -> None:
 
 def versions() -> dict[str, str]:
     """Of the software that computes, by name."""
-    return {"anybatch": version("anybatch"), "torch": torch.__version__}
+    try:
+        own = version("anybatch")
+    except PackageNotFoundError:  # found through PYTHONPATH
+        own = "not installed"
+    return {"anybatch": own, "torch": torch.__version__}
