@@ -256,8 +256,8 @@ class Replica:
 
     def sum_norm(self) -> Tensor | None:
         """2-norm of the sums of gradients so far, of this rank alone, as they would be without any
-        scale (scalar tensor on the device); None: there are none. Neither waits for the device nor
-        changes anything."""
+        scale (scalar tensor on the device); None: there are none. Changes nothing, and waits for the
+        device only where gradients are sparse."""
         own = self._buckets.own_norms if self._buckets is not None else []
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if not gradients:
