@@ -82,8 +82,8 @@ def measure(name: str, variant: str) -> dict[str, Any]:
     }
 
 
-def task_and_plan(name: str, variant: str) -> tuple[Any, Any]:
-    """What a cell trains, and how."""
+def task_and_plan(name: str, variant: str, machine: Any = None) -> tuple[Any, Any]:
+    """What a cell trains, and how: here, or on `machine`."""
     import anybatch as ab
 
     kind = KINDS[name]
@@ -92,6 +92,7 @@ def task_and_plan(name: str, variant: str) -> tuple[Any, Any]:
     task = kind.task(name)
     plan = ab.plan(
         task,
+        machine,
         memory=BUDGET,
         precision="bf16" if variant.endswith("bf16") else "fp32",
         micro_batch=kind.batch // 4 if variant == "accumulated" else kind.batch,

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.gpu
 
 def build() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
+        nn.Conv2d(
+            1, 16, 3, padding=1, bias=False
+        ),  # of a bias the gradient would be rounding alone
         nn.BatchNorm2d(16),
         nn.ReLU(),
         nn.Flatten(),

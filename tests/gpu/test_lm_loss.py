@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from benchmarks.gpu_check import vocabulary
+from benchmarks.gpu_parts import vocabulary
 from benchmarks.memory.models import KINDS as MODELS
 
 import anybatch as ab
