@@ -82,9 +82,9 @@ def _speeds(size: int = 8192) -> dict[str, float]:
     large, one = torch.ones(1 << 28, device="cuda"), torch.ones(1, device="cuda")
     product = 2.0 * size**3
     found = {"flops": product / _seconds(lambda: left @ right)}
-    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.set_float32_matmul_precision("high")
     found["tf32_flops"] = product / _seconds(lambda: left @ right)
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
     found["half_flops"] = product / _seconds(lambda: half_left @ half_right)
     found["bytes"] = 2.0 * large.nbytes / _seconds(lambda: large.add_(1))
     found["launch_seconds"] = _seconds(lambda: [one.add_(1) for _ in range(1000)]) / 1000

@@ -7,8 +7,8 @@ which operations to keep in float32; only their master copies are kept here.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -268,16 +268,33 @@ def _is_like(value: Any, param: Tensor) -> bool:
 
 
 def _tensor_float32(allowed: bool) -> Callable[[], None]:
-    """Matrix products and convolutions in TensorFloat-32, or not; both are process-wide switches."""
-    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
-    torch.backends.cudnn.allow_tf32 = allowed
+    """Matrix products and convolutions in TensorFloat-32, or not; these are process-wide switches.
 
-    def undo() -> None:
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions
+    torch has an old set of them and a new one. It refuses to tell an old one while a new one says
+    otherwise, and takes the new ones that are not set from `torch.backends.fp32_precision`. So both
+    are set, to the same; and to tell the old ones they are asked under either setting of the new."""
+    backends: Any = torch.backends
+    new = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn
+    found = [switch.fp32_precision for switch in new]
+    products: str | None = None
+    convolutions: bool | None = None
 
-    return undo
+    def switch(products: str | None, convolutions: bool | None, values: Sequence[str]) -> None:
+        if products is not None:
+            torch.set_float32_matmul_precision(products)
+        if convolutions is not None:
+            backends.cudnn.allow_tf32 = convolutions
+        for one, value in zip(new, values, strict=True):
+            one.fp32_precision = value
+
+    for value in ("ieee", "tf32"):
+        switch(None, None, [value] * len(new))
+        with suppress(RuntimeError):
+            products = torch.get_float32_matmul_precision()
+        with suppress(RuntimeError):
+            convolutions = backends.cudnn.allow_tf32
+    switch("high" if allowed else "highest", allowed, ["tf32" if allowed else "ieee"] * len(new))
+    return lambda: switch(products, convolutions, found)
 
 
 def _float8(model: nn.Module) -> Callable[[], None]:

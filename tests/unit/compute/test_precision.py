@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 
 import anybatch.compute.precision
 import anybatch.machine
-from anybatch.compute.precision import check_available, precision_notices
+from anybatch.compute.precision import Numerics, check_available, precision_notices
 from anybatch.errors import InputError
 from anybatch.machine import Device, Machine
 from anybatch.plans import Precision
@@ -74,3 +79,44 @@ def test_bfloat16_that_is_emulated_is_told_with_what_to_take_instead(precision: 
 )
 def test_nothing_is_told_of_a_format_that_a_device_has(precision: Precision, name: str):
     assert list(precision_notices(precision, device(name))) == []
+
+
+BACKENDS: Any = torch.backends
+
+
+@pytest.fixture
+def switches() -> Iterator[list[Any]]:
+    """torch's new ones of float32, left as they were found."""
+    places = [BACKENDS, BACKENDS.cuda.matmul, BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn]
+    found = [place.fp32_precision for place in places]
+    yield places
+    for place, value in zip(places, found, strict=True):
+        place.fp32_precision = value
+
+
+def told(switches: list[Any]) -> list[Any]:
+    """What every switch says; None where torch refuses, since the old and the new ones disagree."""
+    values: list[Any] = [place.fp32_precision for place in switches]
+    for old in (torch.get_float32_matmul_precision, lambda: BACKENDS.cudnn.allow_tf32):
+        try:
+            values.append(old())
+        except RuntimeError:
+            values.append(None)
+    return values
+
+
+@pytest.mark.parametrize("number", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("value", ["ieee", "tf32"])
+def test_float32_is_that_of_the_plan_whatever_torch_was_told(
+    switches: list[Any], number: int | None, value: str
+):
+    if number is not None:
+        switches[number].fp32_precision = value
+    before = told(switches)
+    precisions: list[tuple[Precision, str]] = [("fp32", "ieee"), ("tf32", "tf32")]
+    for precision, expected in precisions:
+        numerics = Numerics(nn.Linear(2, 2), precision, torch.device("cuda"), 8)
+        tf32 = expected == "tf32"
+        assert told(switches)[1:] == [expected] * 3 + ["high" if tf32 else "highest", tf32]
+        numerics.undo()
+        assert told(switches) == before
