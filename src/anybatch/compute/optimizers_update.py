@@ -129,6 +129,7 @@ class Updater:
             self._optimizer.step()
             return
         gradients = {p: p.grad for group in self.param_groups for p in group["params"]}
+        devices = {param.device for param in gradients}
         for param in gradients:
             param.grad = None
         for part in _parts(list(gradients)):
@@ -141,8 +142,10 @@ class Updater:
                 self._send(part)
             for param in part:
                 param.grad = None
-        if self.states_on == "host" and torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # who reads states on the host reads them whole
+        if self.states_on == "host":  # who reads states on the host reads them whole
+            for device in devices:
+                if device.type == "cuda":  # which need not be the current one
+                    torch.cuda.current_stream(device).synchronize()
 
     def close(self) -> None:
         """Give the optimizer back as it was given, but for its states: those in host memory stay there,
