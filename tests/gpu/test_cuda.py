@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.estimate import identify
-from anybatch.events import OutOfMemory
+from anybatch.events import OutOfMemory, StepDone
 from anybatch.plans import Choice, Plan, Recompute
 
 pytestmark = pytest.mark.gpu
@@ -125,22 +125,25 @@ def test_out_of_memory_is_redone_under_a_leaner_plan():
     assert losses == pytest.approx(undisturbed, rel=1e-4)
 
 
-def test_no_host_synchronisation_inside_the_micro_batches(monkeypatch):
-    from anybatch.compute import Replica
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_no_host_synchronisation_in_the_passes_of_a_step(precision, monkeypatch):
+    """Copies, losses and the noise scale's norms included."""
+    from anybatch.engine import Transactions
 
     task = make_task()
-    original = Replica.accumulate
+    original = Transactions._stage
 
-    def watched(self, *args, **kwargs):
+    def watched(self, *args):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return original(self, *args, **kwargs)
+            return original(self, *args)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    trained(task, "cuda:0", 32)  # first uses may synchronise
-    monkeypatch.setattr(Replica, "accumulate", watched)
-    trained(task, "cuda:0", 32)
+    trained(task, "cuda:0", 32, precision)  # first uses may synchronise
+    monkeypatch.setattr(Transactions, "_stage", watched)
+    _, _, events = trained(task, "cuda:0", 32, precision)
+    assert all(e.part_grad_norm is not None for e in events if isinstance(e, StepDone))
 
 
 def test_the_budget_is_enforced():
