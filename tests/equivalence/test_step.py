@@ -421,6 +421,66 @@ def test_an_optimizer_that_was_loaded_goes_on():
     assert deviation(second, first) < 1e-6
 
 
+class Plain(nn.Module):
+    """Without BatchNorm, to be cut anywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8, **KIND), nn.Tanh())
+        self.head = nn.Linear(8, 3, **KIND)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def head_only(model):
+    model.body.requires_grad_(False)
+    return torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
+
+
+def unfreeze(model, optimizer):
+    model.body.requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.body.parameters()), "lr": 0.05})
+
+
+def freeze(model, optimizer):
+    optimizer.param_groups.pop()
+    model.body.requires_grad_(False)
+    model.body.zero_grad()  # or a plain loop would clip by what is left there
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-weights"])
+def test_layers_may_be_unfrozen_on_the_way_and_frozen_again(precision):
+    exactly = precision == "fp32"
+    dtype = torch.float64 if exactly else torch.float32
+    model, other = Plain().to(dtype), Plain().to(dtype)
+    other.load_state_dict(model.state_dict())
+    optimizer, theirs = head_only(model), head_only(other)
+    with ab.Step(model, optimizer, loss, micro_batch=3, clip_norm=0.5, precision=precision) as step:
+        for number in range(6):
+            if number in (2, 4):
+                change = unfreeze if number == 2 else freeze
+                change(model, optimizer)
+                change(other, theirs)
+            batch = batch_of(10, number)
+            batch["x"] = batch["x"].to(dtype)
+            outcome = step(batch)
+            (wanted,) = plainly(other, theirs, [batch], clip_norm=0.5)
+            assert outcome.loss == pytest.approx(wanted, rel=1e-9 if exactly else 0.02)
+    assert deviation(model, other) < (1e-9 if exactly else 0.05)
+
+
+def test_what_was_frozen_is_counted_in_the_plan_once_it_is_trained():
+    model = Plain()
+    optimizer = head_only(model)
+    with ab.Step(model, optimizer, loss) as step:
+        step(batch_of(8))
+        assert step.plan.task.trainable_parameters == 27
+        unfreeze(model, optimizer)
+        step(batch_of(8))
+        assert step.plan.task.trainable_parameters == 83
+
+
 def test_a_step_that_fails_changes_nothing():
     model = Net()
     optimizer = sgd(model)
@@ -444,6 +504,12 @@ def test_a_step_that_fails_changes_nothing():
     [
         ("net", lambda m: sgd(m), {}, "not str and SGD"),
         (Net(), lambda m: None, {}, "not Net and NoneType"),
+        (
+            Net(),
+            lambda m: torch.optim.LBFGS(m.parameters()),
+            {},
+            "LBFGS, which computes the loss",
+        ),
         (Net(), sgd, {"precision": "fp4"}, "precision is 'fp4'"),
         (Net(), sgd, {"memory": "much"}, "memory is 'much'"),
     ],

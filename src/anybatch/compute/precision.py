@@ -119,6 +119,11 @@ class Numerics:
         # Undone last: then the weights have the dtype again that they came in.
         self._undo.insert(0, partial(_exchange, optimizer, {m: p for p, m in masters.items()}))
 
+    @property
+    def is_halved(self) -> bool:
+        """Whether parameters are kept in half precision here."""
+        return bool(self._halved)
+
     def leaves(self) -> dict[nn.Parameter, nn.Parameter]:
         """For each master, the parameter whose gradient is poured into it."""
         return {master: param for param, master in self._masters.items()}

@@ -86,6 +86,7 @@ class Replica:
             self.updater.take(choice.update, choice.optimizer_states)
             self._undo = undo.pop_all()
         self.parameters: list[nn.Parameter] = list(parameters_in(self.optimizer.param_groups))
+        self._frozen = [param for param in self.parameters if not param.requires_grad]
         self._buckets: Buckets | None = None
         # A parameter that is trainable but in no group gathers a gradient too, which must not pile up.
         self._with_gradient = list(
@@ -110,6 +111,17 @@ class Replica:
     def filled(self) -> None:
         """`weights` were written to from outside: the model computes with them from now on."""
         self._numerics.publish()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the optimizer has other parameters by now than those whose gradients are added up and
+        divided here: some came or went, or are no longer frozen and have no place in a bucket, or no
+        master."""
+        now = list(parameters_in(self.optimizer.param_groups))
+        if list(map(id, now)) != list(map(id, self.parameters)):
+            return True
+        is_prepared = self._buckets is not None or self._numerics.is_halved
+        return is_prepared and any(param.requires_grad for param in self._frozen)
 
     def scaler_state(self) -> dict[str, float]:
         """Of fp16 loss scaling; empty where there is none."""
