@@ -481,6 +481,25 @@ def test_what_was_frozen_is_counted_in_the_plan_once_it_is_trained():
         assert step.plan.task.trainable_parameters == 83
 
 
+def test_what_the_user_has_compiled_is_not_compiled_while_it_is_planned(recwarn):
+    compiled = []
+
+    def backend(graph, _inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    model, other = Plain(), Plain()
+    other.load_state_dict(model.state_dict())
+    batches = [batch_of(8, i) for i in range(2)]
+    with ab.Step(torch.compile(model, backend=backend), sgd(model), loss, micro_batch=4) as step:
+        step(batches[0])
+        assert len(compiled) == 1  # the first pass; others are of the same shape
+        step(batches[1])
+    plainly(other, sgd(other), batches)
+    assert deviation(model, other) < 1e-9
+    assert not [one for one in recwarn if "torch.compile" in str(one.message)]
+
+
 def test_a_step_that_fails_changes_nothing():
     model = Net()
     optimizer = sgd(model)
