@@ -500,6 +500,35 @@ def test_what_the_user_has_compiled_is_not_compiled_while_it_is_planned(recwarn)
     assert not [one for one in recwarn if "torch.compile" in str(one.message)]
 
 
+def of_hooked(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
+
+
+def test_a_hook_on_a_gradient_is_told_to_see_sums_and_hooks_of_the_optimizer_see_the_mean(recwarn):
+    model, other = Plain(), Plain()
+    other.load_state_dict(model.state_dict())
+    optimizer, theirs = sgd(model), sgd(other)
+
+    def clamp(one, _args, _kwargs):
+        for group in one.param_groups:
+            for param in group["params"]:
+                param.grad.clamp_(-0.01, 0.01)
+
+    optimizer.register_step_pre_hook(clamp)
+    theirs.register_step_pre_hook(clamp)
+    model.head.weight.register_hook(lambda gradient: gradient * 0.5)
+    other.head.weight.register_hook(lambda gradient: gradient * 0.5)
+    batches = [batch_of(10, i) for i in range(3)]
+    with ab.Step(model, optimizer, of_hooked, micro_batch=3) as step:
+        for batch in batches:
+            step(batch)
+    told = [str(one.message) for one in recwarn if "has a hook" in str(one.message)]
+    assert len(told) == 1
+    assert "the gradient of 'head.weight' has a hook" in told[0]
+    plainly(other, theirs, batches)
+    assert deviation(model, other) < 1e-9
+
+
 def test_a_step_that_fails_changes_nothing():
     model = Net()
     optimizer = sgd(model)

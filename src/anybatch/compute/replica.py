@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from anybatch.compute import chunked_loss, kernel_choices, no_cache, recompute
-from anybatch.compute.averages import warn_of_reduction
+from anybatch.compute.averages import warn_of_hooks, warn_of_reduction
 from anybatch.compute.buckets import Buckets, check_dense, norm_of
 from anybatch.compute.ghost import GhostBatches
 from anybatch.compute.indices import naming_ids
@@ -67,6 +67,7 @@ class Replica:
         self._loss = loss
         self._is_loss_known = False  # whether what it returns was looked at
         self._host = host or torch.device("cpu")
+        warn_of_hooks(model, loss)  # before there are any of anybatch's own
         with ExitStack() as undo:  # what was put on the model comes off if the rest fails
             self._numerics = Numerics(model, choice.precision, device, global_batch, loss_scaling)
             undo.callback(self._numerics.undo)
