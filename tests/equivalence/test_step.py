@@ -500,6 +500,35 @@ def test_what_the_user_has_compiled_is_not_compiled_while_it_is_planned(recwarn)
     assert not [one for one in recwarn if "torch.compile" in str(one.message)]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16-weights", "fp16-weights", "bf16-pure"])
+def test_weights_that_are_loaded_or_clamped_between_steps_are_trained_on_from(precision):
+    model = Plain().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch = batch_of(8)
+    batch["x"] = batch["x"].float()
+    with ab.Step(model, optimizer, loss, micro_batch=4, precision=precision) as step:
+        step(batch)
+        model.load_state_dict({k: torch.ones_like(v) for k, v in model.state_dict().items()})
+        step(batch)
+        for param in model.head.parameters():
+            param.data.clamp_(-0.25, 0.25)
+        step(batch)
+    assert (model.body[0].weight - 1).abs().max() < 0.02
+    assert (model.head.weight - 0.25).abs().max() < 0.02
+
+
+def test_masters_keep_what_half_precision_does_not_show():
+    model = Plain()
+    before = model.body[0].weight.detach().float().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    batch = batch_of(8)
+    batch["x"] = batch["x"].bfloat16()
+    with ab.Step(model, optimizer, loss, precision="bf16-weights") as step:
+        for _ in range(3):
+            step(batch)
+    assert torch.equal(model.body[0].weight.float(), before)
+
+
 def of_hooked(model, batch):
     return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
 

@@ -109,6 +109,10 @@ class Replica:
         }
         return found | dict(self.model.named_buffers())
 
+    def take_edits(self) -> None:
+        """Between two steps: train on from the weights as the model has them, whoever wrote them."""
+        self._numerics.take_edits()
+
     def filled(self) -> None:
         """`weights` were written to from outside: the model computes with them from now on."""
         self._numerics.publish()

@@ -309,6 +309,7 @@ class Transactions:
                 " with a learning rate of 0 for as long as they are to rest; or use Step, which begins"
                 " anew."
             )
+        replica.take_edits()
         replica.drop()  # what the user's own backward passes left between two steps
         if self._has_updated and not self._is_tidy:
             release_unused(self._device)
