@@ -42,6 +42,7 @@ from anybatch.compute import (
     find_chains,
     kernel_choices,
 )
+from anybatch.compute.building import check_needs_no_closure
 from anybatch.compute.precision import check_available
 from anybatch.data import (
     Bad,
@@ -110,7 +111,9 @@ class Step:
     optimizer holds by then (of a run that is resumed) must be the same on all of them already.
 
     The plan is made by the first batch, and anew when a batch is larger than any that was planned for:
-    before its step, or with several ranks, which learn of it by that step, before the next one.
+    before its step, or with several ranks, which learn of it by that step, before the next one. The
+    same where the optimizer has other parameters than before (of layers that are unfrozen on the way,
+    say), with several ranks on all of them in the same call.
 
     Args:
         model: on the device where it is to be trained; with several ranks as it is, not wrapped.
@@ -122,7 +125,7 @@ class Step:
         micro_batch: largest number of samples per forward pass; None: found.
         recompute: what to recompute; None: found.
         chunked_loss: see `plan`; None: found.
-        clip_norm: largest 2-norm of the mean gradient.
+        clip_norm: largest 2-norm of the mean gradient, of what the optimizer trains.
         ghost_batch: samples over which BatchNorm normalises; None: 32 where the model has BatchNorm.
             Each rank cuts its own part.
         compile: compile the blocks of the model; then a budget on a CPU is not enforced.
@@ -186,6 +189,7 @@ class Step:
             raise InputError(
                 f"the model has parameters on {len(homes)} devices: Step takes a model on one device."
             )
+        check_needs_no_closure(optimizer)
         _check_of(model, optimizer)
         self._device = homes.pop()
         kernel_choices.check_available(KernelChoices(compile=bool(compile)), self._device)
@@ -216,6 +220,8 @@ class Step:
         Whatever is raised, parameters, optimizer and buffers are as before the call.
         """
         begun = time.perf_counter()
+        if self._engine is not None and self._replica.is_outdated:
+            self._begin_anew(batch)
         engine = self._engine or self._begin(batch)
         # Looks at the batch inside the step, where a rank that cannot use it does not leave the others.
         source = _Pieces(batch, self._device, self._ghost)
@@ -305,6 +311,15 @@ class Step:
             commit_bytes=to_reserve(plan),
         )
         return self._engine
+
+    def _begin_anew(self, batch: Any) -> None:
+        """The optimizer has other parameters than so far: plan and set up for these. All ranks do."""
+        scaler = self._replica.scaler_state()
+        self.close()
+        _check_of(self._model, self._optimizer)
+        self._own, self._planned_for, self._is_outgrown = None, 0, False
+        self._begin(batch)
+        self._replica.load_scaler_state(scaler)
 
     def _joined(self) -> Group:
         """The ranks that the script has joined."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from anybatch.errors import InputError, listed
 from anybatch.metrics import Metrics
@@ -374,8 +375,8 @@ def _faults(task: Task) -> Iterable[str]:
 
     lengths = [n for n in ("epochs", "steps", "samples") if getattr(task, n) is not None]
     if len(lengths) != 1:
-        given = " and ".join(lengths) if lengths else "none of them"
-        yield f"exactly one of epochs, steps and samples says how long to train, but {given} is given"
+        given = f"{' and '.join(lengths)} are given" if lengths else "none of them is given"
+        yield f"exactly one of epochs, steps and samples says how long to train, but {given}"
     if task.clip_norm is not None and not (
         isinstance(task.clip_norm, int | float) and task.clip_norm > 0
     ):
@@ -405,6 +406,12 @@ def _data_faults(task: Task) -> Iterable[str]:
         if name == "valid" and data is None:
             continue
         map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+        if isinstance(data, DataLoader) and data.batch_sampler is not None:
+            yield (
+                f"{name} is a DataLoader, which gives batches where samples belong; give its dataset,"
+                " and its collate_fn and num_workers as collate and num_workers of the task"
+            )
+            continue
         if not map_style and not hasattr(data, "__iter__"):
             yield (
                 f"{name} is {_kind(data)}; give a data set with __len__ and __getitem__,"

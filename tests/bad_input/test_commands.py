@@ -171,6 +171,8 @@ WORDS = [
     Bad("report-of-nothing", "", ("missing does not exist", "anybatch train"), "report missing"),
     Bad("out-below-a-file", "", ("task.py/x", "--out"), "train task.py --out task.py/x"),
     Bad("resume-nothing", "", ("resume", "out"), "train task.py --resume"),
+    Bad("keep-word", "", ("'few' is not valid", "valid integer"), "train task.py --keep few"),
+    Bad("depth", "", ("'-1' is not valid", "equal to 0"), "memory task.py --depth -1"),
     Bad("keep-0", "", ("keep is 0", "at least 1"), "train task.py --keep 0"),
     Bad("restarts", "", ("restarts is -1", "at least 0"), "train task.py --restarts -1"),
     Bad("often", "", ("'often'", "30s, 10min or 2h"), "train task.py --checkpoint-every often"),

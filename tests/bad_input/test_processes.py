@@ -54,6 +54,19 @@ def test_an_unknown_word_ends_with_2_and_help_with_0():
     assert anybatch("train", "--help").returncode == 0
 
 
+def test_another_number_of_ranks_than_were_started_ends_with_2(
+    write_task: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    write_task()
+    ranks = {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3, "MASTER_PORT": 1}
+    for name, value in {**ranks, "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, str(value))
+    done = anybatch("train", "task.py", "--ranks", "2")
+    assert done.returncode == 2
+    assert not done.stdout
+    check_told(done.stderr, ("--ranks is 2", "one of 3 that torchrun has started"))
+
+
 def test_an_output_that_nobody_reads_to_its_end_is_no_error(write_task: Callable[..., Path]):
     write_task()
     process = subprocess.Popen(

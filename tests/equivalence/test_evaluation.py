@@ -156,6 +156,16 @@ def test_a_model_given_in_evaluation_mode_is_trained_in_training_mode():
         assert all(module.training for module in session.model.modules())
 
 
+def test_an_error_in_evaluation_says_that_the_model_is_in_that_mode():
+    def fails(model, batch):
+        return loss(model, batch) if model.training else loss(None, batch)
+
+    task = dataclasses.replace(task_of(samples(7)), loss=fails)
+    with ab.Session(task, plan_for(task, 4)) as session, pytest.raises(TypeError) as caught:
+        session.evaluate()
+    assert "the model is in evaluation mode" in caught.value.__notes__[0]
+
+
 def test_evaluation_between_steps_changes_no_step():
     models = []
     for every in (1, 100):

@@ -421,6 +421,143 @@ def test_an_optimizer_that_was_loaded_goes_on():
     assert deviation(second, first) < 1e-6
 
 
+class Plain(nn.Module):
+    """Without BatchNorm, to be cut anywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8, **KIND), nn.Tanh())
+        self.head = nn.Linear(8, 3, **KIND)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def head_only(model):
+    model.body.requires_grad_(False)
+    return torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
+
+
+def unfreeze(model, optimizer):
+    model.body.requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.body.parameters()), "lr": 0.05})
+
+
+def freeze(model, optimizer):
+    optimizer.param_groups.pop()
+    model.body.requires_grad_(False)
+    model.body.zero_grad()  # or a plain loop would clip by what is left there
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-weights"])
+def test_layers_may_be_unfrozen_on_the_way_and_frozen_again(precision):
+    exactly = precision == "fp32"
+    dtype = torch.float64 if exactly else torch.float32
+    model, other = Plain().to(dtype), Plain().to(dtype)
+    other.load_state_dict(model.state_dict())
+    optimizer, theirs = head_only(model), head_only(other)
+    with ab.Step(model, optimizer, loss, micro_batch=3, clip_norm=0.5, precision=precision) as step:
+        for number in range(6):
+            if number in (2, 4):
+                change = unfreeze if number == 2 else freeze
+                change(model, optimizer)
+                change(other, theirs)
+            batch = batch_of(10, number)
+            batch["x"] = batch["x"].to(dtype)
+            outcome = step(batch)
+            (wanted,) = plainly(other, theirs, [batch], clip_norm=0.5)
+            assert outcome.loss == pytest.approx(wanted, rel=1e-9 if exactly else 0.02)
+    assert deviation(model, other) < (1e-9 if exactly else 0.05)
+
+
+def test_what_was_frozen_is_counted_in_the_plan_once_it_is_trained():
+    model = Plain()
+    optimizer = head_only(model)
+    with ab.Step(model, optimizer, loss) as step:
+        step(batch_of(8))
+        assert step.plan.task.trainable_parameters == 27
+        unfreeze(model, optimizer)
+        step(batch_of(8))
+        assert step.plan.task.trainable_parameters == 83
+
+
+def test_what_the_user_has_compiled_is_not_compiled_while_it_is_planned(recwarn):
+    compiled = []
+
+    def backend(graph, _inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    model, other = Plain(), Plain()
+    other.load_state_dict(model.state_dict())
+    batches = [batch_of(8, i) for i in range(2)]
+    with ab.Step(torch.compile(model, backend=backend), sgd(model), loss, micro_batch=4) as step:
+        step(batches[0])
+        assert len(compiled) == 1  # the first pass; others are of the same shape
+        step(batches[1])
+    plainly(other, sgd(other), batches)
+    assert deviation(model, other) < 1e-9
+    assert not [one for one in recwarn if "torch.compile" in str(one.message)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-weights", "fp16-weights", "bf16-pure"])
+def test_weights_that_are_loaded_or_clamped_between_steps_are_trained_on_from(precision):
+    model = Plain().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch = batch_of(8)
+    batch["x"] = batch["x"].float()
+    with ab.Step(model, optimizer, loss, micro_batch=4, precision=precision) as step:
+        step(batch)
+        model.load_state_dict({k: torch.ones_like(v) for k, v in model.state_dict().items()})
+        step(batch)
+        for param in model.head.parameters():
+            param.data.clamp_(-0.25, 0.25)
+        step(batch)
+    assert (model.body[0].weight - 1).abs().max() < 0.02
+    assert (model.head.weight - 0.25).abs().max() < 0.02
+
+
+def test_masters_keep_what_half_precision_does_not_show():
+    model = Plain()
+    before = model.body[0].weight.detach().float().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    batch = batch_of(8)
+    batch["x"] = batch["x"].bfloat16()
+    with ab.Step(model, optimizer, loss, precision="bf16-weights") as step:
+        for _ in range(3):
+            step(batch)
+    assert torch.equal(model.body[0].weight.float(), before)
+
+
+def of_hooked(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
+
+
+def test_a_hook_on_a_gradient_is_told_to_see_sums_and_hooks_of_the_optimizer_see_the_mean(recwarn):
+    model, other = Plain(), Plain()
+    other.load_state_dict(model.state_dict())
+    optimizer, theirs = sgd(model), sgd(other)
+
+    def clamp(one, _args, _kwargs):
+        for group in one.param_groups:
+            for param in group["params"]:
+                param.grad.clamp_(-0.01, 0.01)
+
+    optimizer.register_step_pre_hook(clamp)
+    theirs.register_step_pre_hook(clamp)
+    model.head.weight.register_hook(lambda gradient: gradient * 0.5)
+    other.head.weight.register_hook(lambda gradient: gradient * 0.5)
+    batches = [batch_of(10, i) for i in range(3)]
+    with ab.Step(model, optimizer, of_hooked, micro_batch=3) as step:
+        for batch in batches:
+            step(batch)
+    told = [str(one.message) for one in recwarn if "has a hook" in str(one.message)]
+    assert len(told) == 1
+    assert "the gradient of 'head.weight' has a hook" in told[0]
+    plainly(other, theirs, batches)
+    assert deviation(model, other) < 1e-9
+
+
 def test_a_step_that_fails_changes_nothing():
     model = Net()
     optimizer = sgd(model)
@@ -444,6 +581,12 @@ def test_a_step_that_fails_changes_nothing():
     [
         ("net", lambda m: sgd(m), {}, "not str and SGD"),
         (Net(), lambda m: None, {}, "not Net and NoneType"),
+        (
+            Net(),
+            lambda m: torch.optim.LBFGS(m.parameters()),
+            {},
+            "LBFGS, which computes the loss",
+        ),
         (Net(), sgd, {"precision": "fp4"}, "precision is 'fp4'"),
         (Net(), sgd, {"memory": "much"}, "memory is 'much'"),
     ],

@@ -148,6 +148,27 @@ def test_parameters_of_the_loss_are_the_same_on_all_ranks(crew):
     assert torch.equal(scale, other)
 
 
+def unfreezing(rank, size, parts):
+    """The first layer is in the optimizer from the beginning, and frozen for two steps."""
+    model = Net()
+    model.body[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    with ab.Step(model, optimizer, loss, clip_norm=0.5) as step:
+        for number, sizes in enumerate(parts):
+            model.body[0].requires_grad_(number >= 2)
+            step(cut(number, sizes, rank))
+    return model.state_dict()
+
+
+def test_a_layer_that_is_unfrozen_on_the_way_stays_the_same_on_all_ranks(crew):
+    parts = [(3, 5), (2, 1), (4, 2), (None, 3), (6, 1)]
+    first, second = crew(2, unfreezing, parts)
+    (alone,) = crew(1, unfreezing, [(sum(size or 0 for size in sizes),) for sizes in parts])
+    for name, value in first.items():
+        assert torch.equal(value, second[name])
+        assert torch.allclose(value, alone[name], rtol=1e-9, atol=1e-12)
+
+
 def failing(rank, size, parts, bad_rank, times):
     """Memory runs out on `bad_rank` in its first `times` passes with more than one sample."""
     model = Net()

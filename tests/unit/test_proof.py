@@ -361,6 +361,20 @@ def test_a_mean_weighted_by_class_is_named_in_float64_though_its_weights_are_flo
     assert "mean over something else than the samples" in cause
 
 
+def test_weights_that_are_added_up_in_float32_are_no_deviation():
+    labels = torch.arange(NUM) % 3
+    weights = torch.tensor([0.2, 1.1, 0.7])
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        inputs, targets = batch
+        total = F.cross_entropy(model(inputs), targets, weight=weights, reduction="sum")
+        return total, weights[targets].sum()
+
+    verdict = verdict_on(task(nn.Linear(6, 3), loss, train=TensorDataset(X, labels)), micro_batch=7)
+    assert verdict.exact, verdict.causes
+    assert verdict.dtype == "float64"
+
+
 def test_padding_that_is_not_masked_is_found_though_few_samples_are_short():
     lengths = [3 if i % 8 == 5 else 9 for i in range(NUM)]
     rows = [X[i, 0].repeat(length) for i, length in enumerate(lengths)]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import anybatch as ab
 from anybatch.errors import InputError
@@ -56,8 +56,8 @@ def task_of(**changes):
         ({"global_batch": "64"}, "global_batch is '64'"),
         ({"epochs": 0}, "epochs is 0"),
         ({"epochs": None}, "but none of them is given"),
-        ({"steps": 3}, "but epochs and steps is given"),
-        ({"steps": 3, "samples": 5}, "but epochs and steps and samples is given"),
+        ({"steps": 3}, "but epochs and steps are given"),
+        ({"steps": 3, "samples": 5}, "but epochs and steps and samples are given"),
         ({"epochs": None, "samples": -1}, "samples is -1"),
         ({"ghost_batch": 0}, "ghost_batch is 0"),
         ({"evaluate_every": 0}, "evaluate_every is 0"),
@@ -70,6 +70,8 @@ def task_of(**changes):
         ({"last": "skip"}, "last is 'skip'; give 'drop', 'keep' or 'wrap'"),
         ({"train": 5}, "train is a value of type int"),
         ({"valid": 5}, "valid is a value of type int"),
+        ({"train": DataLoader([1, 2])}, "train is a DataLoader, which gives batches"),
+        ({"valid": DataLoader([1, 2])}, "valid is a DataLoader, which gives batches"),
         ({"train": []}, "train is an empty data set"),
         ({"valid": []}, "valid is an empty data set"),
         ({"last": "drop", "global_batch": 11}, "drops every one of the 10 training samples"),
@@ -96,6 +98,7 @@ def test_what_may_be_given():
 
     task_of(model=nn.Linear(1, 1), train=Stream(), valid=[1], clip_norm=1)
     task_of(train=iter([1]), epochs=None, steps=2)
+    task_of(train=DataLoader([1, 2], batch_size=None))  # gives samples
     task_of(clip_norm=math.inf, seed=-3, num_workers=0)
 
 

@@ -121,6 +121,7 @@ def _tell_usage(error: Any) -> int:
     # Where typer reads values with pydantic, its sentence leaves out the value.
     faults = error.__cause__.errors() if hasattr(error.__cause__, "errors") else []
     if faults and repr(faults[0]["input"]) not in message:
-        message = f"{message.partition(': ')[0]}: {faults[0]['input']!r} is not valid"
+        wanted = faults[0]["msg"].partition(",")[0].replace("Input should", "it should")
+        message = f"{message.partition(': ')[0]}: {faults[0]['input']!r} is not valid, {wanted}"
     end = " " if message.endswith("?") else "; "
     return _tell(f"{message[:1].lower()}{message[1:]}{end}'{where} --help' shows what there is.", 2)

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.task import Loss, LossFunction
 
@@ -107,6 +107,21 @@ def _told(node: Any, plain: bool, num_samples: int) -> str | None:
             " what anybatch.model_loss makes of a model of transformers."
         )
     return None
+
+
+def warn_of_hooks(model: nn.Module, function: LossFunction) -> None:
+    """Warn if a parameter of `model` has hooks of the user's on its gradient; said of `function`, the
+    loss. They run in every pass, where gradients are sums: a clamp of these is none of their mean."""
+    for name, param in model.named_parameters():
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            sentence = (
+                f"the gradient of {name!r} has a hook, which sees the sum over the samples of one pass,"
+                " not the mean over the global batch. That is exact for a factor or a mask; a clamp, or"
+                " an update within the hook, depends on how the step is cut. clip_norm clips the mean,"
+                " and optimizer.register_step_pre_hook sees it."
+            )
+            _warn(sentence, *_place_of(function))
+            return
 
 
 def _are_told_apart(scores: Tensor, targets: Tensor, num_samples: int) -> bool:

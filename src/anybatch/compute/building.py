@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from anybatch.errors import InputError
 from anybatch.task import parameters_in
@@ -43,9 +45,18 @@ def checked_optimizer(optimizer: object, model: nn.Module) -> Optimizer:
             " parameters that the optimizer function is given, and whatever is trained a part of the"
             " model."
         )
-    if isinstance(optimizer, LBFGS):
-        raise InputError(
-            "the optimizer is LBFGS, which computes the loss several times per step through a closure"
-            " of its own: give one that takes a gradient, such as SGD or AdamW."
-        )
+    check_needs_no_closure(optimizer)
     return optimizer
+
+
+def check_needs_no_closure(optimizer: Optimizer) -> None:
+    """Raises `InputError` if `optimizer.step` cannot be called without a closure that computes the
+    loss: a step of many passes has none to give."""
+    wanted = inspect.signature(optimizer.step).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if any(one.default is one.empty and one.kind not in kinds for one in wanted):
+        raise InputError(
+            f"the optimizer is {type(optimizer).__name__}, which computes the loss itself through a"
+            " closure, several times per step perhaps: give one that takes a gradient, such as SGD or"
+            " AdamW."
+        )

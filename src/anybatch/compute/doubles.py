@@ -18,11 +18,26 @@ _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
 
 _CASTS = ("float", "half", "bfloat16")
 
+_ADDS = frozenset(
+    (
+        "sum",
+        "nansum",
+        "mean",
+        "nanmean",
+        "cumsum",
+        "prod",
+        "logsumexp",
+        "norm",
+        "vector_norm",
+        "dot",
+    )
+)
+
 
 class InDoubles(TorchFunctionMode):
     """While it is entered, whoever asks for a narrower floating-point dtype is given float64, and what
-    meets a tensor of float64 is cast to it first. What is written to keeps its dtype, and what is
-    written is cast to that."""
+    meets a tensor of float64, or is added up, is cast to it first. What is written to keeps its dtype,
+    and what is written is cast to that."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -37,7 +52,8 @@ class InDoubles(TorchFunctionMode):
             to = args[0].dtype if args[0].is_floating_point() else None
             rest = _mapped((args[1:], options), lambda value: _cast(value, to))
             return func(args[0], *rest[0], **rest[1])
-        wide = any(_is_float(value, (torch.float64,)) for value in _leaves((args, options)))
+        wide = name in _ADDS  # in few digits a sum depends on where it is cut
+        wide = wide or any(_is_float(value, (torch.float64,)) for value in _leaves((args, options)))
         to = torch.float64 if wide else None
         args, options = _mapped((args, options), lambda value: _cast(value, to))
         return func(*args, **options)

@@ -119,6 +119,11 @@ class Numerics:
         # Undone last: then the weights have the dtype again that they came in.
         self._undo.insert(0, partial(_exchange, optimizer, {m: p for p, m in masters.items()}))
 
+    @property
+    def is_halved(self) -> bool:
+        """Whether parameters are kept in half precision here."""
+        return bool(self._halved)
+
     def leaves(self) -> dict[nn.Parameter, nn.Parameter]:
         """For each master, the parameter whose gradient is poured into it."""
         return {master: param for param, master in self._masters.items()}
@@ -128,6 +133,15 @@ class Numerics:
         if self._masters:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._masters), list(self._masters.values()))
+
+    @torch.no_grad()
+    def take_edits(self) -> None:
+        """Between two steps: what was written to weights from outside (loaded, clamped) is written to
+        their masters too, or the next update would undo it. Neither waits for the device nor changes
+        the master of a weight that is as it was published."""
+        for param, master in self._masters.items():
+            edited = param != master.to(param.dtype)
+            master.copy_(torch.where(edited, param.to(master.dtype), master))
 
     def undo(self) -> None:
         """Give the model back in the dtype it came in, from the masters where there are any."""
@@ -161,7 +175,8 @@ class Numerics:
             handle = param.register_post_accumulate_grad_hook(_pour_into(copy))
             self._undo.append(handle.remove)
         self._undo.append(partial(_restore, param, copy, before))
-        param.data = param.data.to(dtype)
+        # By way of the master, so that rounding is that of `publish`.
+        param.data = (param if copy is None else copy).data.to(dtype)
 
 
 def check_available(precision: Precision, device: Device) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from anybatch.compute import chunked_loss, kernel_choices, no_cache, recompute
-from anybatch.compute.averages import warn_of_reduction
+from anybatch.compute.averages import warn_of_hooks, warn_of_reduction
 from anybatch.compute.buckets import Buckets, check_dense, norm_of
 from anybatch.compute.ghost import GhostBatches
 from anybatch.compute.indices import naming_ids
@@ -67,6 +67,7 @@ class Replica:
         self._loss = loss
         self._is_loss_known = False  # whether what it returns was looked at
         self._host = host or torch.device("cpu")
+        warn_of_hooks(model, loss)  # before there are any of anybatch's own
         with ExitStack() as undo:  # what was put on the model comes off if the rest fails
             self._numerics = Numerics(model, choice.precision, device, global_batch, loss_scaling)
             undo.callback(self._numerics.undo)
@@ -86,6 +87,7 @@ class Replica:
             self.updater.take(choice.update, choice.optimizer_states)
             self._undo = undo.pop_all()
         self.parameters: list[nn.Parameter] = list(parameters_in(self.optimizer.param_groups))
+        self._frozen = [param for param in self.parameters if not param.requires_grad]
         self._buckets: Buckets | None = None
         # A parameter that is trainable but in no group gathers a gradient too, which must not pile up.
         self._with_gradient = list(
@@ -107,9 +109,24 @@ class Replica:
         }
         return found | dict(self.model.named_buffers())
 
+    def take_edits(self) -> None:
+        """Between two steps: train on from the weights as the model has them, whoever wrote them."""
+        self._numerics.take_edits()
+
     def filled(self) -> None:
         """`weights` were written to from outside: the model computes with them from now on."""
         self._numerics.publish()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the optimizer has other parameters by now than those whose gradients are added up and
+        divided here: some came or went, or are no longer frozen and have no place in a bucket, or no
+        master."""
+        now = list(parameters_in(self.optimizer.param_groups))
+        if list(map(id, now)) != list(map(id, self.parameters)):
+            return True
+        is_prepared = self._buckets is not None or self._numerics.is_halved
+        return is_prepared and any(param.requires_grad for param in self._frozen)
 
     def scaler_state(self) -> dict[str, float]:
         """Of fp16 loss scaling; empty where there is none."""

@@ -17,7 +17,8 @@ A list or tuple can be read in two ways: as a *structure*, whose members are par
 
 Members that are None do not count. Where the usual reading contradicts the rest of the batch and
 the other does not, the other is taken: in `(images, targets)`, a tuple of N images `[3, H, W]`
-beside N dicts is a list of N samples, not a structure of batch size 3.
+beside N dicts is a list of N samples, not a structure of batch size 3. That holds for 3 images too,
+where both readings give the same size, since no structure comes with a list of dicts.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
 
     Raises `DataError` as `batch_size` does.
     """
-    return _sliced(batch, batch_size(batch), start, stop)
+    size = batch_size(batch)
+    return _sliced(batch, size, start, stop, has_records(batch, size))
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
@@ -86,8 +88,8 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
         )
     if len(sizes) == 1:
         return [batch]
-    stops = list(accumulate(sizes))
-    return [_sliced(batch, total, b - n, b) for n, b in zip(sizes, stops, strict=True)]
+    stops, beside = list(accumulate(sizes)), has_records(batch, total)
+    return [_sliced(batch, total, b - n, b, beside) for n, b in zip(sizes, stops, strict=True)]
 
 
 def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
@@ -172,6 +174,7 @@ def _sizes(node: Any) -> dict[int, int]:
     sizes: dict[int, int] = {}
     for cost, as_samples in enumerate(_readings(node)):
         found = {len(node): 0} if as_samples else _common(node)
+        cost *= 2 if _are_records(node) else 1  # to take dicts for a structure is the least likely
         for size, inner in found.items():
             sizes.setdefault(size, cost + inner)
     return sizes
@@ -235,19 +238,42 @@ def _kind(value: Any) -> Any:
     return type(value)
 
 
-def _sliced(node: Any, size: int, start: int, stop: int) -> Any:
+def _are_records(node: Any) -> bool:
+    """Whether `node` is a list or tuple of mappings."""
+    members = [member for member in node if member is not None] if _is_sequence(node) else []
+    return bool(members) and all(isinstance(member, Mapping) for member in members)
+
+
+def _are_of_one_kind(node: Sequence[Any]) -> bool:
+    """Whether its members are tensors or arrays of one kind."""
+    return isinstance(node[0], Tensor | np.ndarray) and len({_kind(one) for one in node}) == 1
+
+
+def has_records(batch: Any, size: int) -> bool:
+    """Whether a list of `size` mappings is a part of `batch`, so that its lists are of samples."""
+    if _are_records(batch):
+        return len(batch) == size
+    if _is_sequence(batch) and not any(parts_of(member) for member in batch):
+        return False  # of tokens, say, which may be many
+    return any(has_records(value, size) for _, value in parts_of(batch) or ())
+
+
+def _sliced(node: Any, size: int, start: int, stop: int, beside: bool) -> Any:
     if isinstance(node, Tensor | np.ndarray):
         return node[start:stop] if node.ndim else node
     parts = parts_of(node)
     if not parts or not _has_samples(node):
         return node
-    if is_samples(node, size):
+    if is_samples(node, size, beside):
         return node[start:stop] if type(node) in (list, tuple) else type(node)(node[start:stop])
-    return rebuilt(node, [_sliced(value, size, start, stop) for _, value in parts])
+    return rebuilt(node, [_sliced(value, size, start, stop, beside) for _, value in parts])
 
 
-def is_samples(node: Any, size: int) -> bool:
-    """Whether `node` is a list or tuple of `size` samples, in a batch of that size."""
+def is_samples(node: Any, size: int, beside: bool = False) -> bool:
+    """Whether `node` is a list or tuple of `size` samples, in a batch of that size; `beside`: that
+    has a list of mappings, see `has_records`."""
+    if beside and _is_sequence(node) and 0 < len(node) == size and _are_of_one_kind(node):
+        return True
     for as_samples in _readings(node) if _is_sequence(node) else ():
         if size in ({len(node)} if as_samples else _common(node)):
             return as_samples

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from anybatch.data.microbatch import batch_size, is_samples, parts_of, rebuilt
+from anybatch.data.microbatch import batch_size, has_records, is_samples, parts_of, rebuilt
 
 
 def resized(batch: Any, num_samples: int) -> Any:
@@ -15,10 +15,11 @@ def resized(batch: Any, num_samples: int) -> Any:
 
     Raises `DataError` as `batch_size` does.
     """
-    return _resized(batch, batch_size(batch), num_samples)
+    size = batch_size(batch)
+    return _resized(batch, size, num_samples, has_records(batch, size))
 
 
-def _resized(node: Any, size: int, wanted: int) -> Any:
+def _resized(node: Any, size: int, wanted: int, beside: bool) -> Any:
     if isinstance(node, Tensor):
         if node.dim() and len(node) == size:
             return node.new_empty((wanted, *node.shape[1:]))
@@ -30,6 +31,6 @@ def _resized(node: Any, size: int, wanted: int) -> Any:
     parts = parts_of(node)
     if not parts:
         return node
-    if is_samples(node, size):
+    if is_samples(node, size, beside):
         return type(node)(node[i % size] for i in range(wanted))
-    return rebuilt(node, [_resized(value, size, wanted) for _, value in parts])
+    return rebuilt(node, [_resized(value, size, wanted, beside) for _, value in parts])

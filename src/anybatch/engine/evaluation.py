@@ -30,7 +30,7 @@ from anybatch.engine.room import Crossing
 from anybatch.engine.scores import Scores
 from anybatch.engine.sentences import nothing_leaner
 from anybatch.engine.totals import Means, Names, Totals
-from anybatch.errors import LossError, NoPlanFits
+from anybatch.errors import AnybatchError, LossError, NoPlanFits
 from anybatch.events import Replanned, Sink
 from anybatch.metrics import Metrics
 from anybatch.parallel import Agreed, Group, PassAbandoned
@@ -270,6 +270,12 @@ class Evaluation:
             if skips and isinstance(error, BadSamples):
                 told = replace(told, bad=error.bad)
             wrong = None if told.can_be_mended else error
+            if wrong is not None and phase == "evaluation" and not isinstance(error, AnybatchError):
+                error.add_note(
+                    "It was raised in evaluation, where the model is in evaluation mode and the loss is"
+                    " the same function: models that return something else in that mode (detectors, for"
+                    " one) need a loss that knows both, or no valid=."
+                )
         # The error is gone here, and with its traceback the tensors that the failed pass held.
         with self._crossing.open():
             if group.lockstep:  # the others may wait for this rank inside a pass

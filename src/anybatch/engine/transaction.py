@@ -39,7 +39,7 @@ from anybatch.engine.skips import Skips
 from anybatch.engine.source import Blame, MicroBatch, Source
 from anybatch.engine.totals import Means, Names, Totals, over_parts
 from anybatch.engine.watch import Watch
-from anybatch.errors import DataError, LossError, NoPlanFits, PeerLost, RankLost
+from anybatch.errors import DataError, InputError, LossError, NoPlanFits, PeerLost, RankLost
 from anybatch.events import Overflowed, Replanned, Sink
 from anybatch.oom import as_memory_failure, is_limited
 from anybatch.parallel import Agreed, Group, PassAbandoned, Wish
@@ -302,6 +302,14 @@ class Transactions:
 
     def _stage(self, staged: Staged) -> None:
         replica, group, source = self._replica, self._group, staged.source
+        if replica.is_outdated:  # their gradients would be neither divided nor added up over ranks
+            raise InputError(
+                f"the optimizer trains other parameters in step {self._step} than at the beginning:"
+                " some were added, taken out or unfrozen. Let the task give it all of them, unfrozen,"
+                " with a learning rate of 0 for as long as they are to rest; or use Step, which begins"
+                " anew."
+            )
+        replica.take_edits()
         replica.drop()  # what the user's own backward passes left between two steps
         if self._has_updated and not self._is_tidy:
             release_unused(self._device)

@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from anybatch.estimate.allocator import Taken
+from anybatch.estimate.eager import eagerly
 from anybatch.estimate.family import Traced
 from anybatch.estimate.footprint import as_run, beside_training, footprint, trace_step
 from anybatch.estimate.head import head_of
@@ -180,6 +181,7 @@ class Ledger:
         return asdict(self)
 
 
+@eagerly()
 def ledger(subject: Subject, choice: Choice, device: Device) -> Ledger:
     """Trace a step of `subject` under `choice` on `device` and account for its bytes.
 

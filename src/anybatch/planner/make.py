@@ -9,6 +9,7 @@ from anybatch.compute import DEFAULT_GHOST_BATCH
 from anybatch.compute.lm_loss import PLAIN_LOGITS
 from anybatch.errors import AnybatchError, InputError, NoPlanFits
 from anybatch.estimate import Head, Subject, head_of, why_untraced
+from anybatch.estimate.eager import eagerly
 from anybatch.estimate.seconds import meeting_seconds
 from anybatch.machine import Device
 from anybatch.planner.costs import Costs, Untraceable
@@ -39,6 +40,7 @@ more than that."""
 _UNTRACED_MICRO_BATCH = 32
 
 
+@eagerly()
 def make_plan(
     subject: Subject,
     device: Device,

@@ -181,7 +181,14 @@ def _write_safetensors(state: dict[str, Any], path: Path) -> None:
         )
     path.touch()
     permissions = path.stat().st_mode
-    save_file(kept, path, metadata)
+    try:
+        save_file(kept, path, metadata)
+    except KeyError as error:
+        name = next(name for name, value in kept.items() if value.dtype == error.args[0])
+        raise InputError(
+            f"{name!r} is {error.args[0]}, which safetensors cannot hold: save to a file whose name"
+            f" ends in {TORCH_SUFFIXES[0]}; of a run, 'anybatch export' does so from its checkpoints."
+        ) from None
     _put_in_order(path)
     path.chmod(permissions)  # safetensors lets the owner alone read what it writes
 

@@ -115,6 +115,26 @@ def test_detection_keeps_images_and_targets_together():
     assert targets == TARGETS[1:3]
 
 
+def test_as_many_images_as_channels_are_samples_beside_their_targets():
+    batch = IMAGES[:3], TARGETS[:3]
+    assert slice_batch(batch, 1, 2) == (IMAGES[1:2], TARGETS[1:2])
+    assert split(batch, [2, 1])[1] == (IMAGES[2:3], TARGETS[2:3])
+    assert [image.shape for image in resized(batch, 4)[0]] == [
+        image.shape for image in (*IMAGES[:3], IMAGES[0])
+    ]
+    both = TARGETS[:2], TARGETS[2:]  # before and after, say
+    assert slice_batch(both, 1, 2) == (TARGETS[1:2], TARGETS[3:])
+    inputs = [X[:3], X[:3]], Y[:3]  # nothing says that these are samples
+    assert [len(part) for part in slice_batch(inputs, 1, 2)[0]] == [1, 1]
+
+
+def test_images_are_counted_by_their_targets_though_each_of_these_has_as_many_boxes_as_channels():
+    targets = tuple({"boxes": torch.rand(3, 4), "labels": torch.arange(3)} for _ in range(2))
+    batch = IMAGES[:2], targets
+    assert batch_size(batch) == 2
+    assert resized(batch, 5)[0][4].shape == IMAGES[0].shape
+
+
 class Loss:
     pass
 

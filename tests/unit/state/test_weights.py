@@ -391,3 +391,15 @@ def test_the_same_names_give_the_same_header(tmp_path: Path):
         headers.add(file[8 : 8 + int.from_bytes(file[:8], "little")])
     (header,) = headers
     assert list(json.loads(header)["__metadata__"]) == ["format", "head.weight"]
+
+
+def test_numbers_that_safetensors_cannot_hold_are_named_with_a_format_that_can(
+    tmp_path: Path,
+) -> None:
+    model = nn.Linear(2, 2, dtype=torch.complex128)
+    with pytest.raises(InputError, match=r"'weight' is torch.complex128.*ends in \.pt"):
+        save_weights(model, tmp_path / "w.safetensors")
+    assert not list(tmp_path.iterdir())
+    other = nn.Linear(2, 2, dtype=torch.complex128)
+    load_weights(other, save_weights(model, tmp_path / "w.pt"))
+    assert same(model, other)
