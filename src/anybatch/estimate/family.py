@@ -116,9 +116,19 @@ class Family:
             told = less.between(more, part) if isinstance(less, Scratch) else between(less, more)
             scratch[moment] = told
         timeline = replace(one, blocks=blocks, scratch=scratch)
-        kept = max(t.kept_bytes for t in self._traced.values())
-        products = low.products.between(high.products, part)
-        return replace(low, timeline=timeline, kept_bytes=kept, products=products)
+        return replace(
+            low,
+            timeline=timeline,
+            kept_bytes=max(t.kept_bytes for t in self._traced.values()),
+            shape_bytes=self._shape_bytes(),
+            products=low.products.between(high.products, part),
+        )
+
+    def _shape_bytes(self) -> ShapeBytes:
+        """The most that was traced: few samples need fewer kernels, since products of little work in
+        half precision have none of their own."""
+        every = [traced.shape_bytes for traced in self._traced.values()]
+        return ShapeBytes(max(one.forward for one in every), max(one.backward for one in every))
 
 
 def _told(block: Block) -> tuple[str, str, int]:
