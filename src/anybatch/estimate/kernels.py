@@ -65,7 +65,7 @@ PRIMITIVE_BYTES: dict[str, int] = {
     "first in half": 80 << 10,
     "convolution": 85 << 10,
     "convolution transposed": 210 << 10,
-    "convolution backward": 78 << 10,
+    "convolution backward": 65 << 10,
     "convolution backward strided": 111 << 10,
     "convolution backward transposed": 125 << 10,
     "own products": 3600 << 10,
