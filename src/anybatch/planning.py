@@ -39,7 +39,7 @@ from anybatch.plans import (
     parse_norms,
     parse_open_precision,
 )
-from anybatch.session import Session
+from anybatch.session import Session, joined
 from anybatch.task import Task, check_task
 
 
@@ -63,8 +63,8 @@ def plan(
 ) -> Plan:
     """The fastest plan for `task` that is predicted to fit.
 
-    Where torch.distributed is initialised with several ranks, and no `machine` is given, all of them
-    have to call it, and get the same plan.
+    In a process that was started as one of several (by torchrun, say), and without `machine`, all of
+    them have to call it, and get the same plan; `parallel="single"` is for one that trains by itself.
 
     Args:
         task: what to train.
@@ -103,72 +103,76 @@ def plan(
     parse_norms(norms)
     parse_balance(balance)
     parse_compile(compile)
-    together = machine is None and are_several()
-    devices = devices_of(machine, memory, ranks, parallel)
+    by_itself = machine is not None or parallel in ("single", "in-process")
+    if not by_itself:
+        check_started(ranks, parallel)
+    with nullcontext() if by_itself else joined():
+        together = machine is None and are_several()
+        devices = devices_of(machine, memory, ranks, parallel)
 
-    is_reproducible = task.grains is not None
-    if is_reproducible:
-        _check_reproducible(
-            parallel=parallel,
-            micro_batch=micro_batch,
-            chunked_loss=chunked_loss,
-            exchange=exchange,
-            norms=norms,
-            balance=balance,
-            compile=compile,
-        )
-
-    def make() -> Plan:
-        wanted = parse_open_precision(precision)
-        told: dict[str, None] = {}  # each once
-        if wanted is not None:
-            for device in devices:
-                check_available(wanted, device)
-                told |= dict.fromkeys(precision_notices(wanted, device))
-        if any(device.kind == "cuda" for device in devices):
-            told |= dict.fromkeys(allocator_notices())
-        with few_collections():
-            subject = subject_of(task)
-            wishes = Wishes(
-                precision=wanted,
-                micro_batch=subject.identity.grain or micro_batch,
-                recompute=_recompute(recompute, subject),
-                chunked_loss=False if is_reproducible else parse_chunked_loss(chunked_loss),
-                frontier=frontier,
-                watch=watch,
+        is_reproducible = task.grains is not None
+        if is_reproducible:
+            _check_reproducible(
+                parallel=parallel,
+                micro_batch=micro_batch,
+                chunked_loss=chunked_loss,
+                exchange=exchange,
+                norms=norms,
+                balance=balance,
                 compile=compile,
-                shapes_vary=task.lengths is not None or task.collate is not None,
             )
-            # Ranks that meet inside passes exchange exactly.
-            exact = exchange is None or exchange.is_exact
-            made = make_plan(
-                subject,
-                min(devices, key=lambda device: device.budget_bytes),
-                wishes,
-                limited=memory is not None or (machine is not None and machine.is_limited),
-                layouts=layouts_of(
-                    devices,
-                    parallel,
-                    "fixed" if is_reproducible else balance,
-                    divisible=exact and not is_reproducible,
-                ),
-                norms=norms if exact and not is_reproducible else "ghosts",
-                notices=(
-                    *default_ghost_notice(subject.identity.ghost_batch, task.ghost_batch),
-                    *_size_notice(task),
-                    *told,
-                    *_length_notice(subject, cut_by_size=not is_reproducible),
-                    *(() if is_reproducible else subject.depends),
-                ),
-            )
-        if machine is None and not together and wishes.micro_batch is None:
-            made = _measured(task, made)
-        return made if exchange is None else made.exchanging(exchange)
 
-    # As the run will compute, so that what is predicted is what is run.
-    on_cpu = any(device.kind == "cpu" for device in devices)
-    with one_thread() if is_reproducible and on_cpu else nullcontext():
-        return by_rank_0(make) if together else make()
+        def make() -> Plan:
+            wanted = parse_open_precision(precision)
+            told: dict[str, None] = {}  # each once
+            if wanted is not None:
+                for device in devices:
+                    check_available(wanted, device)
+                    told |= dict.fromkeys(precision_notices(wanted, device))
+            if any(device.kind == "cuda" for device in devices):
+                told |= dict.fromkeys(allocator_notices())
+            with few_collections():
+                subject = subject_of(task)
+                wishes = Wishes(
+                    precision=wanted,
+                    micro_batch=subject.identity.grain or micro_batch,
+                    recompute=_recompute(recompute, subject),
+                    chunked_loss=False if is_reproducible else parse_chunked_loss(chunked_loss),
+                    frontier=frontier,
+                    watch=watch,
+                    compile=compile,
+                    shapes_vary=task.lengths is not None or task.collate is not None,
+                )
+                # Ranks that meet inside passes exchange exactly.
+                exact = exchange is None or exchange.is_exact
+                made = make_plan(
+                    subject,
+                    min(devices, key=lambda device: device.budget_bytes),
+                    wishes,
+                    limited=memory is not None or (machine is not None and machine.is_limited),
+                    layouts=layouts_of(
+                        devices,
+                        parallel,
+                        "fixed" if is_reproducible else balance,
+                        divisible=exact and not is_reproducible,
+                    ),
+                    norms=norms if exact and not is_reproducible else "ghosts",
+                    notices=(
+                        *default_ghost_notice(subject.identity.ghost_batch, task.ghost_batch),
+                        *_size_notice(task),
+                        *told,
+                        *_length_notice(subject, cut_by_size=not is_reproducible),
+                        *(() if is_reproducible else subject.depends),
+                    ),
+                )
+            if machine is None and not together and wishes.micro_batch is None:
+                made = _measured(task, made)
+            return made if exchange is None else made.exchanging(exchange)
+
+        # As the run will compute, so that what is predicted is what is run.
+        on_cpu = any(device.kind == "cpu" for device in devices)
+        with one_thread() if is_reproducible and on_cpu else nullcontext():
+            return by_rank_0(make) if together else make()
 
 
 def _check_reproducible(
@@ -289,6 +293,20 @@ def checked_ranks(ranks: int | None, parallel: Parallel | None) -> None:
     if parallel == "single" and ranks > 1:
         raise InputError(
             f"ranks is {ranks}, but parallel is 'single', which is one rank: leave one of them out."
+        )
+
+
+def check_started(ranks: int | None, parallel: Parallel | None, name: str = "ranks") -> None:
+    """Raises `InputError` if somebody else has started another number of ranks than is asked for by
+    `name`. Those that anybatch started may be fewer by now."""
+    member = find()
+    if member is None or ranks is None or member.launcher == "anybatch" or parallel == "in-process":
+        return
+    if ranks not in (member.local_world_size, member.world_size):
+        raise InputError(
+            f"{name} is {ranks}, but this process is one of {member.world_size} that"
+            f" {member.launcher} has started already: leave {name} out, or let {member.launcher} start"
+            f" {ranks} on each machine."
         )
 
 

@@ -246,3 +246,11 @@ def test_a_folder_is_looked_at_before_the_plan_is_made(folder: Path):
     (folder / "file").write_text("")
     with pytest.raises(ab.InputError, match="file/run cannot be written to: Not a directory"):
         ab.train(task(model=model), out=folder / "file" / "run")
+
+
+def test_another_number_of_ranks_than_were_started_is_refused(monkeypatch: pytest.MonkeyPatch):
+    ranks = {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3, "MASTER_PORT": 1}
+    for name, value in {**ranks, "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ab.InputError, match="ranks is 2, but this process is one of 3"):
+        ab.plan(task(), ranks=2)

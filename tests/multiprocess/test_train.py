@@ -126,6 +126,33 @@ def test_torchruns_ranks_are_recognised(task_file, tmp_path):
     assert_same_run(story(tmp_path / "both"), story(tmp_path / "alone"))
 
 
+LOOP = """
+import sys
+
+import anybatch as ab
+from own import task
+
+made = task()
+with ab.Session(made, ab.plan(made)) as session:
+    *_, last = session.steps()
+    if session.is_leader:
+        print(session.plan.num_ranks, last.loss)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_started_plan_together_before_a_loop_of_their_own(task_file, tmp_path):
+    (tmp_path / "loop.py").write_text(LOOP)
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    told = [
+        run(*command, cwd=tmp_path).stdout.split()
+        for command in (("loop",), (*torchrun, "loop.py"))
+    ]
+    (one, alone), (two, both) = told  # each loop has one leader
+    assert (one, two) == ("1", "2")
+    assert float(both) == pytest.approx(float(alone), rel=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "status", "words"),

@@ -62,6 +62,7 @@ def plan(
     from rich.console import Console
 
     from anybatch.cli.waiting import Waiting
+    from anybatch.launch import find
     from anybatch.planning import plan as make_plan
     from anybatch.plans import parse_parallel
     from anybatch.report import print_plan, write_frontier
@@ -82,6 +83,9 @@ def plan(
             frontier=True,
             watch=waiting,
         )
+    member = find()
+    if where is None and member is not None and member.rank > 0:
+        return  # all ranks have planned together, and one tells
     if out is not None:
         chosen.save(out)
     if plot is not None:

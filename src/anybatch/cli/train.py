@@ -30,8 +30,6 @@ from anybatch.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from anybatch.launch import Membership
-    from anybatch.plans import Parallel
     from anybatch.run import PlanOptions
 
 
@@ -157,7 +155,7 @@ def train(
     from anybatch.launch import find, parse_nodes, run_command
     from anybatch.parallel import exchange as tell
     from anybatch.parallel import leads
-    from anybatch.planning import checked_ranks
+    from anybatch.planning import check_started, checked_ranks
     from anybatch.plans import Plan, parse_balance, parse_exchange, parse_parallel
     from anybatch.report import (
         Progress,
@@ -194,7 +192,7 @@ def train(
     tensorboard_folder(tensorboard, out or Path("runs"), keeping.resumes)
     given = None if plan_file is None else Plan.load(plan_file)
     processes = num_processes(given, ranks, way)
-    _check_started(find(), ranks, way)
+    check_started(ranks, way, "--ranks")
     if find() is None and (processes > 1 or machines != 1):
         # Or it says here, once, what is wrong with it.
         loaded = load_task(task, settings, global_batch, reproducible, grain)
@@ -253,21 +251,6 @@ def _check_alone(options: PlanOptions) -> None:
         raise InputError(
             f"--plan and {' and '.join(given)} are both given, but the plan says all of it: leave"
             " one of them out, or change the plan's file."
-        )
-
-
-def _check_started(member: Membership | None, ranks: int | None, way: Parallel | None) -> None:
-    """Raises `InputError` if somebody else has started another number of ranks than is asked for.
-    Those that anybatch started may be fewer by now."""
-    from anybatch.errors import InputError
-
-    if member is None or ranks is None or member.launcher == "anybatch" or way == "in-process":
-        return
-    if ranks not in (member.local_world_size, member.world_size):
-        raise InputError(
-            f"--ranks is {ranks}, but this process is one of {member.world_size} that"
-            f" {member.launcher} has started already: leave --ranks out, or let {member.launcher} start"
-            f" {ranks} on each machine."
         )
 
 
