@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+import torch
+
 from anybatch.compute import Replica
 from anybatch.engine.bench import Bench
 from anybatch.engine.limit import Limit
@@ -20,6 +22,7 @@ from anybatch.engine.watch import Watch
 from anybatch.oom import MemoryFailure, as_memory_failure
 from anybatch.parallel import Group
 from anybatch.plans import Choice, KernelChoices
+from anybatch.threads import Stopwatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ class Rehearsed:
     Attributes:
         seconds: per sample, or per one of the longest where they differ in length, with the time to
             fetch them; of all passes but the first, which has no gradients to add to, if there were
-            more.
+            more. Without the time for which a CPU that one rank has for itself was given to others.
         peak_bytes: most that was in use in any of them, above the baseline.
     """
 
@@ -53,6 +56,7 @@ class Rehearsal:
         bench: Bench,
         buffers: SavedBuffers,
         watch: Watch,
+        device: torch.device,
     ) -> None:
         self._replica = replica
         self._group = group
@@ -62,6 +66,8 @@ class Rehearsal:
         self._bench = bench
         self._buffers = buffers
         self._watch = watch
+        # Among several ranks, or with a device that is waited for, idling is not want of a core.
+        self._alone_on_cpu = group.size == 1 and device.type == "cpu"
 
     def run(
         self,
@@ -108,8 +114,10 @@ class Rehearsal:
                     if micro is None or not micro.num_samples:
                         break
                     with self._limit.first_pass(choice.kind, micro.batch):
+                        stopwatch = Stopwatch()
                         self._replica.accumulate(micro.batch, micro.num_samples, micro.ghosts)
-                each.append((self._watch.wait(), micro.amount))
+                        idle = stopwatch.idle_seconds() if self._alone_on_cpu else 0.0
+                each.append((max(0.0, self._watch.wait() - idle), micro.amount))
                 del micro
             if not each:
                 return None

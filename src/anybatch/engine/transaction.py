@@ -132,6 +132,7 @@ class Transactions:
             bench=self.bench,
             buffers=self._buffers,
             watch=self._watch,
+            device=device,
         )
         self.wish: Wish = Wish.NOTHING
         self.failed_together: bool = False

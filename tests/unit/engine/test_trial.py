@@ -49,10 +49,14 @@ class Clock:
         return self.now
 
 
-def run(monkeypatch, task, plan, seconds, num_steps=3, trial=True, failing=None):
-    """The weights after some steps, what was told, and the plan that was followed."""
+def run(monkeypatch, task, plan, seconds, num_steps=3, trial=True, failing=None, idle=0.0):
+    """The weights after some steps, what was told, and the plan that was followed. In each pass other
+    processes have the core for `idle` seconds of its time."""
     clock, events = Clock(seconds), []
     monkeypatch.setattr("anybatch.engine.watch.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(
+        "anybatch.engine.rehearsal.Stopwatch", lambda: SimpleNamespace(idle_seconds=lambda: idle)
+    )
 
     def counted(model, batch):
         size = len(batch[0])
@@ -103,6 +107,12 @@ def test_the_time_of_a_step_is_predicted_anew(monkeypatch, task):
     assert prediction.step_parts == pytest.approx({"forward": 0.6, "backward": 1.2, "update": 0.1})
     assert prediction.step_seconds == pytest.approx(1.9)
     assert "tried on this device" in prediction.seconds_method
+
+
+def test_the_time_in_which_others_had_the_core_is_not_predicted(monkeypatch, task):
+    plan = plan_for(task, 4).model_copy(update={"prediction": told()})
+    _, events, _ = run(monkeypatch, task, plan, {4: 0.6}, idle=0.2)
+    assert of_kind(events, Tried)[0].pass_seconds == pytest.approx((1.2,))
 
 
 def test_what_is_faster_by_chance_is_not_followed(monkeypatch, task):
