@@ -254,7 +254,7 @@ def _outcome(
     lines = [
         ("task", str(started.task)),
         ("steps", f"{steps}, {why}"),
-        ("samples", format_count(ended.samples_seen)),
+        ("samples", _samples(ended)),
         ("time", format_seconds(ended.seconds)),
     ]
     if ended.samples_per_second:
@@ -272,6 +272,11 @@ def _outcome(
             )
         )
     return lines
+
+
+def _samples(ended: RunEnded) -> str:
+    taken = format_count(ended.samples_seen)
+    return f"{taken}, {ended.num_skipped:,} of them left out" if ended.num_skipped else taken
 
 
 def _predicted_and_measured(ended: RunEnded) -> Table:

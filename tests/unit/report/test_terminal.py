@@ -136,6 +136,10 @@ def test_a_result_tells_figures_predicted_and_measured():
     assert "step time 1.18 s 1.27 s -7.1% -" in text
 
 
+def test_a_result_tells_how_many_samples_were_left_out():
+    assert "samples 819,200, 3 of them left out" in words(result(ended=make_end(num_skipped=3)))
+
+
 def test_what_is_predicted_stands_beside_the_computation_without_the_waiting():
     text = words(result(ended=make_end(step_seconds=2.36, data_seconds=1.18)))
     assert "step, computing 1.18 s 1.18 s +0.0% -" in text
