@@ -16,6 +16,7 @@ from anybatch.estimate.peak import method_on
 from anybatch.machine import Device
 from anybatch.planner.enforcement import budget_notices, is_enforced
 from anybatch.planner.kernel_rule import with_kernels
+from anybatch.planner.prediction import kinds_of
 from anybatch.planner.ranks import Layout, rank_of
 from anybatch.planner.reserve import budget_for, reserve_of
 from anybatch.planner.setting import Wishes
@@ -129,12 +130,11 @@ def _prediction(
     if found.peak is None:
         return None
     peak = learned.bytes_of(found.peak.num_bytes)
-    more = {"as in earlier runs": peak - found.peak.num_bytes}
     return Prediction(
         peak_bytes=peak,
         evaluation_peak_bytes=peak,
         step_seconds=0.0,
-        by_kind={**found.peak.by_kind, **{kind: size for kind, size in more.items() if size > 0}},
+        by_kind=kinds_of(found.peak, learned),
         totals=found.peak.totals,
         choice=found.choice,
         method=method_on(subject.as_traced(device)),

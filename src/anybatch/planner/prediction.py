@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from anybatch.estimate import Peak
 from anybatch.estimate.calibration import SHEET_ERROR
+from anybatch.estimate.calibration_history import Correction
 from anybatch.planner.option import Option
 from anybatch.planner.setting import Setting
 from anybatch.plans import Prediction
@@ -14,10 +16,7 @@ def prediction_of(option: Option, setting: Setting, meeting_seconds: float = 0.0
     learned = setting.correction
     training, evaluation = option.footprint.peak, option.evaluation
     higher = max(training, evaluation, key=lambda peak: peak.num_bytes)
-    by_kind = dict(higher.by_kind)
     peak = learned.bytes_of(higher.num_bytes)
-    if peak > higher.num_bytes:
-        by_kind["as in earlier runs"] = peak - higher.num_bytes
     seconds = {
         "forward": option.seconds.forward,
         "backward": option.seconds.backward,
@@ -31,7 +30,7 @@ def prediction_of(option: Option, setting: Setting, meeting_seconds: float = 0.0
         evaluation_peak_bytes=learned.bytes_of(evaluation.num_bytes),
         commit_bytes=option.footprint.commit_bytes,
         step_seconds=(option.seconds.total + meeting_seconds) * learned.seconds,
-        by_kind=by_kind,
+        by_kind=kinds_of(higher, learned),
         totals={
             name: max(size, evaluation.totals.get(name, 0))
             for name, size in training.totals.items()
@@ -44,6 +43,12 @@ def prediction_of(option: Option, setting: Setting, meeting_seconds: float = 0.0
         seconds_corrected_by=learned.seconds,
         corrected_runs=learned.num_runs,
     )
+
+
+def kinds_of(peak: Peak, learned: Correction) -> dict[str, int]:
+    """What the bytes at `peak` are, with those that earlier runs taught."""
+    more = learned.bytes_of(peak.num_bytes) - peak.num_bytes
+    return {**peak.by_kind, "as in earlier runs": more} if more else dict(peak.by_kind)
 
 
 def _told_of_time(setting: Setting) -> str:
