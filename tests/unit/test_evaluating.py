@@ -44,7 +44,6 @@ def test_what_is_found_is_what_training_told_to_the_bit(finished: Path, step: in
     told = evaluated(finished)[step or 6]
     assert (found.loss, found.metrics) == (told.loss, told.metrics)
     assert (found.step, found.samples) == (told.step, told.samples)
-    assert found.measured_peak_bytes > 0
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-weights", "fp16-pure"])
