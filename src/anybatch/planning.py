@@ -2,8 +2,9 @@
 
 A model that no trace can follow is measured instead, on the device that is here.
 
-With several ranks every rank describes its own device to the others; rank 0 plans, and the others are
-given its plan, so that no rounding or setting can make them differ.
+With several ranks every rank describes its own device to the others, and together they measure how fast
+they exchange gradients; rank 0 plans, and the others are given its plan, so that no rounding or setting
+can make them differ.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from anybatch.estimate import Subject, allocator_notices, few_collections, subje
 from anybatch.launch import find
 from anybatch.machine import Device, Machine
 from anybatch.parallel import exchange as tell
+from anybatch.parallel import measured_link
 from anybatch.parallel.told import Told
 from anybatch.planner import Wishes, default_ghost_notice, layouts_of, make_plan, unpredicted
 from anybatch.plans import (
     Balancing,
     Compile,
     Exchange,
+    Link,
     Norms,
     Parallel,
     Plan,
@@ -41,6 +44,8 @@ from anybatch.plans import (
 )
 from anybatch.session import Session
 from anybatch.task import Task, check_task
+
+_CPU = torch.device("cpu")
 
 
 def plan(
@@ -64,7 +69,8 @@ def plan(
     """The fastest plan for `task` that is predicted to fit.
 
     Where torch.distributed is initialised with several ranks, and no `machine` is given, all of them
-    have to call it, and get the same plan.
+    have to call it, and get the same plan. They measure what joins them for that, which takes about
+    half a second at the most; ranks that are not here are taken to be joined as tabulated.
 
     Args:
         task: what to train.
@@ -97,6 +103,7 @@ def plan(
     Raises:
         NoPlanFits: not even the leanest plan fits.
         InputError: something in the task or the arguments cannot be used.
+        PeerFailed, PeerLost: another rank could not plan, or is gone.
     """
     check_task(task)
     checked_ranks(ranks, parallel)
@@ -105,6 +112,7 @@ def plan(
     parse_compile(compile)
     together = machine is None and are_several()
     devices = devices_of(machine, memory, ranks, parallel)
+    link = _measured_link(watch) if together and parallel not in ("single", "in-process") else None
 
     is_reproducible = task.grains is not None
     if is_reproducible:
@@ -151,6 +159,7 @@ def plan(
                     parallel,
                     "fixed" if is_reproducible else balance,
                     divisible=exact and not is_reproducible,
+                    link=link,
                 ),
                 norms=norms if exact and not is_reproducible else "ghosts",
                 notices=(
@@ -344,6 +353,14 @@ def _own_device(memory: str | int | None) -> Device:
     member = find()
     neighbours = member.local_world_size if member else 1
     return _on_one_cpu(Machine.here(memory).device, neighbours, divided=memory is None)[0]
+
+
+def _measured_link(watch: Callable[[str], None] | None) -> Link | None:
+    """What joins the ranks that are here; all of them call it. Raises what `measured_link` raises."""
+    if watch is not None:
+        watch("measuring the exchange between ranks")
+    cuda = torch.cuda.is_available()
+    return measured_link(torch.device("cuda", torch.cuda.current_device()) if cuda else _CPU)
 
 
 def by_rank_0(make: Callable[[], Plan]) -> Plan:
