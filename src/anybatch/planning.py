@@ -19,6 +19,7 @@ import torch.distributed as dist
 from anybatch.compute.determinism import one_thread
 from anybatch.compute.precision import check_available, precision_notices
 from anybatch.data import is_map_style, num_samples_of
+from anybatch.engine.process import give_freed_memory_back
 from anybatch.errors import InputError, PeerFailed
 from anybatch.estimate import Subject, allocator_notices, few_collections, subject_of
 from anybatch.launch import find
@@ -44,8 +45,6 @@ from anybatch.plans import (
 )
 from anybatch.session import Session
 from anybatch.task import Task, check_task
-
-_CPU = torch.device("cpu")
 
 
 def plan(
@@ -112,7 +111,9 @@ def plan(
     parse_compile(compile)
     together = machine is None and are_several()
     devices = devices_of(machine, memory, ranks, parallel)
-    link = _measured_link(watch) if together and parallel not in ("single", "in-process") else None
+    link = None
+    if together and parallel not in ("single", "in-process"):
+        link = _measured_link(watch, held=memory is not None and compile is not True)
 
     is_reproducible = task.grains is not None
     if is_reproducible:
@@ -355,12 +356,17 @@ def _own_device(memory: str | int | None) -> Device:
     return _on_one_cpu(Machine.here(memory).device, neighbours, divided=memory is None)[0]
 
 
-def _measured_link(watch: Callable[[str], None] | None) -> Link | None:
-    """What joins the ranks that are here; all of them call it. Raises what `measured_link` raises."""
+def _measured_link(watch: Callable[[str], None] | None, held: bool) -> Link | None:
+    """What joins the ranks that are here; all of them call it. `held`: the run is going to be held to a
+    budget. Raises what `measured_link` raises."""
     if watch is not None:
         watch("measuring the exchange between ranks")
-    cuda = torch.cuda.is_available()
-    return measured_link(torch.device("cuda", torch.cuda.current_device()) if cuda else _CPU)
+    if torch.cuda.is_available():
+        return measured_link(torch.device("cuda", torch.cuda.current_device()))
+    if held:
+        # Now, as the run will: what gloo frees would stay mapped, and the run use it beside its budget.
+        give_freed_memory_back()
+    return measured_link(torch.device("cpu"))
 
 
 def by_rank_0(make: Callable[[], Plan]) -> Plan:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.crew import Crew
 from tests.equivalence.worlds import World, task_of
 
 import anybatch as ab
+from anybatch import planning
+from anybatch.engine.process import status, trim
 from anybatch.errors import PeerLost, RankLost
 from anybatch.machine import Machine
 from anybatch.parallel import link as measuring
 
 CPU = torch.device("cpu")
+ENOUGH = 1 << 20
 
 
 def as_planned(rank, size, knobs):
@@ -134,3 +140,27 @@ def test_neither_a_given_plan_nor_another_machine_is_measured_for(crew):
         assert not elsewhere.link.measured
         assert followed.link is not None
         assert followed.link.measured
+
+
+def kept(rank, size, held):
+    """Bytes that this process has more of once the link is measured."""
+    for _ in range(4):  # each of gloo's threads has its first work
+        dist.all_reduce(torch.zeros(4))
+    before = status("VmData")
+    planning._measured_link(None, held=held)
+    grown = ENOUGH
+    give_up = time.monotonic() + 10
+    while grown >= ENOUGH and time.monotonic() < give_up:  # gloo's threads let go a moment later
+        trim()
+        grown = status("VmData") - before
+    return grown
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux holds processes to budgets")
+def test_nothing_of_it_stays_in_a_process_that_is_to_be_held_to_a_budget():
+    crew = Crew()  # heaps of other tests have room already
+    try:
+        grown = crew(2, kept, True)
+    finally:
+        crew.close()
+    assert max(grown) < ENOUGH
