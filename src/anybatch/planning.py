@@ -2,8 +2,9 @@
 
 A model that no trace can follow is measured instead, on the device that is here.
 
-With several ranks every rank describes its own device to the others; rank 0 plans, and the others are
-given its plan, so that no rounding or setting can make them differ.
+With several ranks every rank describes its own device to the others, and together they measure how fast
+they exchange gradients; rank 0 plans, and the others are given its plan, so that no rounding or setting
+can make them differ.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ import torch.distributed as dist
 from anybatch.compute.determinism import one_thread
 from anybatch.compute.precision import check_available, precision_notices
 from anybatch.data import is_map_style, num_samples_of
+from anybatch.engine.process import give_freed_memory_back
 from anybatch.errors import InputError, PeerFailed
 from anybatch.estimate import Subject, allocator_notices, few_collections, subject_of
 from anybatch.launch import find
 from anybatch.machine import Device, Machine
 from anybatch.parallel import exchange as tell
+from anybatch.parallel import measured_link
 from anybatch.parallel.told import Told
 from anybatch.planner import Wishes, default_ghost_notice, layouts_of, make_plan, unpredicted
 from anybatch.plans import (
     Balancing,
     Compile,
     Exchange,
+    Link,
     Norms,
     Parallel,
     Plan,
@@ -65,6 +69,8 @@ def plan(
 
     In a process that was started as one of several (by torchrun, say), and without `machine`, all of
     them have to call it, and get the same plan; `parallel="single"` is for one that trains by itself.
+    They measure what joins them for that, which takes about half a second at the most; ranks that are
+    not here are taken to be joined as tabulated.
 
     Args:
         task: what to train.
@@ -97,6 +103,7 @@ def plan(
     Raises:
         NoPlanFits: not even the leanest plan fits.
         InputError: something in the task or the arguments cannot be used.
+        PeerFailed, PeerLost: another rank could not plan, or is gone.
     """
     check_task(task)
     checked_ranks(ranks, parallel)
@@ -109,6 +116,9 @@ def plan(
     with nullcontext() if by_itself else joined():
         together = machine is None and are_several()
         devices = devices_of(machine, memory, ranks, parallel)
+        link = None
+        if together and parallel not in ("single", "in-process"):
+            link = _measured_link(watch, held=memory is not None and compile is not True)
 
         is_reproducible = task.grains is not None
         if is_reproducible:
@@ -155,6 +165,7 @@ def plan(
                         parallel,
                         "fixed" if is_reproducible else balance,
                         divisible=exact and not is_reproducible,
+                        link=link,
                     ),
                     norms=norms if exact and not is_reproducible else "ghosts",
                     notices=(
@@ -362,6 +373,19 @@ def _own_device(memory: str | int | None) -> Device:
     member = find()
     neighbours = member.local_world_size if member else 1
     return _on_one_cpu(Machine.here(memory).device, neighbours, divided=memory is None)[0]
+
+
+def _measured_link(watch: Callable[[str], None] | None, held: bool) -> Link | None:
+    """What joins the ranks that are here; all of them call it. `held`: the run is going to be held to a
+    budget. Raises what `measured_link` raises."""
+    if watch is not None:
+        watch("measuring the exchange between ranks")
+    if torch.cuda.is_available():
+        return measured_link(torch.device("cuda", torch.cuda.current_device()))
+    if held:
+        # Now, as the run will: what gloo frees would stay mapped, and the run use it beside its budget.
+        give_freed_memory_back()
+    return measured_link(torch.device("cpu"))
 
 
 def by_rank_0(make: Callable[[], Plan]) -> Plan:

@@ -50,6 +50,11 @@ EDITS = [
     ),
     Edit("device", lambda p: p.update(device="gpu"), ("device is 'gpu'",)),
     Edit("budget", lambda p: p.update(budget_bytes=0), ("budget_bytes is 0",)),
+    Edit(
+        "link",
+        lambda p: p.update(link={"bytes_per_second": 0.0, "hop_seconds": -1.0}),
+        ("link.bytes_per_second is 0.0", "link.hop_seconds is -1.0"),
+    ),
     Edit("flag", lambda p: p.update(enforced="yes"), ("enforced is 'yes'",)),
     Edit(
         "recompute", lambda p: p["choice"].update(recompute=["0"]), ("choice.recompute is ['0']",)

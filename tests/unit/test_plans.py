@@ -14,6 +14,7 @@ from anybatch.plans import (
     Candidate,
     Choice,
     KernelChoices,
+    Link,
     Plan,
     Precision,
     Prediction,
@@ -69,7 +70,14 @@ def plans(draw):
         autotune=st.just(False) if device == "cpu" else st.booleans(),
         compile=st.just(False) if device == "cpu" and enforced else st.booleans(),
     )
+    links = st.builds(
+        Link,
+        bytes_per_second=st.floats(1, 1e13),
+        hop_seconds=st.floats(0, 1e3),
+        measured=st.booleans(),
+    )
     return Plan(
+        link=draw(st.none() | links),
         task=TaskIdentity(
             name=draw(NAMES),
             global_batch=total,
@@ -369,3 +377,46 @@ def test_what_json_cannot_hold_is_no_prediction():
 )
 def test_blocks_are_named_in_ranges(blocks, words):
     assert Recompute(blocks=blocks).describe(named=True) == words
+
+
+# ------------------------------------------------------------------------------------- the link
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_a_link_is_found_again_from_two_sums_over_it(num_ranks):
+    link = Link(bytes_per_second=117e6, hop_seconds=2e-4, measured=True)
+    least, most = ((size, link.seconds(size, num_ranks)) for size in (4096, 1 << 24))
+    found = Link.through(least, most, num_ranks)
+    assert found is not None
+    assert found.measured
+    assert found.bytes_per_second == pytest.approx(link.bytes_per_second)
+    assert found.hop_seconds == pytest.approx(link.hop_seconds)
+
+
+def test_each_rank_sends_all_but_an_nth_of_the_bytes_twice():
+    link = Link(bytes_per_second=1e9, hop_seconds=1e-3)
+    assert link.seconds(10**9, 1) == 0
+    assert link.seconds(10**9, 2) == pytest.approx(1.0 + 2e-3)
+    assert link.seconds(10**9, 4) == pytest.approx(1.5 + 6e-3)
+
+
+@pytest.mark.parametrize(
+    "most", [(1 << 24, 1e-3), (1 << 24, 9e-4), (4096, 2e-3)], ids=["as-fast", "faster", "no-larger"]
+)
+def test_sums_that_tell_no_speed_make_no_link(most):
+    assert Link.through((4096, 1e-3), most, 2) is None
+
+
+def test_a_hop_takes_no_less_than_no_time():
+    found = Link.through((4096, 1e-9), (8192, 1.0), 2)
+    assert found is not None
+    assert found.hop_seconds == 0.0
+
+
+def test_a_link_is_told_with_where_it_comes_from():
+    link = Link(bytes_per_second=117.3e6, hop_seconds=2e-4, measured=True)
+    assert link.describe(2) == "measured when the ranks joined: 117 MB/s, 400 us a collective"
+    tabulated = link.model_copy(update={"measured": False, "bytes_per_second": 1.3e9})
+    assert tabulated.describe(2) == (
+        "as tabulated for ranks of one machine, not measured: 1.30 GB/s, 400 us a collective"
+    )

@@ -23,7 +23,7 @@ from anybatch.estimate.seconds_operations import PRODUCTS, Operation
 from anybatch.estimate.seconds_work import Counting, Work, work_of
 from anybatch.estimate.subject import Subject
 from anybatch.machine import MMAP_THRESHOLD, Device
-from anybatch.plans import Choice, Precision, Recompute, StatesOn, Update
+from anybatch.plans import Choice, Link, Precision, Recompute, StatesOn, Update
 
 _ALWAYS_MAPPED = 32 << 20
 """glibc maps blocks of this size by themselves even where nothing is set."""
@@ -101,6 +101,16 @@ class StepSeconds:
     def total(self) -> float:
         """Seconds of the step."""
         return self.forward + self.backward + self.recompute + self.update + self.exchange
+
+    def corrected(self, factor: float) -> StepSeconds:
+        """With all that a rank does by itself taking `factor` times as long."""
+        return StepSeconds(
+            forward=self.forward * factor,
+            backward=self.backward * factor,
+            recompute=self.recompute * factor,
+            update=self.update * factor,
+            exchange=self.exchange,
+        )
 
 
 class Pace:
@@ -440,15 +450,10 @@ class Pace:
         return "bfloat16" if self._halved else "tf32" if self._tf32 else name
 
 
-def exchange_seconds(num_bytes: int, device: Device, num_ranks: int) -> float:
-    """Time to add up `num_bytes` of gradients over `num_ranks` devices like `device`, in a ring: each
-    sends and receives 2 (n - 1) / n of them (Patarasuk and Yuan 2009). Nothing overlaps it: the
-    bound from above."""
-    if num_ranks < 2:
-        return 0.0
-    crossing = 2 * (num_ranks - 1) / num_ranks * num_bytes
-    latency = _LATENCY_SECONDS.get(device.kind, _LATENCY_SECONDS["cuda"])
-    return crossing / device.rates.link_bytes + 2 * (num_ranks - 1) * latency
+def tabulated_link(device: Device) -> Link:
+    """What joins devices like `device`, where the ranks have not measured it: all on one machine."""
+    hop = _LATENCY_SECONDS.get(device.kind, _LATENCY_SECONDS["cuda"])
+    return Link(bytes_per_second=device.rates.link_bytes, hop_seconds=hop)
 
 
 def crossing_seconds(state_bytes: int, device: Device) -> float:
@@ -464,11 +469,15 @@ def _bus_bytes(device: Device) -> float:
     return min(bus, device.rates.link_bytes)
 
 
-def meeting_seconds(num_norms: int, num_passes: int, recompute: Recompute) -> float:
+def meeting_seconds(
+    num_norms: int, num_passes: int, recompute: Recompute, link: Link | None, num_ranks: int
+) -> float:
     """Time of a step in which so many norms meet over ranks: forward, backward, and in what is
-    computed again."""
+    computed again. Where the ranks have measured their `link`, a meeting takes no less than its two
+    exchanges."""
     per_norm = 3 if recompute.blocks else 2
-    return per_norm * num_norms * num_passes * _MEETING_SECONDS
+    own = 2 * link.seconds(0, num_ranks) if link is not None and link.measured else 0.0
+    return per_norm * num_norms * num_passes * max(_MEETING_SECONDS, own)
 
 
 def _lines(first: Work, second: Work) -> dict[tuple[Operation, Operation], Counter[int]]:

@@ -21,7 +21,7 @@ def rejected(costs: Costs, taken: Choice, by: Costs) -> tuple[Candidate, ...]:
             choice=choice,
             parallel=costs.parallel,
             peak_bytes=costs.learned_bytes(costs.bytes(choice)),
-            step_seconds=costs.learned_seconds(costs.seconds(choice)),
+            step_seconds=costs.seconds(choice),
             reason=_reason(choice, costs, taken, by),
         )
         for choice in sorted(costs.weighed(), key=order)
@@ -37,7 +37,7 @@ def impossible(
         choice=choice,
         parallel=costs.parallel,
         peak_bytes=None if peak_bytes is None else costs.learned_bytes(peak_bytes),
-        step_seconds=costs.learned_seconds(costs.seconds(choice)),
+        step_seconds=costs.seconds(choice),
         possible=False,
         reason=reason,
     )
@@ -60,7 +60,7 @@ def frontier(every: Iterable[Costs]) -> tuple[FrontierPoint, ...]:
                     choice=choice,
                     parallel=costs.parallel,
                     peak_bytes=costs.learned_bytes(peak),
-                    step_seconds=costs.learned_seconds(seconds),
+                    step_seconds=seconds,
                 )
             )
     return tuple(points)

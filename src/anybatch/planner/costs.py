@@ -36,8 +36,8 @@ class Costs:
     """What the choices of one search cost a rank. They differ in the way to recompute and in the
     micro-batch, and have everything else in common.
 
-    Bytes and seconds are as traced; `learned_bytes` and `learned_seconds` make of them what is told,
-    and `room` is what the first may come to.
+    Bytes are as traced; `learned_bytes` makes of them what is told, and `room` is what they may come
+    to. Seconds contain what earlier runs taught.
 
     Args:
         subject: what a rank computes.
@@ -189,9 +189,10 @@ class Costs:
     # ------------------------------------------------------------------------------------ seconds
 
     def step(self, choice: Choice) -> StepSeconds:
-        """Seconds of a step under `choice`, by part."""
+        """Seconds of a step under `choice`, by part. Earlier runs taught nothing of the exchange: what
+        is learned from had none."""
         passes = self.sizes.passes(choice.micro_batch)
-        return self.setting.pace.step(
+        step = self.setting.pace.step(
             choice.micro_batch,
             choice.recompute,
             self.sizes.whole,
@@ -199,6 +200,7 @@ class Costs:
             choice.optimizer_states,
             self.head,
         )
+        return step.corrected(self.setting.correction.seconds)
 
     def seconds(self, choice: Choice) -> float:
         """Seconds of a step under `choice`."""
@@ -214,7 +216,3 @@ class Costs:
     def learned_bytes(self, num_bytes: float) -> int:
         """What a plan tells of so many bytes."""
         return self.setting.correction.bytes_of(num_bytes)
-
-    def learned_seconds(self, seconds: float) -> float:
-        """What a plan tells of so many seconds."""
-        return seconds * self.setting.correction.seconds

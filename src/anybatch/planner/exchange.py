@@ -9,13 +9,14 @@ gathered twice in every pass, for forward and for backward, and gradients are ad
 On CUDA this goes on beside the computing, and only what is left over counts: at the least what crosses
 for the first block, before which nothing can be computed, or for the last, after which nothing is left.
 Then comes the vote, which is small and which everybody waits for.
+
+How long ranks take to add up so many bytes, the link of the layout tells (`plans.Link`).
 """
 
 from __future__ import annotations
 
 from anybatch.compute.buckets import BUCKET_BYTES
 from anybatch.estimate import Subject
-from anybatch.estimate.seconds import exchange_seconds
 from anybatch.planner.setting import Setting
 from anybatch.plans import Choice, Precision
 
@@ -29,9 +30,10 @@ def seconds_of_exchange(subject: Subject, setting: Setting, choice: Choice, pass
     computing = pace.micro(choice.micro_batch, choice.recompute)
     is_last = layout.parallel == "in-process" or subject.sums is not None  # after all computing
     overlaps = device.kind == "cuda" and not is_last
-    vote = 0.0 if layout.parallel == "in-process" else exchange_seconds(0, device, num_ranks)
+    link = layout.link_on(device)
+    vote = 0.0 if layout.parallel == "in-process" else link.seconds(0, num_ranks)
     if subject.division is None:
-        crossing = exchange_seconds(pace.parameter_bytes, device, num_ranks)
+        crossing = link.seconds(pace.parameter_bytes, num_ranks)
         groups = -(-pace.parameter_bytes // BUCKET_BYTES)
         behind = computing[1] + computing[2]  # the last backward
         return vote + (_left_over(crossing, behind, groups) if overlaps else crossing)
@@ -40,7 +42,7 @@ def seconds_of_exchange(subject: Subject, setting: Setting, choice: Choice, pass
     gathered = parts.whole * _gathered_part(choice.precision)
     # To gather, or to add up so that each keeps a part, is half of a whole exchange.
     crossing = groups * sum(
-        exchange_seconds(round(size / groups), device, num_ranks) / 2
+        link.seconds(size / groups, num_ranks) / 2
         for size in (gathered, gathered, pace.parameter_bytes)
     )
     return vote + passes * (_left_over(crossing, sum(computing), groups) if overlaps else crossing)

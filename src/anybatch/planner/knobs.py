@@ -244,7 +244,8 @@ class _Here:
                 "padded": identity.padded and half_of(identity.padded, smallest),
             }
             subject = replace(subject, identity=identity.model_copy(update=changes))
-        layout = Layout("shard", (1.0,) * division.ranks)
+        link = self._setting.layout.link
+        layout = Layout("shard", (1.0,) * division.ranks, link=link)
         other = Costs(replace(subject, division=division), replace(self._setting, layout=layout))
         size = min(self._choice.micro_batch, other.sizes.whole)
         choice = other.choice(self._choice.recompute, size)
@@ -296,4 +297,4 @@ class _Here:
 
     def _knob(self, what: str, peak_bytes: float, seconds: float, remark: str = "") -> Knob:
         costs = self._costs
-        return Knob(what, costs.learned_bytes(peak_bytes), costs.learned_seconds(seconds), remark)
+        return Knob(what, costs.learned_bytes(peak_bytes), seconds, remark)

@@ -10,7 +10,7 @@ from anybatch.compute.lm_loss import PLAIN_LOGITS
 from anybatch.errors import AnybatchError, InputError, NoPlanFits
 from anybatch.estimate import Head, Subject, head_of, why_untraced
 from anybatch.estimate.eager import eagerly
-from anybatch.estimate.seconds import meeting_seconds
+from anybatch.estimate.seconds import StepSeconds, meeting_seconds
 from anybatch.machine import Device
 from anybatch.planner.costs import Costs, Untraceable
 from anybatch.planner.enforcement import budget_notices, is_enforced
@@ -188,6 +188,7 @@ def _make(
         told.append(_why_divided(found))
     if layout.norms == "ghosts" and (idle := num_idle(whole, layout)):
         told.append(_told_idle(whole, layout, idle))
+    told += _told_exchange(found.seconds, layout)
     return Plan(
         **given,
         **layout.fields(device),
@@ -325,6 +326,24 @@ def _told_idle(subject: Subject, layout: Layout, idle: int) -> str:
     )
 
 
+def _told_exchange(seconds: StepSeconds, layout: Layout) -> Iterator[str]:
+    """What to say of whole models on ranks whose link was measured, and is so slow that one rank would
+    do a step sooner."""
+    link = layout.link
+    if link is None or not link.measured or layout.parallel not in ("replicate", "ddp"):
+        return
+    own = seconds.forward + seconds.backward + seconds.recompute
+    alone = own * sum(layout.shares) / max(layout.shares) + seconds.update
+    if seconds.total > alone:
+        yield (
+            "The exchange between the ranks is predicted to take"
+            f" {format_seconds(seconds.exchange)} of a step of {format_seconds(seconds.total)}, which"
+            f" one rank alone would do in about {format_seconds(alone)}. A larger global batch has"
+            " fewer exchanges for as many samples; --compress and --local-steps send less, and change"
+            " the result."
+        )
+
+
 def _why_divided(found: Found) -> str:
     divided = "parameters, gradients and optimizer state are divided over the ranks"
     if found.otherwise is None:
@@ -374,7 +393,9 @@ def _meetings(subject: Subject, layout: Layout, found: Found) -> float:
     if layout.norms == "ghosts":
         return 0.0
     count = norms_that_meet(subject) or 0
-    return meeting_seconds(count, num_ghosts(subject), found.choice.recompute)
+    return meeting_seconds(
+        count, num_ghosts(subject), found.choice.recompute, layout.link, len(layout.shares)
+    )
 
 
 def default_ghost_notice(subject_ghost: int | None, asked: int | None) -> tuple[str, ...]:

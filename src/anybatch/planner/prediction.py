@@ -29,7 +29,7 @@ def prediction_of(option: Option, setting: Setting, meeting_seconds: float = 0.0
         peak_bytes=peak,
         evaluation_peak_bytes=learned.bytes_of(evaluation.num_bytes),
         commit_bytes=option.footprint.commit_bytes,
-        step_seconds=(option.seconds.total + meeting_seconds) * learned.seconds,
+        step_seconds=option.seconds.total + meeting_seconds,
         by_kind=kinds_of(higher, learned),
         totals={
             name: max(size, evaluation.totals.get(name, 0))
@@ -37,7 +37,7 @@ def prediction_of(option: Option, setting: Setting, meeting_seconds: float = 0.0
         },
         choice=option.choice,
         method=option.footprint.method,
-        step_parts={part: time * learned.seconds for part, time in seconds.items() if time},
+        step_parts={part: time for part, time in seconds.items() if time},
         seconds_method=_told_of_time(setting),
         learned_bytes=peak - higher.num_bytes,
         seconds_corrected_by=learned.seconds,

@@ -19,21 +19,28 @@ from anybatch.compute.dividing import check_divisible
 from anybatch.compute.optimizers import check_whole
 from anybatch.data import divided_ghosts, ghosts, share
 from anybatch.estimate import Subject, sums_of
+from anybatch.estimate.seconds import tabulated_link
 from anybatch.estimate.sharding import Division, parts_of
 from anybatch.machine import Device
 from anybatch.planner.reserve import reserve_of
-from anybatch.plans import Balancing, Norms, Parallel
+from anybatch.plans import Balancing, Link, Norms, Parallel
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The ranks that a plan is for, and how they share a step. See `Plan` for the fields."""
+    """The ranks that a plan is for, and how they share a step. See `Plan` for the fields; `link` is
+    what the ranks have measured, None: they have not."""
 
     parallel: Parallel = "single"
     shares: tuple[float, ...] = (1.0,)
     balance: Balancing = "fixed"
     devices: tuple[str, ...] = ()
     norms: Norms = "ghosts"
+    link: Link | None = None
+
+    def link_on(self, device: Device) -> Link:
+        """What joins these ranks, on devices like `device`: as measured, or as tabulated."""
+        return self.link or tabulated_link(device)
 
     def fields(self, device: Device) -> dict[str, Any]:
         """Those of `Plan` that say where and by whom."""
@@ -43,6 +50,7 @@ class Layout:
             "shares": self.shares,
             "balance": self.balance,
             "norms": self.norms,
+            "link": self.link_on(device) if len(self.shares) > 1 else None,
             "devices": self.devices,
             "device": device.kind if several else device.torch_name,
             "device_name": device.name,
@@ -57,6 +65,7 @@ def layouts_of(
     balance: Balancing | None = None,
     *,
     divisible: bool = True,
+    link: Link | None = None,
 ) -> tuple[Layout, ...]:
     """How the ranks on `devices`, one each, may share a step, before anything is measured: by the
     nominal speed of their devices. The one to take among equals comes first.
@@ -67,6 +76,7 @@ def layouts_of(
         balance: as asked for; None: measured where the ranks' times tell something.
         divisible: whether ranks may have parts of the model, which takes that they tell each other
             everything in every step; else each has the whole.
+        link: what the ranks have measured to join them; None: nothing.
     """
     if len(devices) == 1 and parallel in (None, "single"):
         return (Layout(),)
@@ -78,6 +88,7 @@ def layouts_of(
         # What ranks on one CPU measure is mostly what they take from each other.
         balance=balance or ("fixed" if devices[0].kind == "cpu" else "measured"),
         devices=tuple(d.torch_name for d in devices) if parallel == "in-process" else (),
+        link=link,
     )
     if parallel is not None or not divisible:
         return (whole,)

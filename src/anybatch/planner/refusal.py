@@ -31,7 +31,7 @@ def nothing_fits(searched: Sequence[tuple[Costs, Sequence[Recompute]]]) -> NoPla
     )
     if long:
         smaller += f" It has to hold the longest sample: {long}; shorten what is too long."
-    seconds = format_seconds(costs.learned_seconds(costs.seconds(leanest)))
+    seconds = format_seconds(costs.seconds(leanest))
     return NoPlanFits(
         f"no plan fits the budget of {budget}: the leanest ({leanest.describe()}{_divided(costs)}) is"
         f" predicted to need {format_bytes(peak)}, at {seconds} per step. Give it at least"

@@ -13,6 +13,7 @@ from anybatch.plans.choice import Precision as Precision
 from anybatch.plans.choice import Recompute as Recompute
 from anybatch.plans.choice import StatesOn as StatesOn
 from anybatch.plans.choice import Update as Update
+from anybatch.plans.link import Link as Link
 from anybatch.plans.names import parse_balance as parse_balance
 from anybatch.plans.names import parse_chunked_loss as parse_chunked_loss
 from anybatch.plans.names import parse_compile as parse_compile

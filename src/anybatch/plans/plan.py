@@ -15,6 +15,7 @@ from anybatch.plans import files
 from anybatch.plans.checks import check
 from anybatch.plans.choice import Choice, KernelChoices
 from anybatch.plans.frozen import Frozen, faults
+from anybatch.plans.link import Link
 from anybatch.plans.ranks import Balancing, Exchange, Norms, Parallel, num_units
 from anybatch.plans.told import as_table, explained, in_one_line
 from anybatch.plans.weighed import Candidate, FrontierPoint, Prediction, Rival
@@ -73,6 +74,7 @@ class Plan(Frozen):
             is divided over the ranks, one per pass, and the norms of all ranks meet in it.
         device: as torch names it; `"cuda"`: each rank its own.
         exchange: what ranks tell each other; see `Exchange`.
+        link: what joins the ranks, as the prediction reckons with it; None: not told, or one rank.
         kernels: which kernels compute the model; see `KernelChoices`.
         devices: of the ranks, if they are in one process.
         device_name: for people.
@@ -96,6 +98,7 @@ class Plan(Frozen):
     balance: Balancing = "fixed"
     norms: Norms = "ghosts"
     exchange: Exchange = Exchange()
+    link: Link | None = None
     kernels: KernelChoices = KernelChoices()
     device: str = Field(pattern=r"^(cpu|cuda(:\d+)?)$")
     devices: tuple[Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")], ...] = ()

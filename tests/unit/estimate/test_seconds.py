@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import anybatch as ab
 from anybatch.estimate import seconds_operations, subject_of
 from anybatch.estimate.calibration import FAMILIES, Speeds, nominal, product_rate, rate_at
-from anybatch.estimate.seconds import Pace, exchange_seconds
+from anybatch.estimate.seconds import Pace, tabulated_link
 from anybatch.estimate.seconds_operations import family_of, operation_of
 from anybatch.estimate.seconds_work import Work, work_of
 from anybatch.machine import MMAP_THRESHOLD, Machine
@@ -426,8 +426,9 @@ def test_ghost_batches_take_more_operations():
 
 def test_gradients_cross_the_link_in_a_ring():
     device = Machine.describe("2 x a100-80gb").device
-    assert exchange_seconds(10**9, device, 1) == 0.0
-    two, eight = (exchange_seconds(10**9, device, ranks) for ranks in (2, 8))
+    link = tabulated_link(device)
+    assert link.seconds(10**9, 1) == 0.0
+    two, eight = (link.seconds(10**9, ranks) for ranks in (2, 8))
     assert two == pytest.approx(1e9 / 300e9, rel=0.05)
     assert eight == pytest.approx(2 * 7 / 8 * 1e9 / 300e9, rel=0.1)
 

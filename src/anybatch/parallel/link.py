@@ -1,0 +1,139 @@
+"""Link: how fast the ranks add up what each of them has, measured before a plan is made for them.
+
+Sums of growing size cross the group that gradients are going to cross, in buckets like theirs:
+
+    bytes    4 Ki | 16 Ki | 64 Ki | ...    up to 16 Mi over gloo, 64 Mi over NCCL
+    rounds    1+8 |   1+8 |   1+8 | ...    fewer of what takes long; none of what would take too long
+
+After the first round of a size, and after the others, one small sum tells all ranks what the slowest of
+them took, so that all go on, or stop, alike, and come to the same figures.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anybatch.compute.buckets import BUCKET_BYTES, CPU_BUCKET_BYTES
+from anybatch.errors import RankLost
+from anybatch.oom import as_memory_failure
+from anybatch.parallel.vote import calling
+from anybatch.plans import Link
+
+_SIZES = {
+    "cpu": tuple(4096 * 4**i for i in range(7)),
+    "cuda": tuple(4096 * 4**i for i in range(8)),
+}
+"""Bytes of the sums."""
+
+_GROWTH, _SMALL = 4, 3
+
+_SECONDS, _SECONDS_OF_SIZE = 0.5, 0.12
+"""For all sums, and for those of one size after its first round."""
+
+_ROUNDS = 8
+"""Of one size after the first, which counts only where there is no time for others: its memory is new,
+or, the other way round, what limits the rate of a cable lets the beginning through at once."""
+
+_DEADLINE = timedelta(seconds=60)
+"""After which a rank that does not answer is lost: all of them were there a moment before."""
+
+
+def measured_link(device: torch.device) -> Link | None:
+    """What joins the ranks of the default group, the same on all of them, which call it together. What
+    memory it takes, up to 16 MiB over gloo and 64 MiB over NCCL, it gives back.
+
+    Args:
+        device: of this rank, from which it exchanges gradients.
+
+    Returns None if a rank has no memory for it, or what was measured tells no speed.
+
+    Raises:
+        PeerLost: a rank is gone, or does not answer.
+        RankLost: this one ran out of memory while ranks spoke to each other.
+    """
+    with calling("while the exchange between ranks was measured"):
+        try:
+            seen = list(_timed(device))
+        except Exception as error:
+            failure = as_memory_failure(error)
+            if failure is None:
+                raise
+            raise RankLost(
+                "memory ran out while the exchange between ranks was measured, so that the others"
+                f" wait for this one: {failure.message}"
+            ) from error
+        finally:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    if len(seen) < 2:
+        return None
+    # Of the small ones, in which hops are most, the one that was disturbed least.
+    least = min(seen[: min(_SMALL, len(seen) - 1)], key=lambda one: one[1])
+    return Link.through(least, seen[-1], dist.get_world_size())
+
+
+def _timed(device: torch.device) -> Iterator[tuple[int, float]]:
+    """(bytes, seconds) of sums, in growing sizes, alike on all ranks; none if one has no memory."""
+    sizes = _SIZES[device.type]
+    memory = _taken(sizes[-1], device)
+    (missing,) = _of_the_slowest([float(memory is None)], device)  # and who comes last is here now
+    if memory is None or missing:
+        return
+    bucket = CPU_BUCKET_BYTES if device.type == "cpu" else BUCKET_BYTES
+    left, before, expected = _SECONDS, 0.0, 0.0
+    for number, size in enumerate(sizes):
+        if number > 1 and expected > left:
+            return  # fewer than two sizes tell nothing
+        flats = memory[: size // memory.itemsize].split(bucket // memory.itemsize)
+        first = _of_the_slowest([_seconds_of(flats, device)], device)
+        rounds = min(_ROUNDS, int(min(left, _SECONDS_OF_SIZE) / first[0]))
+        others = [_seconds_of(flats, device) for _ in range(rounds)]
+        others = _of_the_slowest(others, device) if others else []
+        now = statistics.median(others or first)
+        yield size, now
+        left -= sum(first) + sum(others)
+        expected = now + _GROWTH * max(0.0, now - before)
+        before = now
+
+
+def _taken(num_bytes: int, device: torch.device) -> Tensor | None:
+    """Memory that is written to, so that it is there; None where there is no room for it."""
+    try:
+        return torch.empty(num_bytes // 4, dtype=torch.float32, device=device).zero_()
+    except Exception as error:
+        if as_memory_failure(error) is None:
+            raise
+        return None
+
+
+def _seconds_of(flats: Sequence[Tensor], device: torch.device) -> float:
+    """That this rank waits until `flats` are added up."""
+    begun = time.perf_counter()
+    _wait([dist.all_reduce(flat, async_op=True) for flat in flats], device)
+    return time.perf_counter() - begun
+
+
+def _of_the_slowest(own: Sequence[float], device: torch.device) -> list[float]:
+    """For each place the largest number of all ranks."""
+    told = torch.tensor(own, dtype=torch.float64, device=device)
+    _wait([dist.all_reduce(told, dist.ReduceOp.MAX, async_op=True)], device)
+    return told.tolist()
+
+
+def _wait(works: Sequence[Any], device: torch.device) -> None:
+    if device.type == "cpu":
+        for work in works:
+            work.wait(_DEADLINE)
+        return
+    # With a deadline NCCL asks only every so often whether it is done; it has its own, of the group.
+    for work in works:
+        work.wait()
+    torch.cuda.synchronize(device)
