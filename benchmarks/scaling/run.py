@@ -6,6 +6,11 @@ Linux, with `ip` and `tc` (Debian: iproute2):
 Trains a task on one machine and on two, which are network namespaces joined by a cable of several
 speeds, with one rank of one thread each. Prints the table and writes it to
 `benchmarks/results/scaling.md` and `scaling.json`.
+
+    python benchmarks/scaling/run.py --link
+
+asks instead how near the exchange is predicted, with what ranks measure when they join and without:
+`scaling-link.md` and `scaling-link.json`.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,14 +33,27 @@ sys.path.insert(0, str(ROOT))
 
 from tests.multiprocess.netns import slow_down, two_machines, why_not  # noqa: E402
 
+from anybatch.estimate.seconds import tabulated_link  # noqa: E402
 from anybatch.events import RunEnded  # noqa: E402
 from anybatch.insight.scaling import what_limits  # noqa: E402
+from anybatch.machine import Machine  # noqa: E402
+from anybatch.plans import Plan  # noqa: E402
 from anybatch.report import read  # noqa: E402
 
 BATCHES = (64, 256, 1024)
 RATES_MBIT = (None, 1000, 200)
 MICRO_BATCH = 32
 DEADLINE_SECONDS = 600.0
+
+LINK_BATCH, LINK_STEPS = 256, 12
+LINKS = (
+    ("2 ranks, one machine", 2, None),
+    ("3 ranks, one machine", 3, None),
+    ("2 machines, as it is", 2, None),
+    ("2 machines, 1000 Mbit/s", 2, 1000),
+    ("2 machines, 200 Mbit/s", 2, 200),
+    ("2 machines, 50 Mbit/s", 2, 50),
+)
 
 
 def command(global_batch: int, out: Path, *more: str) -> list[str]:
@@ -77,8 +96,8 @@ def on_one(global_batch: int, folder: Path) -> RunEnded:
     return ended(out)
 
 
-def on_two(global_batch: int, rate_mbit: int | None, folder: Path) -> RunEnded:
-    """The task on two machines, each with a run folder of its own; told by the one of rank 0."""
+def on_two(global_batch: int, rate_mbit: int | None, folder: Path, *more: str) -> Path:
+    """The task on two machines, each with a run folder of its own; that of rank 0."""
     with two_machines() as machines:
         for machine in machines:
             if rate_mbit is not None:
@@ -88,11 +107,11 @@ def on_two(global_batch: int, rate_mbit: int | None, folder: Path) -> RunEnded:
         joined = ("--ranks", "1", "--nodes", "2", "--rendezvous", place)
         wait_for(
             [
-                machine.command(*command(global_batch, out, *joined))
+                machine.command(*command(global_batch, out, *joined, *more))
                 for machine, out in zip(machines, outs, strict=True)
             ]
         )
-        return next(ended(out) for out in outs if (out / "events.jsonl").is_file())
+        return next(out for out in outs if (out / "events.jsonl").is_file())
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:
@@ -106,7 +125,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
                 folder.mkdir()
                 ones.append(on_one(global_batch, folder))
                 for rate in RATES_MBIT:
-                    twos[rate].append(on_two(global_batch, rate, folder))
+                    twos[rate].append(ended(on_two(global_batch, rate, folder)))
             one = min(ones, key=_seconds)
             for rate, several in twos.items():
                 two = min(several, key=_seconds)
@@ -124,6 +143,74 @@ def measure(rounds: int) -> list[dict[str, Any]]:
                 )
                 print(json.dumps(found[-1]), flush=True)
     return found
+
+
+def measure_links(rounds: int) -> list[dict[str, Any]]:
+    """The exchange over every link as predicted by what the ranks measured, and by the tables, beside
+    that of the run; medians of the rounds, in which the links take turns."""
+    seen: dict[str, list[dict[str, float]]] = {name: [] for name, _, _ in LINKS}
+    more = ("--parallel", "replicate", "-s", f"steps={LINK_STEPS}")
+    tabulated = tabulated_link(Machine.here(device="cpu").device)
+    for _ in range(rounds):
+        for name, num_ranks, rate in LINKS:
+            with tempfile.TemporaryDirectory() as folder:
+                out = Path(folder) / "run"
+                if name.startswith("2 machines"):
+                    out = on_two(LINK_BATCH, rate, Path(folder), *more)
+                else:
+                    wait_for([command(LINK_BATCH, out, "--ranks", str(num_ranks), *more)])
+                plan, run = Plan.load(out / "plan.json"), ended(out)
+            assert plan.link is not None
+            assert plan.link.measured
+            crossing = 4 * plan.task.parameters
+            seen[name].append(
+                {
+                    "bytes_per_second": plan.link.bytes_per_second,
+                    "collective_seconds": plan.link.seconds(0, num_ranks),
+                    "tabulated_exchange": sum(
+                        tabulated.seconds(n, num_ranks) for n in (0, crossing)
+                    ),
+                    "predicted_exchange": run.predicted_step_parts["exchange"],
+                    "measured_exchange": run.step_parts["exchange"],
+                    "measured_step": _seconds(run),
+                    "predicted_step": run.predicted_step_seconds or 0.0,
+                }
+            )
+            print(json.dumps({"link": name, **seen[name][-1]}), flush=True)
+    return [
+        {
+            "link": name,
+            **{key: statistics.median(r[key] for r in runs) for key in runs[0]},
+            "runs": runs,
+        }
+        for name, runs in seen.items()
+    ]
+
+
+def link_table(found: list[dict[str, Any]]) -> str:
+    """The same as Markdown."""
+    names = (
+        *("link", "measured at the start", "exchange of the run (ms)", "by the tables"),
+        *("by what was measured", "step of the run (ms)", "predicted"),
+    )
+    lines = [
+        f"| {' | '.join(names)} |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in found:
+        exchange = row["measured_exchange"]
+        lines.append(
+            f"| {row['link']} | {row['bytes_per_second'] / 1e6:.3g} MB/s,"
+            f" {1e3 * row['collective_seconds']:.2g} ms a collective | {1e3 * exchange:.1f}"
+            f" | {_beside(row['tabulated_exchange'], exchange)}"
+            f" | {_beside(row['predicted_exchange'], exchange)}"
+            f" | {1e3 * row['measured_step']:.1f} | {1e3 * row['predicted_step']:.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _beside(predicted: float, measured: float) -> str:
+    return f"{1e3 * predicted:.1f} ({predicted / measured:.2f} times)"
 
 
 def _seconds(run: RunEnded) -> float:
@@ -156,12 +243,14 @@ def table(found: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of each setting")
+    parser.add_argument("--link", action="store_true", help="how near the exchange is predicted")
     parser.add_argument("--out", type=Path, default=HERE.parent / "results")
     options = parser.parse_args()
     if (reason := why_not()) is not None:
         sys.exit(f"two machines cannot be made here: {reason}")
+    rows = measure_links(options.rounds) if options.link else measure(options.rounds)
     result = {
-        "rows": measure(options.rounds),
+        "rows": rows,
         "machine": {
             "cores": os.cpu_count(),
             "python": platform.python_version(),
@@ -169,10 +258,10 @@ def main() -> None:
             "rounds": options.rounds,
         },
     }
-    told = table(result["rows"])
+    told, name = (link_table(rows), "scaling-link") if options.link else (table(rows), "scaling")
     print(told)
-    (options.out / "scaling.md").write_text(told, encoding="utf-8")
-    (options.out / "scaling.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (options.out / f"{name}.md").write_text(told, encoding="utf-8")
+    (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Sums of growing size cross the group that gradients are going to cross, in buckets like theirs:
 
-    bytes    4 Ki | 16 Ki | 64 Ki | ...    up to 16 Mi over gloo, 64 Mi over NCCL
+    bytes    1 Ki |  4 Ki | 16 Ki | ...    up to 16 Mi over gloo, 64 Mi over NCCL
     rounds    1+8 |   1+8 |   1+8 | ...    fewer of what takes long; none of what would take too long
 
 After the first round of a size, and after the others, one small sum tells all ranks what the slowest of
@@ -28,12 +28,12 @@ from anybatch.parallel.vote import calling
 from anybatch.plans import Link
 
 _SIZES = {
-    "cpu": tuple(4096 * 4**i for i in range(7)),
-    "cuda": tuple(4096 * 4**i for i in range(8)),
+    "cpu": tuple(1024 * 4**i for i in range(8)),
+    "cuda": tuple(1024 * 4**i for i in range(9)),
 }
 """Bytes of the sums."""
 
-_GROWTH, _SMALL = 4, 3
+_GROWTH = 4
 
 _SECONDS, _SECONDS_OF_SIZE = 0.5, 0.12
 """For all sums, and for those of one size after its first round."""
@@ -75,8 +75,8 @@ def measured_link(device: torch.device) -> Link | None:
                 torch.cuda.empty_cache()
     if len(seen) < 2:
         return None
-    # Of the small ones, in which hops are most, the one that was disturbed least.
-    least = min(seen[: min(_SMALL, len(seen) - 1)], key=lambda one: one[1])
+    # The smallest takes no longer than others, unless it was disturbed.
+    least = seen[0][0], min(seconds for _, seconds in seen)
     return Link.through(least, seen[-1], dist.get_world_size())
 
 

@@ -67,7 +67,7 @@ def explained(plan: Plan) -> list[tuple[str, str]]:
         lines.append(("predicted step", f"{format_seconds(told.step_seconds)}{parts}"))
         if told.seconds_method:
             lines.append(("times are", told.seconds_method))
-        if plan.link is not None and plan.num_ranks > 1:
+        if plan.link is not None and "exchange of gradients" in told.step_parts:
             lines.append(("link", plan.link.describe(plan.num_ranks)))
     return lines
 

@@ -14,12 +14,13 @@ from torch.utils.data import TensorDataset
 import anybatch as ab
 from anybatch.estimate import subject_of
 from anybatch.machine import Machine
+from anybatch.planner import Wishes, layouts_of, make_plan
 from anybatch.planner.costs import Costs
 from anybatch.planner.exchange import seconds_of_exchange
 from anybatch.planner.knobs import in_use, knobs
 from anybatch.planner.ranks import Layout, rank_of
 from anybatch.planner.setting import setting_of
-from anybatch.plans import Exchange, Plan, Recompute
+from anybatch.plans import Exchange, Link, Plan, Recompute
 
 GIB = 1 << 30
 WIDTH, BLOCKS = 2048, 8
@@ -91,6 +92,21 @@ def test_the_faster_layout_is_taken_and_the_other_stays_with_its_reason():
     for other in others:
         slower = other.step_seconds > 1.01 * seconds(plan)
         assert slower or "more than the budget leaves" in other.reason
+
+
+def test_over_a_slow_link_the_model_stays_whole():
+    device = Machine.describe("h100-80gb", count=4).with_budget(int(3.7 * GIB)).device
+    subject, wishes = subject_of(heavy_task()), Wishes()
+
+    def made(link: Link | None) -> Plan:
+        layouts = layouts_of([device] * 4, None, link=link)
+        return make_plan(subject, device, wishes, limited=True, layouts=layouts)
+
+    assert made(None).parallel == "shard"
+    slow = Link(bytes_per_second=1e9, hop_seconds=1e-4, measured=True)
+    plan = made(slow)
+    assert plan.parallel == "replicate"
+    assert plan.link == slow
 
 
 def test_where_memory_is_plenty_each_rank_has_the_whole_model():
