@@ -147,18 +147,18 @@ def beside_training(
         products = products.before(between.products)
     kept = traced.kept_bytes + products.kept_bytes
     libraries = kept + _kernel_bytes(subject, choice, traced, device, others)
-    beside = _beside(subject, libraries, traced.timeline, device, choice.micro_batch)
-    if choice.recompute.blocks and device.kind == "cpu":
+    passing = _passing(traced.timeline, device)
+    beside = _beside(subject, libraries, passing, device, choice.micro_batch)
+    if device.kind != "cpu":
+        return beside
+    if choice.recompute.blocks:
         beside[OVERHEAD] = round(_HOLES_OF_RECOMPUTE * beside[OVERHEAD])
-    if subject.whole > choice.micro_batch and device.kind == "cpu":
-        more = round(_HOLES_OF_PASSES * _holes(traced.timeline))
-        beside[OVERHEAD] += min(more, _MOST_OF_PASSES)
+    if subject.whole > choice.micro_batch:
+        beside[OVERHEAD] += min(round(_HOLES_OF_PASSES * _holes(passing)), _MOST_OF_PASSES)
     if between is not None:
-        beside[OVERHEAD] += _holes(between.timeline)
-    if device.kind == "cpu":
-        beside[OVERHEAD] += _holes_of_large(traced.timeline, taken) + _batch_in_hole(
-            traced.timeline
-        )
+        beside[OVERHEAD] += _holes(_passing(between.timeline, device))
+    beside[OVERHEAD] += _holes_of_large(traced.timeline, taken, passing)
+    beside[OVERHEAD] += _batch_in_hole(traced.timeline, passing)
     return beside
 
 
@@ -173,7 +173,8 @@ def _beside_evaluation(
     others = max(0, trained - 1) * one + evaluated * traced.shape_bytes.forward
     kept = training.kept_bytes + training.products.before(traced.products).kept_bytes
     libraries = kept + _kernel_bytes(subject, choice, training, device, others)
-    beside = _beside(subject, libraries, traced.timeline, device, choice.evaluation_batch)
+    passing = _passing(traced.timeline, device)
+    beside = _beside(subject, libraries, passing, device, choice.evaluation_batch)
     if device.kind == "cpu":
         beside[OVERHEAD] += _left_in_heap(subject, choice, training, device)
     return beside
@@ -189,7 +190,8 @@ def _beside_evaluation_alone(
     kernels = forward + _of_other_sizes(choice, max(0, sizes - 1) * forward)
     libraries = traced.kept_bytes + traced.products.kept_bytes + kernels
     unordered = replace(subject, course=replace(course, order_bytes=0))
-    return _beside(unordered, libraries, traced.timeline, device, choice.evaluation_batch)
+    passing = _passing(traced.timeline, device)
+    return _beside(unordered, libraries, passing, device, choice.evaluation_batch)
 
 
 def _kernel_bytes(
@@ -219,7 +221,8 @@ def _left_in_heap(subject: Subject, choice: Choice, training: Traced, device: De
             for block in timeline.blocks
             if block.num_bytes < MMAP_THRESHOLD and block.died is None
         )
-        holes = _holes(timeline) + _holes_of_large(timeline, taken)
+        passing = _passing(timeline, device)
+        holes = _holes(passing) + _holes_of_large(timeline, taken, passing)
         subject.left[key] = max(0, taken.heap_bytes - stays) + holes
     return subject.left[key]
 
@@ -247,13 +250,13 @@ def _kernels_of_data(subject: Subject, choice: Choice, traced: Traced, device: D
 
 
 def _beside(
-    subject: Subject, libraries: int, timeline: Timeline, device: Device, num_samples: int
+    subject: Subject, libraries: int, passing: int, device: Device, num_samples: int
 ) -> dict[str, int]:
     constant = constant_bytes(device)
     if device.kind != "cpu":
         spoken = communicator_bytes(device) if subject.speaks else 0
         return {"libraries": libraries + spoken, "device context": constant}
-    holes = _holes(timeline)
+    holes = _holes(passing)
     there = subject.samples.num_there(num_samples)
     # What comes and goes may come to lie behind the objects of samples, too.
     behind = min(there * _SAMPLE_BYTES, _MOST_SAMPLES_BYTES, holes)
@@ -266,32 +269,34 @@ def _beside(
     }
 
 
-def _holes(timeline: Timeline) -> int:
-    """What the heap holds of blocks that come and go beside those. They do not find their old places
+def _passing(timeline: Timeline, device: Device) -> int:
+    """The most bytes of tensors that come and go in the heap; 0 on a device that has none."""
+    return passing_bytes(tensors(timeline), MMAP_THRESHOLD) if device.kind == "cpu" else 0
+
+
+def _holes(passing: int) -> int:
+    """What the heap holds beside so many bytes that come and go. They do not find their old places
     again: objects and kernels that stay have come to lie between them, and what is left is too small
     for another block of the same size, since glibc aligns a block by asking for up to 96 bytes more,
     which it gives back."""
-    passing = passing_bytes(tensors(timeline), MMAP_THRESHOLD)
     return min(passing, _ALL_HOLES + max(0, passing - _ALL_HOLES) // 2)
 
 
-def _holes_of_large(timeline: Timeline, taken: Taken) -> int:
-    """What it holds beside blocks just above the threshold: glibc looks into its holes before it maps
-    one. Small blocks then find theirs taken, go to the heap's end, and leave larger holes there for the
-    next step."""
-    seen = tensors(timeline)
-    passing = passing_bytes(seen, 2 * MMAP_THRESHOLD) - passing_bytes(seen, MMAP_THRESHOLD)
-    if passing < _FEW:
+def _holes_of_large(timeline: Timeline, taken: Taken, passing: int) -> int:
+    """What it holds beside blocks just above the threshold, where `passing` below it come and go: glibc
+    looks into its holes before it maps one. Small blocks then find theirs taken, go to the heap's end,
+    and leave larger holes there for the next step."""
+    large = passing_bytes(tensors(timeline), 2 * MMAP_THRESHOLD) - passing
+    if large < _FEW:
         return 0
-    return round(_DRIFT * min(passing, _IN_HEAP * taken.large_in_heap_bytes))
+    return round(_DRIFT * min(large, _IN_HEAP * taken.large_in_heap_bytes))
 
 
-def _batch_in_hole(timeline: Timeline) -> int:
-    """Bytes of a batch that is large enough to be mapped, and that the hole of the step before it
+def _batch_in_hole(timeline: Timeline, hole: int) -> int:
+    """Bytes of a batch that is large enough to be mapped, and that the `hole` of the step before it
     takes in: what lay there goes beyond (an RNN of width 128 over 60 steps, batches of 1.9 MiB, in two
     passes: measured 17% above the prediction). One of less than half the hole leaves room beside it."""
     batch = max((block.num_bytes for block in timeline.blocks if block.phase == "input"), default=0)
-    hole = passing_bytes(tensors(timeline), MMAP_THRESHOLD)
     return batch if max(MMAP_THRESHOLD, hole // 2) <= batch <= hole else 0
 
 
