@@ -68,11 +68,20 @@ def parse_seconds(text: str, name: str) -> float:
 
 def format_bytes(num_bytes: float) -> str:
     """`num_bytes` with a binary prefix and three digits: `512 B`, `1.50 KiB`, `47.2 MiB`."""
+    return _prefixed(num_bytes, 1024, ("KiB", "MiB", "GiB", "TiB"))
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """`bytes_per_second` in the units of networks, powers of 1000: `117 MB/s`, `1.31 GB/s`."""
+    return f"{_prefixed(bytes_per_second, 1000, ('kB', 'MB', 'GB', 'TB'))}/s"
+
+
+def _prefixed(num_bytes: float, factor: int, prefixes: tuple[str, ...]) -> str:
     size, unit = abs(float(num_bytes)), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1023.5:
+    for larger in prefixes:
+        if size < factor - 0.5:
             break
-        size, unit = size / 1024, larger
+        size, unit = size / factor, larger
     if unit == "B":
         text = f"{size:.0f}"
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from anybatch.plans.frozen import Frozen
-from anybatch.units import format_seconds
+from anybatch.units import format_rate, format_seconds
 
 
 class Link(Frozen):
@@ -63,14 +63,3 @@ class Link(Frozen):
         if self.measured:
             return f"measured when the ranks joined: {what}"
         return f"as tabulated for ranks of one machine, not measured: {what}"
-
-
-def format_rate(bytes_per_second: float) -> str:
-    """`bytes_per_second` in the units of networks, powers of 1000: `117 MB/s`, `1.31 GB/s`."""
-    rate, unit = bytes_per_second, "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if rate < 999.5:
-            break
-        rate, unit = rate / 1000, larger
-    digits = 2 if rate < 9.995 else 1 if rate < 99.95 else 0
-    return f"{rate:.{digits}f} {unit}/s"
