@@ -56,6 +56,30 @@ def test_in_other_precisions_too(tmp_path: Path, precision: str):
         assert found.plan.choice.precision == precision
 
 
+def test_what_the_user_has_compiled_is_not_compiled_while_it_is_planned(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+):
+    compiled: list[object] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    task = small_task(
+        model=lambda: torch.compile(nn.Linear(3, 1), backend=backend),
+        ghost_batch=None,
+        metrics=None,
+    )
+    ab.train(task, out=tmp_path / "run", progress=False)
+    compiled.clear()
+    torch.compiler.reset()
+    recwarn.clear()
+    found = ab.evaluate(tmp_path / "run", task)
+    assert not [one for one in recwarn if "torch.compile" in str(one.message)]
+    assert found.loss == pytest.approx(evaluated(tmp_path / "run")[6].loss, rel=1e-6)
+    assert len(compiled) <= 2  # of the passes themselves: whole ones and a smaller one
+
+
 def test_of_ranks_in_one_process(tmp_path: Path):
     folder = tmp_path / "run"
     options: Any = {"parallel": "in-process", "ranks": 2}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from anybatch.errors import AnybatchError, InputError, NoPlanFits
 from anybatch.estimate import Peak, Subject, evaluation_peak
 from anybatch.estimate.calibration_history import Correction, correction
+from anybatch.estimate.eager import eagerly
 from anybatch.estimate.peak import method_on
 from anybatch.machine import Device
 from anybatch.planner.enforcement import budget_notices, is_enforced
@@ -32,6 +33,7 @@ class _Weighed:
     peak: Peak | None
 
 
+@eagerly()
 def make_evaluation_plan(
     before: Plan,
     subject: Subject,
