@@ -123,3 +123,11 @@ def tree(folder: Path) -> dict[str, bytes | None]:
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
     }
+
+
+@pytest.fixture
+def one_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process, and those that it starts, as torchrun would have started one of three."""
+    ranks = {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3, "MASTER_PORT": 1}
+    for name, value in {**ranks, "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, str(value))

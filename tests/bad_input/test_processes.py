@@ -54,13 +54,9 @@ def test_an_unknown_word_ends_with_2_and_help_with_0():
     assert anybatch("train", "--help").returncode == 0
 
 
-def test_another_number_of_ranks_than_were_started_ends_with_2(
-    write_task: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.usefixtures("one_of_three")
+def test_another_number_of_ranks_than_were_started_ends_with_2(write_task: Callable[..., Path]):
     write_task()
-    ranks = {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3, "MASTER_PORT": 1}
-    for name, value in {**ranks, "MASTER_ADDR": "localhost"}.items():
-        monkeypatch.setenv(name, str(value))
     done = anybatch("train", "task.py", "--ranks", "2")
     assert done.returncode == 2
     assert not done.stdout

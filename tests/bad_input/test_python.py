@@ -248,9 +248,7 @@ def test_a_folder_is_looked_at_before_the_plan_is_made(folder: Path):
         ab.train(task(model=model), out=folder / "file" / "run")
 
 
-def test_another_number_of_ranks_than_were_started_is_refused(monkeypatch: pytest.MonkeyPatch):
-    ranks = {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3, "MASTER_PORT": 1}
-    for name, value in {**ranks, "MASTER_ADDR": "localhost"}.items():
-        monkeypatch.setenv(name, str(value))
+@pytest.mark.usefixtures("one_of_three")
+def test_another_number_of_ranks_than_were_started_is_refused():
     with pytest.raises(ab.InputError, match="ranks is 2, but this process is one of 3"):
         ab.plan(task(), ranks=2)
