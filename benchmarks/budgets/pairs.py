@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ class Pair:
         precision: `"fp32"` or `"bf16"`.
         below: the budget is to be less than the least that the planner names, so that it refuses.
         place: where the budget lies, from 0 to 1: below, between two fifths and nine tenths of the
-            least; else between the least and twice what the whole batch needs.
+            least; else between the least and twice what the whole batch needs, or once if `large`.
+        large: of `LARGE`, which need hundreds of MiB, not tens.
     """
 
     seed: int
@@ -55,17 +56,19 @@ class Pair:
     precision: str
     below: bool
     place: float
+    large: bool = False
 
     def budget(self, least: int, whole: int) -> int:
         """The budget in bytes, where the planner says that the least is `least`, and that the whole
         batch in one piece needs `whole`."""
         if self.below:
             return int(least * (0.4 + 0.5 * self.place))
-        return int(least + (max(2 * whole, least) - least) * self.place)
+        most = max(whole if self.large else 2 * whole, least)
+        return int(least + (most - least) * self.place)
 
     def task(self) -> ab.Task:
         """The task, with data of its own."""
-        family = FAMILIES[self.family]
+        family = (LARGE if self.large else FAMILIES)[self.family]
         torch.manual_seed(self.seed)
         make, samples = family.build(*self.sizes)
         return ab.Task(
@@ -157,6 +160,27 @@ FAMILIES: dict[str, Family] = {
     "u-net": Family(((8, 16, 32), (2, 3), (32, 64)), (4, 40), _unet, models.class_loss),
 }
 
+_LARGE_TEXT = ((2000, 5000, 10000), (256, 384), (4, 6), (64, 128))
+
+LARGE: dict[str, Family] = {
+    "mlp": replace(FAMILIES["mlp"], sizes=((1000, 2000), (8, 16)), batches=(500, 3000)),
+    "convolutional": replace(
+        FAMILIES["convolutional"], sizes=((32, 48, 64), (32, 64)), batches=(100, 400)
+    ),
+    "residual": replace(FAMILIES["residual"], sizes=((32, 48), (32, 64)), batches=(50, 150)),
+    "vgg16": replace(FAMILIES["vgg16"], sizes=((1024, 4096),), batches=(60, 250)),
+    "lstm": replace(
+        FAMILIES["lstm"], sizes=((2000, 8000), (256, 512), (33, 64, 100)), batches=(50, 150)
+    ),
+    "gpt, tied": replace(FAMILIES["gpt, tied"], sizes=_LARGE_TEXT, batches=(16, 70)),
+    "gpt, untied": replace(FAMILIES["gpt, untied"], sizes=_LARGE_TEXT, batches=(16, 70)),
+    "experts": replace(FAMILIES["experts"], sizes=_LARGE_TEXT, batches=(16, 50)),
+    "encoder": replace(
+        FAMILIES["encoder"], sizes=((192, 256), (4, 6), (64, 96)), batches=(30, 120)
+    ),
+    "u-net": replace(FAMILIES["u-net"], sizes=((16, 32), (3, 4), (64, 128)), batches=(20, 60)),
+}
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=1e-3),
     "momentum": models.sgd,
@@ -164,11 +188,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def draw(seed: int) -> Pair:
+def draw(seed: int, large: bool = False) -> Pair:
     """The pair of that number."""
-    random_ = random.Random(f"budgets {seed}")
-    name = random_.choice(list(FAMILIES))
-    family = FAMILIES[name]
+    families = LARGE if large else FAMILIES
+    random_ = random.Random(f"{'large ' if large else ''}budgets {seed}")
+    name = random_.choice(list(families))
+    family = families[name]
     sizes = tuple(random_.choice(options) for options in family.sizes)
     low, high = family.batches
     batch = round(low * (high / low) ** random_.random())  # as many small ones as large ones
@@ -185,4 +210,5 @@ def draw(seed: int) -> Pair:
         precision=random_.choice(("fp32", "fp32", "bf16")),
         below=random_.random() < 0.12,
         place=random_.random(),
+        large=large,
     )

@@ -1,12 +1,12 @@
 """Do runs keep to any budget, and do they use it? One command:
 
-    python benchmarks/budgets/run.py [--pairs 100] [--seeds 3,7] [--dry]
+    python benchmarks/budgets/run.py [--large] [--pairs 100] [--seeds 3,7] [--dry]
 
 Random tasks under random budgets that the operating system holds (`pairs.py`), each in a fresh process:
 three steps and, in half of them, an evaluation. Counts what ran out of memory, checks what the planner
 refuses, and compares the measured peak with the budget. Prints the tables, writes them to
-`benchmarks/results/budgets.md` and `.json`, and ends with status 1 if a run met an out-of-memory error
-or a refusal was not true.
+`benchmarks/results/budgets.md` and `.json` (`budgets-large.*` of `--large`), and ends with status 1 if
+a run met an out-of-memory error or a refusal was not true.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FASTER = 1.01
 """A plan that is predicted to be faster by less than this counts as just as fast, as in the planner."""
 
 
-def run(seed: int) -> dict[str, Any]:
+def run(seed: int, large: bool) -> dict[str, Any]:
     """One pair; called in a process of its own."""
     from pairs import draw
 
     import anybatch as ab
     from anybatch.errors import NoPlanFits
 
-    pair = draw(seed)
+    pair = draw(seed, large)
     task = pair.task()
     try:
         ab.plan(task, memory="64KiB", precision=pair.precision)
@@ -117,9 +117,9 @@ def trained(task: Any, precision: str, budget: int) -> dict[str, Any]:
     }
 
 
-def _in_process(seed: int, cache: str) -> dict[str, Any]:
+def _in_process(seed: int, large: bool, cache: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, __file__, "--one", str(seed)],
+        [sys.executable, __file__, "--one", str(seed), *(["--large"] if large else [])],
         capture_output=True,
         text=True,
         env={**os.environ, "XDG_CACHE_HOME": cache},
@@ -235,28 +235,30 @@ def _table(ended: Iterable[dict[str, Any]]) -> list[str]:
 def main() -> None:
     """Run the pairs, print the tables, and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--large", action="store_true", help="of hundreds of MiB, not of tens")
     parser.add_argument("--pairs", type=int, default=100, help="how many")
     parser.add_argument("--seeds", help="these pairs, separated by commas")
     parser.add_argument("--dry", action="store_true", help="write no results")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one is not None:
-        print(json.dumps(run(given.one)))
+        print(json.dumps(run(given.one, given.large)))
         return
     seeds = [int(s) for s in given.seeds.split(",")] if given.seeds else list(range(given.pairs))
     found: list[dict[str, Any]] = []
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="budgets-") as cache:
         for seed in seeds:
-            one = _in_process(seed, cache)
+            one = _in_process(seed, given.large, cache)
             found.append(one)
             print(_line(one), file=sys.stderr, flush=True)
     text = "\n".join(lines_of(found, time.monotonic() - begun)) + "\n"
     print(text)
     if not given.dry:
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "budgets.md").write_text(text, encoding="utf-8")
-        (RESULTS / "budgets.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        name = "budgets-large" if given.large else "budgets"
+        (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
+        (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     sys.exit(bool(wrong(found)))
 
 

@@ -110,80 +110,83 @@ def plan(
     parse_norms(norms)
     parse_balance(balance)
     parse_compile(compile)
-    by_itself = machine is not None or parallel in ("single", "in-process")
+    is_reproducible = task.grains is not None
+    if is_reproducible:
+        _check_reproducible(
+            parallel=parallel,
+            micro_batch=micro_batch,
+            chunked_loss=chunked_loss,
+            exchange=exchange,
+            norms=norms,
+            balance=balance,
+            compile=compile,
+        )
+    alone = parallel in ("single", "in-process")
+    by_itself = machine is not None or alone
     if not by_itself:
         check_started(ranks, parallel)
+
+    def make(devices: Sequence[Device], link: Link | None) -> Plan:
+        wanted = parse_open_precision(precision)
+        told: dict[str, None] = {}  # each once
+        if wanted is not None:
+            for device in devices:
+                check_available(wanted, device)
+                told |= dict.fromkeys(precision_notices(wanted, device))
+        if any(device.kind == "cuda" for device in devices):
+            told |= dict.fromkeys(allocator_notices())
+        with few_collections():
+            subject = subject_of(task)
+            wishes = Wishes(
+                precision=wanted,
+                micro_batch=subject.identity.grain or micro_batch,
+                recompute=_recompute(recompute, subject),
+                chunked_loss=False if is_reproducible else parse_chunked_loss(chunked_loss),
+                frontier=frontier,
+                watch=watch,
+                compile=compile,
+                shapes_vary=task.lengths is not None or task.collate is not None,
+            )
+            # Ranks that meet inside passes exchange exactly.
+            exact = exchange is None or exchange.is_exact
+            return make_plan(
+                subject,
+                min(devices, key=lambda device: device.budget_bytes),
+                wishes,
+                limited=memory is not None or (machine is not None and machine.is_limited),
+                layouts=layouts_of(
+                    devices,
+                    parallel,
+                    "fixed" if is_reproducible else balance,
+                    divisible=exact and not is_reproducible,
+                    link=link,
+                ),
+                norms=norms if exact and not is_reproducible else "ghosts",
+                notices=(
+                    *default_ghost_notice(subject.identity.ghost_batch, task.ghost_batch),
+                    *_size_notice(task),
+                    *told,
+                    *_length_notice(subject, cut_by_size=not is_reproducible),
+                    *(() if is_reproducible else subject.depends),
+                ),
+            )
+
     with nullcontext() if by_itself else joined():
         together = machine is None and are_several()
         devices = devices_of(machine, memory, ranks, parallel)
         link = None
-        if together and parallel not in ("single", "in-process"):
+        if together and not alone:
             link = _measured_link(watch, held=memory is not None and compile is not True)
-
-        is_reproducible = task.grains is not None
-        if is_reproducible:
-            _check_reproducible(
-                parallel=parallel,
-                micro_batch=micro_batch,
-                chunked_loss=chunked_loss,
-                exchange=exchange,
-                norms=norms,
-                balance=balance,
-                compile=compile,
-            )
-
-        def make() -> Plan:
-            wanted = parse_open_precision(precision)
-            told: dict[str, None] = {}  # each once
-            if wanted is not None:
-                for device in devices:
-                    check_available(wanted, device)
-                    told |= dict.fromkeys(precision_notices(wanted, device))
-            if any(device.kind == "cuda" for device in devices):
-                told |= dict.fromkeys(allocator_notices())
-            with few_collections():
-                subject = subject_of(task)
-                wishes = Wishes(
-                    precision=wanted,
-                    micro_batch=subject.identity.grain or micro_batch,
-                    recompute=_recompute(recompute, subject),
-                    chunked_loss=False if is_reproducible else parse_chunked_loss(chunked_loss),
-                    frontier=frontier,
-                    watch=watch,
-                    compile=compile,
-                    shapes_vary=task.lengths is not None or task.collate is not None,
-                )
-                # Ranks that meet inside passes exchange exactly.
-                exact = exchange is None or exchange.is_exact
-                made = make_plan(
-                    subject,
-                    min(devices, key=lambda device: device.budget_bytes),
-                    wishes,
-                    limited=memory is not None or (machine is not None and machine.is_limited),
-                    layouts=layouts_of(
-                        devices,
-                        parallel,
-                        "fixed" if is_reproducible else balance,
-                        divisible=exact and not is_reproducible,
-                        link=link,
-                    ),
-                    norms=norms if exact and not is_reproducible else "ghosts",
-                    notices=(
-                        *default_ghost_notice(subject.identity.ghost_batch, task.ghost_batch),
-                        *_size_notice(task),
-                        *told,
-                        *_length_notice(subject, cut_by_size=not is_reproducible),
-                        *(() if is_reproducible else subject.depends),
-                    ),
-                )
-            if machine is None and not together and wishes.micro_batch is None:
-                made = _measured(task, made)
-            return made if exchange is None else made.exchanging(exchange)
-
         # As the run will compute, so that what is predicted is what is run.
         on_cpu = any(device.kind == "cpu" for device in devices)
         with one_thread() if is_reproducible and on_cpu else nullcontext():
-            return by_rank_0(make) if together else make()
+            if together:
+                made = by_rank_0(lambda: make(devices, link))
+            else:
+                made = make(devices, link)
+                if machine is None and not is_reproducible and micro_batch is None:
+                    made = _measured(task, made)
+    return made if exchange is None else made.exchanging(exchange)
 
 
 def _check_reproducible(
