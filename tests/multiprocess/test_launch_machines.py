@@ -143,3 +143,11 @@ def test_a_machine_that_does_not_come_is_given_up():
     assert status == 1
     message = told.splitlines()[-1]
     assert f"not all of the 2 machines have come to {place} within 1 s" in message
+
+
+@pytest.mark.slow
+def test_a_machine_that_waits_for_another_says_so():
+    place = f"127.0.0.1:{free_port()}"
+    ((status, _, told),) = run([command(1, place, seconds=8)])
+    assert status == 1
+    assert told.startswith(f"anybatch: waiting at {place} for 2 machines, for 8 s at the most.")

@@ -65,6 +65,7 @@ _SETTLE_SECONDS = 3.0
 _MEETING_SECONDS = 30.0
 _PULSE_SECONDS = 2
 _GOODBYE_SECONDS = 5.0
+_PATIENCE_SECONDS = 6.0  # longer than the last call
 _TRIES = 3
 
 
@@ -130,7 +131,7 @@ def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -
     Args:
         orders: see there.
         arguments: of `worker`, after the first three.
-        tell: is given a sentence whenever ranks are started again.
+        tell: is given a sentence whenever ranks are started again, and while others are waited for.
 
     Raises:
         LaunchError: the agents of several machines did not meet.
@@ -138,7 +139,7 @@ def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -
     """
     private = [orders.folder] if orders.keeps_logs else [orders.folder, orders.logs]
     with _quiet(), _janitor(*private), ExitStack() as stack:
-        store, address, place = _store(orders)
+        store, address, place = _store(orders, tell)
         handler = _meeting(orders, store, address)
         stack.callback(_end_all, orders.folder)
         council = Council(
@@ -183,9 +184,8 @@ def _run(agent: _Agent, orders: Orders, handler: _Meeting, place: str) -> Ending
         ending.signal = error.sigval
         stays = orders.least < orders.most  # the others may go on without this machine
     except RendezvousTimeoutError as error:
-        count = str(orders.most) if orders.least == orders.most else f"at least {orders.least}"
         raise LaunchError(
-            f"not all of the {count} machines have come to {place} within"
+            f"not all of the {_count(orders)} machines have come to {place} within"
             f" {orders.timeout_seconds:g} s: check that the same command was started on each of them,"
             f" with the same address and number of machines.{agent.before}"
         ) from error
@@ -267,6 +267,21 @@ class _Agent(LocalElasticAgent):
                     raise
         assert self._attempt is not None
         return self._attempt
+
+    def _rendezvous(  # type: ignore[override]
+        self, worker_group: WorkerGroup
+    ) -> None:
+        """See the base class."""
+        orders = self._orders
+        if orders.meeting is None:
+            super()._rendezvous(worker_group)  # type: ignore[call-arg]
+            return
+        with _patience(
+            self._tell,
+            f"waiting at {joined(*orders.meeting)} for {_count(orders)} machines, for"
+            f" {orders.timeout_seconds:g} s at the most. Start the same command on each of them.",
+        ):
+            super()._rendezvous(worker_group)  # type: ignore[call-arg]
 
     def _start_workers(  # type: ignore[override]
         self, worker_group: WorkerGroup
@@ -465,7 +480,25 @@ class _Meeting(DynamicRendezvousHandler):
             Deadline(_GOODBYE_SECONDS).within(goodbye)
 
 
-def _store(orders: Orders) -> tuple[TCPStore, str, str]:
+def _count(orders: Orders) -> str:
+    """How many machines there are to be, in words."""
+    return str(orders.most) if orders.least == orders.most else f"at least {orders.least}"
+
+
+@contextmanager
+def _patience(tell: Callable[[str], None], sentence: str) -> Iterator[None]:
+    """`tell` the `sentence` if what is inside takes longer than machines do that are all there."""
+    timer = threading.Timer(_PATIENCE_SECONDS, tell, (sentence,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def _store(orders: Orders, tell: Callable[[str], None]) -> tuple[TCPStore, str, str]:
     """A store for the agents, served here for one machine, or by the first agent to come on the
     machine with the address; the address of this machine; that of the store, in words."""
     deadline = Deadline(orders.timeout_seconds)
@@ -474,8 +507,14 @@ def _store(orders: Orders) -> tuple[TCPStore, str, str]:
         address, place = LOOPBACK, LOOPBACK
     else:
         host, port = orders.meeting
-        store = meet(host, port, "first", deadline)
-        address, place = route_to(host, port), joined(host, port)
+        place = joined(host, port)
+        with _patience(
+            tell,
+            f"waiting for an answer at {place}, for {orders.timeout_seconds:g} s at the most. Start the"
+            f" same command on {host}.",
+        ):
+            store = meet(host, port, "first", deadline)
+        address = route_to(host, port)
     store.set_timeout(timedelta(seconds=min(_MEETING_SECONDS, max(1.0, orders.timeout_seconds))))
     return store, address, place
 

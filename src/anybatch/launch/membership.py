@@ -425,7 +425,9 @@ def _connect(
             f" interface {interface} (GLOO_SOCKET_IFNAME chooses another). torch says: {error}"
         ) from error
     # The deadline was for the connections. Collectives may wait for a slow rank for longer.
-    distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
+    set_timeout = getattr(distributed, "set_timeout", None)  # since torch 2.14
+    set_timeout = set_timeout or distributed.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
 
 
 def _leave(device_type: DeviceType, failed: bool) -> None:

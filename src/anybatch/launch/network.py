@@ -29,6 +29,7 @@ LOOPBACK = "127.0.0.1"
 _RETRY_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
 _WAKING_SECONDS = 0.5
+_ANSWER_SECONDS = 20.0
 
 
 class Deadline:
@@ -169,14 +170,18 @@ def meet(
                     " there."
                 ) from error
     _await_port(host, port, deadline)
+    # A store answers as soon as it listens. torch asks what does not for as long as it may.
+    answer = Deadline(min(max(1.0, deadline.left), _ANSWER_SECONDS))
+    limit = timedelta(seconds=answer.seconds)
     try:
-        store = deadline.within(
-            lambda: TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
+        store = answer.within(
+            lambda: TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
         )
     except DistError as error:
-        raise LaunchError(_not_a_store(host, port, deadline)) from error
+        raise LaunchError(_not_a_store(host, port, answer)) from error
     if store is None:
-        raise LaunchError(_not_a_store(host, port, deadline))
+        raise LaunchError(_not_a_store(host, port, answer))
+    store.set_timeout(wait)
     return store
 
 

@@ -228,11 +228,11 @@ def test_mpi_over_several_machines_needs_an_address():
         pass
 
 
-def refused(rank: int, rendezvous: str) -> str:
+def refused(rank: int, rendezvous: str, seconds: float = 1) -> str:
     membership = Membership(rank, 2, rank, 2, "torchrun")
     with (
         pytest.raises(LaunchError) as raised,
-        join(membership, "cpu", rendezvous=rendezvous, timeout_seconds=1),
+        join(membership, "cpu", rendezvous=rendezvous, timeout_seconds=seconds),
     ):
         pass
     assert not distributed.is_initialized()
@@ -254,6 +254,14 @@ def test_an_address_where_nobody_listens_is_given_up(port: int):
 def test_a_port_of_another_program_is_given_up(taken_port: int):
     message = refused(1, f"tcp://127.0.0.1:{taken_port}")
     assert f"127.0.0.1:{taken_port} did not answer as ranks do within 1 s" in message
+
+
+def test_another_program_is_not_asked_for_as_long_as_ranks_may_take_to_come(
+    taken_port: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("anybatch.launch.network._ANSWER_SECONDS", 1.0)
+    message = refused(1, f"tcp://127.0.0.1:{taken_port}", seconds=600)
+    assert "did not answer as ranks do within 1 s" in message
 
 
 def test_an_unknown_name_is_given_up():
