@@ -13,6 +13,7 @@ parameters of the same shapes that nobody needs.
 from __future__ import annotations
 
 import gc
+import logging
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
@@ -172,6 +173,13 @@ def _compiled_here() -> Iterator[None]:
     """Compile in this process, where processes to do it in would outlive the compilation."""
     from torch._inductor import config
 
-    with config.patch(compile_threads=1), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's compiler, to nobody who could mend it
-        yield
+    # What torch's compiler warns of, nobody could mend, as of a compiler for GPUs where there is none.
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with config.patch(compile_threads=1), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

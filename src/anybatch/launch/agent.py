@@ -18,6 +18,7 @@ import os
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from anybatch.errors import InputError, LaunchError, Stopped
+from anybatch.launch import janitor
 from anybatch.launch.ends import End, first
 from anybatch.launch.membership import find
 from anybatch.launch.network import parse_address
@@ -51,6 +53,7 @@ ELASTIC_RESTARTS = 3
 its ranks with it, which costs one."""
 
 _LAST_LINES = 20
+_JANITOR_SECONDS = 10.0
 
 
 def run_command(
@@ -287,24 +290,46 @@ def _prepared(
 
     folder = Path(tempfile.mkdtemp(prefix="anybatch-ranks-"))
     written = (logs or Path(tempfile.mkdtemp(prefix="anybatch-logs-"))).absolute()
+    # Around what is deleted here too: a second signal may end this process on its way out.
+    with _janitor(folder) if logs else _janitor(folder, written):
+        try:
+            yield Orders(
+                ranks=ranks,
+                least=least,
+                most=most,
+                meeting=meeting,
+                timeout_seconds=timeout_seconds,
+                grace_seconds=grace_seconds,
+                restarts=restarts,
+                folder=folder,
+                logs=written,
+                silence_fails=silence_fails,
+            )
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            if logs is None:
+                _delete_if_empty(written)
+
+
+@contextmanager
+def _janitor(*folders: Path) -> Iterator[None]:
+    """A process that ends the ranks and deletes `folders` if this one is killed. The ranks sign in to
+    the first."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", janitor.__file__, *map(str, folders)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
-        yield Orders(
-            ranks=ranks,
-            least=least,
-            most=most,
-            meeting=meeting,
-            timeout_seconds=timeout_seconds,
-            grace_seconds=grace_seconds,
-            restarts=restarts,
-            folder=folder,
-            logs=written,
-            keeps_logs=logs is not None,
-            silence_fails=silence_fails,
-        )
+        yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if logs is None:
-            _delete_if_empty(written)
+        try:
+            process.communicate(janitor.DONE, timeout=_JANITOR_SECONDS)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            process.kill()
+            process.wait(_JANITOR_SECONDS)
 
 
 def _checked_nodes(nodes: int | tuple[int, int]) -> tuple[int, int]:

@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +54,6 @@ from anybatch.launch.network import LOOPBACK, Deadline, joined, meet, route_to
 from anybatch.launch.watch import Watch
 
 _RUN = "anybatch"
-_JANITOR_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 
 LAST_CALL_SECONDS = 5.0
@@ -82,7 +80,6 @@ class Orders:
         restarts: how often all ranks are started again after one failed, see `ends`.
         folder: private, for what passes between agent and ranks.
         logs: where ranks but rank 0 write.
-        keeps_logs: whether that folder is the user's.
         silence_fails: whether a rank that ends with status 0 and leaves no result has failed.
     """
 
@@ -95,7 +92,6 @@ class Orders:
     restarts: int
     folder: Path
     logs: Path
-    keeps_logs: bool
     silence_fails: bool
 
 
@@ -137,8 +133,7 @@ def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -
         LaunchError: the agents of several machines did not meet.
         KeyboardInterrupt: before any rank was started.
     """
-    private = [orders.folder] if orders.keeps_logs else [orders.folder, orders.logs]
-    with _quiet(), _janitor(*private), ExitStack() as stack:
+    with _quiet(), ExitStack() as stack:
         store, address, place = _store(orders, tell)
         handler = _meeting(orders, store, address)
         stack.callback(_end_all, orders.folder)
@@ -576,24 +571,3 @@ def _handlers_kept() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-
-@contextmanager
-def _janitor(*folders: Path) -> Iterator[None]:
-    """A process that ends the ranks and deletes `folders` if this one is killed. The ranks sign in to
-    the first."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", janitor.__file__, *map(str, folders)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        yield
-    finally:
-        try:
-            process.communicate(janitor.DONE, timeout=_JANITOR_SECONDS)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            process.kill()
-            process.wait(_JANITOR_SECONDS)

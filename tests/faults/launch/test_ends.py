@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -128,6 +129,36 @@ def test_an_agent_that_is_killed_leaves_nothing(
     for pid in pids:
         check_gone(pid)
     wait_until(lambda: not list(folder_for_temporary_files.glob("anybatch-ranks-*")))
+
+
+WAITING = """
+import sys, tempfile
+tempfile.tempdir = sys.argv[1]
+from anybatch import early
+from anybatch.errors import Stopped
+from anybatch.launch import run_command
+early.end_with_status_75()
+try:
+    run_command(["devices"], 1, nodes=2, rendezvous=sys.argv[2])
+except Stopped as stopped:
+    sys.exit(stopped.exit_status)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_signal_on_the_way_out_leaves_nothing(folder_for_temporary_files: Path):
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        place = f"127.0.0.1:{mute.getsockname()[1]}"
+        words = [sys.executable, "-c", WAITING, str(folder_for_temporary_files), place]
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
+        assert "waiting for an answer" in process.stderr.readline()
+        assert len(list(folder_for_temporary_files.iterdir())) == 2
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode in (75, -signal.SIGTERM)
+    wait_until(lambda: not list(folder_for_temporary_files.iterdir()))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
