@@ -163,7 +163,7 @@ FAMILIES: dict[str, Family] = {
 _LARGE_TEXT = ((2000, 5000, 10000), (256, 384), (4, 6), (64, 128))
 
 LARGE: dict[str, Family] = {
-    "mlp": replace(FAMILIES["mlp"], sizes=((500, 1000), (8, 16)), batches=(500, 3000)),
+    "mlp": replace(FAMILIES["mlp"], sizes=((500, 1000), (8, 16)), batches=(200, 800)),
     "convolutional": replace(
         FAMILIES["convolutional"], sizes=((32, 48, 64), (32, 64)), batches=(100, 400)
     ),
