@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from pydantic import ValidationError
-
 from anybatch.errors import InputError
 from anybatch.plans.choice import PRECISION_ALIASES, Compile, Precision
-from anybatch.plans.frozen import faults
-from anybatch.plans.ranks import Balancing, Exchange, Norms, Parallel
+from anybatch.plans.ranks import Balancing, Compression, Exchange, Norms, Parallel
 
 
 def parse_precision(text: str) -> Precision:
@@ -60,15 +57,20 @@ def parse_chunked_loss(value: object) -> bool | None:
     raise InputError(f"chunked_loss is {value!r}: give True, False or None.")
 
 
-def parse_exchange(compress: str | None, every: int, stale: bool) -> Exchange | None:
+def parse_exchange(compress: str | None, local_steps: int, stale: bool) -> Exchange | None:
     """The exchange that options ask for; None: the exact one. Raises `InputError` for what there is
     not."""
-    if compress is None and every == 1 and not stale:
+    if local_steps < 1:
+        raise InputError(f"local-steps is {local_steps}: give a whole number of at least 1.")
+    if local_steps > 1 and stale:
+        raise InputError(
+            f"local-steps is {local_steps} and stale is asked for, but local steps exchange no"
+            " gradients that could be late: ask for one of the two."
+        )
+    how = _named("compress", compress, Compression.__args__)
+    if how is None and local_steps == 1 and not stale:
         return None
-    try:
-        return Exchange.model_validate({"compress": compress, "every": every, "stale": stale})
-    except ValidationError as error:
-        raise InputError(f"this exchange between ranks cannot be had: {faults(error)}.") from None
+    return Exchange(compress=how, every=local_steps, stale=stale)
 
 
 def _named(what: str, text: str | None, known: tuple[str, ...]) -> Any:

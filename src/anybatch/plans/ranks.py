@@ -31,6 +31,9 @@ Norms = Literal["ghosts", "synchronised"]
 Balancing = Literal["measured", "fixed"]
 """Whether shares follow the measured speed of the ranks."""
 
+Compression = Literal["bf16", "fp16", "powersgd"]
+"""How gradients, or movements, are made smaller before they cross, see `Exchange`."""
+
 
 class Outer(Frozen):
     """The optimizer that moves the common weights after a round of local steps: stochastic gradient
@@ -59,7 +62,7 @@ class Exchange(Frozen):
         stale: gradients are applied one step late, and cross while the next step computes.
     """
 
-    compress: Literal["bf16", "fp16", "powersgd"] | None = None
+    compress: Compression | None = None
     powersgd_rank: int = Field(default=1, ge=1)
     every: int = Field(default=1, ge=1)
     outer: Outer | None = None
