@@ -38,6 +38,7 @@ class Traced:
         products: those for which buffers are kept beside that.
         commit_bytes: what the first update and a later one add at their peaks.
         begin, end: the moments at which the step begins, and at which its update is done.
+        second: the last moment before its second micro-batch, if it has one.
         num_micro_batches: of the step as traced.
         modules: of the model, by name, in order of definition.
         bucketed: bytes of gradients in buckets, by the module whose they are.
@@ -56,6 +57,7 @@ class Traced:
     shape_bytes: ShapeBytes = field(default_factory=ShapeBytes)
     products: Products = field(default_factory=Products)
     bucketed: dict[str, int] = field(default_factory=dict)
+    second: int | None = None
 
 
 class Family:
@@ -85,6 +87,21 @@ class Family:
                 self._basis = first, second
         self._traced[num_samples] = made
         return made
+
+    def of_two(self, first: int, second: int) -> Traced:
+        """A step of two micro-batches of those numbers of samples; of the `first` twice, if what is
+        done with the other is not the same. Raises whatever tracing raises."""
+        traced, other = self.at(first), self.at(second)
+        mark, one, two = traced.second, traced.timeline, other.timeline
+        if mark is None or not _are_alike(one, two):
+            return traced
+        blocks = [
+            a if a.born <= mark else replace(a, num_bytes=b.num_bytes)
+            for a, b in zip(one.blocks, two.blocks, strict=True)
+        ]
+        before = {moment: size for moment, size in one.scratch.items() if moment <= mark}
+        after = {moment: size for moment, size in two.scratch.items() if moment > mark}
+        return replace(traced, timeline=replace(one, blocks=blocks, scratch={**before, **after}))
 
     def _foretells(self, first: int, second: int, number: int, made: Traced) -> bool:
         one, two, three = (t.timeline for t in (self._traced[first], self._traced[second], made))

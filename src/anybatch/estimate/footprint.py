@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from anybatch.data import ghosts
+from anybatch.data import ghosts, micro_batches
 from anybatch.estimate.allocator import Taken, passing_bytes
 from anybatch.estimate.family import Family, Traced
 from anybatch.estimate.kernels import PRIMITIVE_BYTES, made_for_sizes
@@ -115,7 +115,25 @@ def traced_step(subject: Subject, choice: Choice, device: Device) -> Traced:
                 subject, choice.model_copy(update={"micro_batch": size}), device
             )
         )
-    return as_run(family.at(choice.micro_batch), subject, choice, device)
+    rest = _second_of_two(subject, choice.micro_batch)
+    if rest is None:
+        return as_run(family.at(choice.micro_batch), subject, choice, device)
+    return as_run(family.of_two(choice.micro_batch, rest), subject, choice, device)
+
+
+def _second_of_two(subject: Subject, micro_batch: int) -> int | None:
+    """The samples of the second of two passes, where it is the smaller one and the only one that finds
+    gradients. Shares of ranks may change, and lengths differ from step to step."""
+    identity = subject.identity
+    one_rank = subject.sums is None and subject.division is None and not subject.flat
+    if not one_rank or identity.longest is not None or identity.grain is not None:
+        return None
+    ghost = identity.ghost_batch
+    if ghost and micro_batch % ghost:
+        return None
+    pieces = micro_batches(range(subject.whole), micro_batch, ghost, subject.whole)
+    is_smaller = len(pieces) == 2 and 1 < len(pieces[1]) < micro_batch
+    return len(pieces[1]) if is_smaller else None
 
 
 def as_run(traced: Traced, subject: Subject, choice: Choice, device: Device) -> Traced:

@@ -140,6 +140,7 @@ class Stage:
             head.num_moments,
         )
         self._settled = [block for block in head.blocks if block.died is None]
+        self._second: int | None = None
         self._tail: Tail | None = None
         self._is_fresh = True
 
@@ -172,6 +173,7 @@ class Stage:
     def evaluation(self, choice: Choice) -> Traced | None:
         """Two batches of evaluation; None as for `step`."""
         size = choice.evaluation_batch
+        self._second = None
         model = self._replica.model
         is_fresh = self._is_fresh
         passes = self._begin()
@@ -207,11 +209,14 @@ class Stage:
 
     def _run(self, choice: Choice, count: int) -> None:
         size, cut = choice.micro_batch, cut_of(self._subject, choice.micro_batch)
-        for batch in self._batches(size, count):
+        self._second = None
+        for number, batch in enumerate(self._batches(size, count)):
             self._replica.accumulate(batch, size, cut)
             for param in self._replica.parameters:
                 if param.grad is not None:
                     self._tracer.see(param.grad, "gradients", self._owners.get(param, ""))
+            if number == 0 and count > 1:
+                self._second = self._tracer.timeline.num_moments
             del batch
 
     def _batches(self, size: int, count: int) -> Iterator[Any]:
@@ -339,6 +344,7 @@ class Stage:
             shape_bytes=self._tracer.kernels.shape_bytes,
             products=self._tracer.kernels.products,
             bucketed=self._bucketed,
+            second=self._second,
         )
 
     def _gradients(self) -> list[torch.Tensor | None]:
