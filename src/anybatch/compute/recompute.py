@@ -39,6 +39,11 @@ from anybatch.compute.patch import replace_forward
 from anybatch.errors import InputError, listed
 from anybatch.plans import Recompute
 
+_HELD_NAMES = ("tensor", "is_output", "is_inplace_on_view")
+"""Arguments of C++ that a checkpoint calls for each tensor it keeps. Each call interns their names; if
+nobody holds them they are dropped again, and CPython makes its table of names anew after some 75,000
+checkpoints, 7 MiB at a time."""
+
 _aten = torch.ops.aten
 _MATMULS = {
     _aten.mm.default,
