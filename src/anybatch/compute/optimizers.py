@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from anybatch.errors import InputError
+from anybatch.silence import silenced
 
 _MANY_BLOCKS = 4096
 """torchao leaves states of fewer values than this as they are."""
@@ -174,12 +175,10 @@ def _compiled_here() -> Iterator[None]:
     from torch._inductor import config
 
     # What torch's compiler warns of, nobody could mend, as of a compiler for GPUs where there is none.
-    logger = logging.getLogger("torch.utils.cpp_extension")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with config.patch(compile_threads=1), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+    with (
+        config.patch(compile_threads=1),
+        silenced(["torch.utils.cpp_extension"], logging.WARNING),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield

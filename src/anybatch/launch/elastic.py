@@ -52,6 +52,7 @@ from anybatch.launch.ends import End, Told, Turn, Verdict, first, read
 from anybatch.launch.membership import ATTEMPT
 from anybatch.launch.network import LOOPBACK, Deadline, joined, meet, route_to
 from anybatch.launch.watch import Watch
+from anybatch.silence import silenced
 
 _RUN = "anybatch"
 _POLL_SECONDS = 0.1
@@ -548,14 +549,8 @@ def _quiet() -> Iterator[None]:
     prefixes = ("torch.distributed.elastic", "torchelastic-events")
     logging.getLogger("torchelastic-events-null")  # torch makes it when it first has an event
     names = [name for name in logging.root.manager.loggerDict if name.startswith(prefixes)]
-    levels = {name: logging.getLogger(name).level for name in names}
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-    try:
+    with silenced(names, logging.CRITICAL):
         yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
 
 
 @contextmanager
