@@ -115,10 +115,9 @@ def traced_step(subject: Subject, choice: Choice, device: Device) -> Traced:
                 subject, choice.model_copy(update={"micro_batch": size}), device
             )
         )
-    rest = _second_of_two(subject, choice.micro_batch)
-    if rest is None:
-        return as_run(family.at(choice.micro_batch), subject, choice, device)
-    return as_run(family.of_two(choice.micro_batch, rest), subject, choice, device)
+    size, rest = choice.micro_batch, _second_of_two(subject, choice.micro_batch)
+    traced = family.at(size) if rest is None else family.of_two(size, rest)
+    return as_run(traced, subject, choice, device)
 
 
 def _second_of_two(subject: Subject, micro_batch: int) -> int | None:

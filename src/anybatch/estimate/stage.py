@@ -173,7 +173,6 @@ class Stage:
     def evaluation(self, choice: Choice) -> Traced | None:
         """Two batches of evaluation; None as for `step`."""
         size = choice.evaluation_batch
-        self._second = None
         model = self._replica.model
         is_fresh = self._is_fresh
         passes = self._begin()
@@ -203,19 +202,19 @@ class Stage:
     def _begin(self) -> Timeline:
         """A timeline that goes on where the head ends. Until all went well the stage is spoilt."""
         self.reusable = self._is_fresh = False
+        self._second = None
         timeline = Timeline(num_moments=self._head.num_moments)
         self._tracer.begin_anew(timeline, copy.deepcopy(self._kernels), self._settled)
         return timeline
 
     def _run(self, choice: Choice, count: int) -> None:
         size, cut = choice.micro_batch, cut_of(self._subject, choice.micro_batch)
-        self._second = None
-        for number, batch in enumerate(self._batches(size, count)):
+        for batch in self._batches(size, count):
             self._replica.accumulate(batch, size, cut)
             for param in self._replica.parameters:
                 if param.grad is not None:
                     self._tracer.see(param.grad, "gradients", self._owners.get(param, ""))
-            if number == 0 and count > 1:
+            if count > 1 and self._second is None:
                 self._second = self._tracer.timeline.num_moments
             del batch
 

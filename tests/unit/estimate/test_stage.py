@@ -116,6 +116,11 @@ def test_what_is_put_together_is_what_is_traced(
     assert [stage.reusable for stage in one.stages.values()] == [True]
 
 
+def without_ghosts() -> Subject:
+    one = subject(deep)
+    return replace(one, identity=one.identity.model_copy(update={"ghost_batch": None}))
+
+
 class OfTwo(Stage):
     """Traces a step of two micro-batches of different sizes, as it is run."""
 
@@ -131,8 +136,7 @@ class OfTwo(Stage):
 
 @pytest.mark.parametrize("way", [Recompute(), Recompute(blocks=BLOCKS)], ids=["none", "blocks"])
 def test_the_second_of_two_passes_is_as_small_as_it_is(way: Recompute):
-    one = subject(deep)
-    one = replace(one, identity=one.identity.model_copy(update={"ghost_batch": None}))
+    one = without_ghosts()
     for size in (33, 40, 48):
         asked = choice(size, way)
         expected = OfTwo(anew(one), asked, CPU).step(asked)
@@ -141,8 +145,7 @@ def test_the_second_of_two_passes_is_as_small_as_it_is(way: Recompute):
 
 
 def test_passes_of_one_size_and_of_ranks_whose_shares_may_change_are_taken_to_be_full():
-    one = subject(deep)
-    one = replace(one, identity=one.identity.model_copy(update={"ghost_batch": None}))
+    one = without_ghosts()
     for size, several in ((32, False), (24, False), (40, True)):
         asked, its = choice(size, Recompute()), replace(one, flat=several, families={}, stages={})
         full = trace_step(anew(its), asked, CPU)
