@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -53,4 +55,13 @@ def told(seconds: float = 1.0) -> Prediction:
         evaluation_peak_bytes=500,
         step_seconds=seconds,
         step_parts={"forward": 0.3 * seconds, "backward": 0.6 * seconds, "update": 0.1 * seconds},
+    )
+
+
+def keep_time_by(patch, clock, idle=0.0):
+    """`clock` tells the time in trials, and that other processes have the core for `idle` seconds of
+    each pass: what the machine does besides is no part of a test."""
+    patch.setattr("anybatch.engine.watch.time", SimpleNamespace(perf_counter=clock))
+    patch.setattr(
+        "anybatch.engine.rehearsal.Stopwatch", lambda: SimpleNamespace(idle_seconds=lambda: idle)
     )

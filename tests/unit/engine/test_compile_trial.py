@@ -6,12 +6,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.equivalence.reference import plan_for
-from tests.unit.engine.noisy import Noisy, loss, noisy_task, told
+from tests.unit.engine.noisy import Noisy, keep_time_by, loss, noisy_task, told
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -60,8 +59,7 @@ class Compiler:
         return found
 
     def installed(self, patch, compile_seconds=5.0):
-        clock = SimpleNamespace(perf_counter=lambda: self.now)
-        patch.setattr("anybatch.engine.watch.time", clock)
+        keep_time_by(patch, lambda: self.now)
         patch.setattr(kernel_choices.torch, "compile", self.compile)
         patch.setattr(compile_trial, "COMPILE_SECONDS", compile_seconds)
         return self

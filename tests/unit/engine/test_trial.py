@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.equivalence.reference import plan_for
-from tests.unit.engine.noisy import BATCH, loss, noisy_task, told
+from tests.unit.engine.noisy import BATCH, keep_time_by, loss, noisy_task, told
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -53,10 +52,7 @@ def run(monkeypatch, task, plan, seconds, num_steps=3, trial=True, failing=None,
     """The weights after some steps, what was told, and the plan that was followed. In each pass other
     processes have the core for `idle` seconds of its time."""
     clock, events = Clock(seconds), []
-    monkeypatch.setattr("anybatch.engine.watch.time", SimpleNamespace(perf_counter=clock))
-    monkeypatch.setattr(
-        "anybatch.engine.rehearsal.Stopwatch", lambda: SimpleNamespace(idle_seconds=lambda: idle)
-    )
+    keep_time_by(monkeypatch, clock, idle)
 
     def counted(model, batch):
         size = len(batch[0])
@@ -223,7 +219,7 @@ def test_where_samples_differ_in_length_a_step_is_predicted_by_its_padded_size(m
     lengths[::20] = [64] * 20
     data = [torch.randn(length, generator=draw) for length in lengths]
     per_value, clock = 0.001, Clock({})
-    monkeypatch.setattr("anybatch.engine.watch.time", SimpleNamespace(perf_counter=clock))
+    keep_time_by(monkeypatch, clock)
 
     def counted(model, batch):
         if type(batch) is torch.Tensor:  # not when the step is planned
