@@ -43,11 +43,15 @@ _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _SAFE_SOFTMAX = _aten._safe_softmax.default
 CTC_BACKWARD = (_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor)
-_NORMS = {  # operation -> which of its arguments it reads as contiguous
+_READ = {  # operation -> which of its arguments it reads as contiguous
     _aten.native_layer_norm.default: (0,),
     _aten.native_layer_norm_backward.default: (0, 1),
     _aten.native_group_norm.default: (0,),
     _aten.native_group_norm_backward.default: (0, 1),
+    _aten._softmax.default: (0,),
+    _aten._softmax_backward_data.default: (0, 1),
+    _aten._log_softmax.default: (0,),
+    _aten._log_softmax_backward_data.default: (0, 1),
 }
 _MEANS = (_aten.mean.dim, _aten.mean.default)
 _PRODUCTS = {  # operation -> where its two matrices are among its arguments
@@ -240,8 +244,8 @@ class CpuKernels(Kernels):
             return _casts(args, result)
         if op in _MEANS and args[0].dtype in _HALF:
             return args[0].numel() * 4  # summed in float32, from a copy in float32
-        if op in _NORMS:
-            tensors = [args[i] for i in _NORMS[op]]
+        if op in _READ:
+            tensors = [args[i] for i in _READ[op]]
             return sum(_bytes(t) for t in tensors if not t.is_contiguous())
         if op is _SAFE_SOFTMAX:
             return args[0].numel()  # which numbers are minus infinity

@@ -90,6 +90,14 @@ def test_what_lies_otherwise_is_copied_before_it_is_read():
     assert KERNELS.copies(aten.relu.default, (turned,)) == ()
 
 
+@pytest.mark.parametrize("name", ["_softmax", "_log_softmax"])
+def test_a_softmax_reads_its_arguments_in_a_row(name: str):
+    turned, straight = meta(64, 32).t(), meta(32, 64)
+    forward, backward = (getattr(aten, name + way).default for way in ("", "_backward_data"))
+    assert KERNELS.copies(forward, (turned, 1, False)) == (turned.nbytes,)
+    assert KERNELS.copies(backward, (turned, straight, 1, torch.float32)) == (turned.nbytes,)
+
+
 @pytest.mark.parametrize("name", ["native_layer_norm_backward", "native_group_norm_backward"])
 def test_norms_in_backward_read_gradient_and_argument(name: str):
     turned = meta(8, 16, 16, 64).permute(0, 3, 1, 2)

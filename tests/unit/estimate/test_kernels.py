@@ -38,6 +38,16 @@ def multiply(kernels: CpuKernels, m: int, k: int, n: int) -> int:
     return kernels.products.kept_bytes - before
 
 
+@pytest.mark.parametrize("name", ["_softmax", "_log_softmax"])
+def test_a_softmax_copies_what_does_not_lie_in_a_row(name: str):
+    kernels, turned, straight = CpuKernels(2), fake(64, 32).t(), fake(32, 64)
+    forward, backward = (getattr(_aten, name + way).default for way in ("", "_backward_data"))
+    assert kernels.scratch(forward, (turned, 1, False), turned) == turned.nbytes
+    assert kernels.scratch(forward, (straight, 1, False), straight) == 0
+    both = (turned, turned, 1, torch.float32)
+    assert kernels.scratch(backward, both, straight) == 2 * turned.nbytes
+
+
 def test_a_product_keeps_what_each_thread_packs():
     # A slice of 192 of k: 1024 columns and 384 rows, in float32, for each of two threads.
     kept = multiply(CpuKernels(2), 4096, 1024, 1024)
