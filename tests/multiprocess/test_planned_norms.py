@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.equivalence.reference import train_plainly
+from tests.equivalence.reference import plan_for, train_plainly
 from tests.multiprocess.relaxed import deviation
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.estimate.calibration import nominal
+from anybatch.parallel.whole import full_state_dict
 from anybatch.planner import setting
 
 
@@ -76,3 +77,20 @@ def test_it_can_be_declined(crew):
     for plan, state, _ in ranks:
         assert plan.norms == "ghosts"
         assert deviation(state, doubles(plain.model)) < 1e-6
+
+
+def idle(rank, size):
+    task = images()
+    plan = plan_for(task, 24, parallel="shard", shares=(0.0, 1.0))
+    with ab.Session(task, plan) as session:
+        losses = [done.loss for done in session.steps()]
+        return losses, full_state_dict(session.model)
+
+
+def test_a_rank_without_samples_meets_the_others_in_the_passes_of_a_divided_model(crew):
+    """It runs some for their sake, as many as a norm needs."""
+    plain = train_plainly(images())
+    (losses, state), (told, _) = crew(2, idle)
+    assert losses == told == pytest.approx(plain.losses, rel=1e-9)
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-7, atol=1e-9)

@@ -176,7 +176,7 @@ def subject_of(task: Task) -> Subject:
             with converting_fake_modules():
                 made = task.checked_model(source())
             # A function that reads weights from a file returns real ones.
-            return made if _is_fake(made) else fake_copy(made)
+            return _unknown(made) if _is_fake(made) else fake_copy(made)
 
         build = on_fake_tensors
         fake = fake_mode()
@@ -276,6 +276,15 @@ def _without_values(model: nn.Module) -> nn.Module:
 
 def _num_valid(task: Task) -> int | None:
     return 0 if task.valid is None else num_samples_of(task.valid)
+
+
+def _unknown(model: nn.Module) -> nn.Module:
+    """`model`, on fake tensors, without the values that these remember of parameters that were made of
+    numbers (`torch.tensor(2.0)`): training changes them, and they keep the dtype that they came in."""
+    for param in model.parameters():
+        if isinstance(param, FakeTensor):
+            param.constant = None
+    return model
 
 
 def _is_fake(model: nn.Module) -> bool:

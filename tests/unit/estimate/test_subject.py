@@ -153,3 +153,25 @@ def test_what_fails_on_both_is_told():
     with pytest.raises(RuntimeError, match="shapes do not agree, False"):
         subject.following(device, trace)
     assert subject.as_traced(device) == device
+
+
+@pytest.mark.parametrize("precision", ["bf16-weights", "bf16-pure"])
+def test_a_parameter_that_is_made_of_a_number_is_halved_in_a_trace(precision: str):
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 1)
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.scale
+
+    task = ab.Task(
+        model=Scaled,
+        loss=squares,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train=TensorDataset(torch.zeros(8, 3)),
+        global_batch=8,
+        steps=1,
+    )
+    plan = ab.plan(task, Machine.describe("24GiB"), precision=precision)
+    assert plan.prediction is not None
