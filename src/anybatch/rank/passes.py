@@ -60,7 +60,8 @@ class Cutting:
         if not group.lockstep:
             return Passes(cut, ghost, padded=padded, places=self._places(extent))
         most = max(len(self._micro_batches(choice, extent, rank)) for rank in range(group.size))
-        again = cut[0] if cut else range(1)  # any samples do: they are given no weight
+        # Any samples do: they are given no weight. A norm needs several.
+        again = cut[0] if cut else range(min(ghost or 1, extent.num_samples))
         num_idle = most - len(cut)
         return Passes([*[again] * num_idle, *cut], ghost, num_idle, padded)
 
