@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from anybatch.step import Outcome as Outcome
     from anybatch.step import Step as Step
     from anybatch.task import Grains as Grains
+    from anybatch.task import JointLoss as JointLoss
     from anybatch.task import Loss as Loss
     from anybatch.task import Progress as Progress
     from anybatch.task import Task as Task
@@ -96,7 +97,7 @@ _HOMES = {
     "session": ("Session",),
     "state": ("load_weights", "save_adapters", "save_weights"),
     "step": ("Outcome", "Step"),
-    "task": ("Grains", "Loss", "Progress", "Task"),
+    "task": ("Grains", "JointLoss", "Loss", "Progress", "Task"),
     "proof": ("Verdict", "verify"),
 }
 _WHERE = {name: home for home, names in _HOMES.items() for name in names}
@@ -113,6 +114,7 @@ __all__ = [
     "Exported",
     "Grains",
     "InputError",
+    "JointLoss",
     "KernelChoices",
     "LaunchError",
     "Loss",

@@ -9,7 +9,7 @@ can make them differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ from anybatch.plans import (
     parse_open_precision,
 )
 from anybatch.session import Session, joined
-from anybatch.task import Task, check_task
+from anybatch.task import JointLoss, Task, check_task
 
 
 def plan(
@@ -121,6 +121,9 @@ def plan(
             balance=balance,
             compile=compile,
         )
+    is_joint = isinstance(task.loss, JointLoss)
+    if is_joint:
+        _check_joint(exchange=exchange, norms=norms)
     alone = parallel in ("single", "in-process")
     by_itself = machine is not None or alone
     if not by_itself:
@@ -147,8 +150,8 @@ def plan(
                 compile=compile,
                 shapes_vary=task.lengths is not None or task.collate is not None,
             )
-            # Ranks that meet inside passes exchange exactly.
-            exact = exchange is None or exchange.is_exact
+            # Ranks that meet inside passes exchange exactly, and nothing else there.
+            exact = (exchange is None or exchange.is_exact) and not is_reproducible
             return make_plan(
                 subject,
                 min(devices, key=lambda device: device.budget_bytes),
@@ -158,10 +161,10 @@ def plan(
                     devices,
                     parallel,
                     "fixed" if is_reproducible else balance,
-                    divisible=exact and not is_reproducible,
+                    divisible=exact,
                     link=link,
                 ),
-                norms=norms if exact and not is_reproducible else "ghosts",
+                norms=norms if exact and not is_joint else "ghosts",
                 notices=(
                     *default_ghost_notice(subject.identity.ghost_batch, task.ghost_batch),
                     *_size_notice(task),
@@ -221,11 +224,31 @@ def _check_reproducible(
         "balance": (balance == "measured", balance, "ranks take whole parts: leave it out"),
         "compile": (bool(compile), compile, "compiled kernels round otherwise: leave it out"),
     }
+    _refuse(why, "the run is to be reproducible")
+
+
+def _check_joint(*, exchange: Exchange | None, norms: Norms | None) -> None:
+    """Raises `InputError` for a wish that a loss which compares the samples of all ranks rules out."""
+    why = {
+        "exchange": (
+            exchange is not None and (exchange.every > 1 or exchange.stale),
+            exchange.describe() if exchange else "",
+            "samples are compared as the same weights encode them: leave it out",
+        ),
+        "norms": (
+            norms == "synchronised",
+            norms,
+            "its ranks meet inside every pass: leave it out, ghost batches give the same result",
+        ),
+    }
+    _refuse(why, "the loss compares all samples of the global batch (JointLoss)")
+
+
+def _refuse(why: Mapping[str, tuple[bool, object, str]], since: str) -> None:
+    """Raises `InputError` for the first of some wishes that is wrong, with its value and a remedy."""
     for name, (is_wrong, value, remedy) in why.items():
         if is_wrong:
-            raise InputError(
-                f"{name} is {value!r} and the run is to be reproducible, but {remedy}."
-            )
+            raise InputError(f"{name} is {value!r} and {since}, but {remedy}.")
 
 
 def _measured(task: Task, plan: Plan) -> Plan:

@@ -74,7 +74,7 @@ from anybatch.plans import (
     parse_compile,
     parse_precision,
 )
-from anybatch.task import LossFunction, parameters_in
+from anybatch.task import JointLoss, LossFunction, parameters_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +171,7 @@ class Step:
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
+        self._is_joint = isinstance(loss, JointLoss)
         self._limited = memory is not None
         wanted = parse_precision(precision)
         self._wishes = Wishes(
@@ -347,6 +348,7 @@ class Step:
             "the version of torch": torch.__version__,
             "the names and shapes of the model's parameters": repr(shapes),
             "the optimizer": f"{type(self._optimizer).__name__} on {trained} parameters",
+            "whether the loss compares all samples": str(self._is_joint),
             "the precision": str(self._wishes.precision),
             "clip_norm": repr(self._clip_norm),
             "the ghost batch": repr(self._ghost),
@@ -424,6 +426,8 @@ class Step:
             clip_norm=self._clip_norm,
             blocks=tuple(find_blocks(model)),
             chains=tuple(find_chains(model)),
+            # The others' parts are not known here: taken to be as large.
+            compared=num_samples * self._group.size if self._is_joint else 0,
         )
 
     def _emit(self, event: Event) -> None:
@@ -453,7 +457,7 @@ class _Pieces:
             return 0 if self._batch is None else batch_size(self._batch)
         return 0
 
-    def micro_batches(self, choice: Choice) -> Iterator[MicroBatch]:
+    def micro_batches(self, choice: Choice, keep: bool = False) -> Iterator[MicroBatch]:
         """See `engine.Source`."""
         ghost = self._ghost
         whole = 0 if self._batch is None else batch_size(self._batch)
@@ -461,6 +465,16 @@ class _Pieces:
         if ghost and size % ghost and size < whole:
             size = max(ghost, size // ghost * ghost)
         self.ranges = micro_batches(range(whole), size, ghost, whole)
+        yield from self.once_more()
+
+    @property
+    def own_samples(self) -> int:
+        """See `engine.Source`."""
+        return sum(map(len, self.ranges))
+
+    def once_more(self) -> Iterator[MicroBatch]:
+        """See `engine.Source`. The batch is the script's, and stays."""
+        ghost, whole = self._ghost, self.own_samples
         for number, part in enumerate(self.ranges):
             piece = (
                 self._batch

@@ -52,6 +52,49 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
+class JointLoss:
+    """A loss that compares all samples of the global batch with each other, as contrastive losses do.
+
+    It is no sum over micro-batches. But it sees the samples only through what `encode` makes of them,
+    so the step can be cut all the same, exactly, on any number of ranks:
+
+        JointLoss(
+            encode=lambda model, batch: (model.image(batch[0]), model.text(batch[1])),
+            compare=lambda model, pairs: clip_loss(*pairs, model.scale.exp()),
+        )
+
+    `encode` must do the same with a sample whichever samples are beside it (BatchNorm is seen to, over
+    ghost batches). Called like a loss function it takes its batch for the whole.
+
+    Attributes:
+        encode: `(model, batch)` to a tensor, or any nesting of tensors, with the samples of the batch
+            in dim 0. What `compare` needs beside (labels, say) is handed on here.
+        compare: `(model, encoded)` to a `Loss`, or a plain mean, over all samples: those of all ranks,
+            in the order of the global batch. Parameters that it uses itself are trained as well. Every
+            rank calls it, so it must not draw at random.
+
+    Raises `InputError` if one of the two is no function.
+    """
+
+    encode: Callable[[nn.Module, Any], Any]
+    compare: Callable[[nn.Module, Any], Loss | Tensor | tuple[Tensor, Tensor | float]]
+
+    def __post_init__(self) -> None:
+        for name, given in (("encode", "a batch"), ("compare", "what encode made of all samples")):
+            if not callable(value := getattr(self, name)):
+                raise InputError(
+                    f"{name} of a JointLoss is {_kind(value)}: give a function of the model and"
+                    f" {given}."
+                )
+
+    def __call__(
+        self, model: nn.Module, batch: Any
+    ) -> Loss | Tensor | tuple[Tensor, Tensor | float]:
+        """The loss of `batch`, as the whole global batch."""
+        return self.compare(model, self.encode(model, batch))
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Where training stands when a step's learning rate is asked for.
 
@@ -160,6 +203,7 @@ class Task:
             allocating its weights and built directly where it will live.
         loss: `(model, batch) -> Loss`. A scalar tensor is taken as the plain mean over the samples
             of the batch it was given and weighed by their number; `(sum, weight)` is a `Loss` too.
+            One that compares samples with each other is a `JointLoss`.
         optimizer: parameters (or parameter groups, as `parameters` returns them) to an optimizer.
         train: map-style data set (with `__len__` and `__getitem__`, and `__getitems__` where it
             has it), or an iterable one.

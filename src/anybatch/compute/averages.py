@@ -87,8 +87,8 @@ def _told(node: Any, plain: bool, num_samples: int) -> str | None:
     if seen and _are_told_apart(scores, targets, num_samples):
         return (
             "tells the samples of a pass from one another (as contrastive losses do), so its result"
-            " depends on how the step is cut. It is exact where a micro-batch is the whole global"
-            " batch: micro_batch=, with recompute='all' for room."
+            " depends on how the step is cut. In two parts, what is computed of each sample and what is"
+            " compared, it does not: anybatch.JointLoss(encode, compare)."
         )
     if not plain or node._saved_reduction != _MEAN:
         return None

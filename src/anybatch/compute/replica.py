@@ -15,7 +15,7 @@ that no micro-batch used has none, so that the optimizer passes it over as in a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -29,13 +29,14 @@ from anybatch.compute.averages import warn_of_hooks, warn_of_reduction
 from anybatch.compute.buckets import Buckets, check_dense, norm_of
 from anybatch.compute.ghost import GhostBatches
 from anybatch.compute.indices import naming_ids
+from anybatch.compute.joint import Ask, Comparison, Joint, naming_divided
 from anybatch.compute.loss import naming_lost_graphs, read_loss
 from anybatch.compute.optimizers import check_whole, rehearse
 from anybatch.compute.optimizers_update import Updater
 from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised import Exchange
 from anybatch.plans import Choice, KernelChoices
-from anybatch.task import Loss, LossFunction, parameters_in
+from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
 
 
 class Replica:
@@ -64,8 +65,9 @@ class Replica:
     ) -> None:
         self.model: nn.Module = model
         self.phase: str = "setup"
-        self._loss = loss
-        self._is_loss_known = False  # whether what it returns was looked at
+        self._joint = Joint(loss) if isinstance(loss, JointLoss) else None
+        self._loss: LossFunction = self._joint or loss
+        self._is_loss_known = self.is_joint  # whether what it returns was looked at
         self._host = host or torch.device("cpu")
         warn_of_hooks(model, loss)  # before there are any of anybatch's own
         with ExitStack() as undo:  # what was put on the model comes off if the rest fails
@@ -93,6 +95,11 @@ class Replica:
         self._with_gradient = list(
             dict.fromkeys([*self.parameters, *(p for p in model.parameters() if p.requires_grad)])
         )
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the loss compares all samples of the global batch, see `joint`."""
+        return self._joint is not None
 
     @property
     def loss_scale(self) -> float | None:
@@ -199,13 +206,55 @@ class Replica:
             undo.callback(recompute.install(self.model, choice.recompute))
             self._uninstall = undo.pop_all().close
 
-    def accumulate(self, batch: Any, num_samples: int, ghosts: Sequence[int] = ()) -> Loss:
+    @torch.no_grad()
+    def encode(self, batch: Any, num_samples: int, ghosts: Sequence[int] = ()) -> Any:
+        """What a joint loss sees of one micro-batch. The arguments are those of `accumulate`.
+
+        Raises `LossError` and `DataError`, as `accumulate` does.
+        """
+        assert self._joint is not None
+        self.phase = "encoding"
+        with naming_ids(self.model), self._ghosts.cut(ghosts), self._numerics.region():
+            return self._joint.encode(self.model, batch, num_samples)
+
+    def compare(self, encoded: Any, num_samples: int) -> Comparison:
+        """A joint loss over all samples, which are `encoded`. Raises `LossError`."""
+        assert self._joint is not None
+        self.phase = "comparison"
+        with naming_lost_graphs(), naming_divided(), self._numerics.region():
+            return self._joint.compare(
+                self.model, encoded, num_samples, self._with_gradient, self._seed
+            )
+
+    @torch.no_grad()
+    def compare_held_out(self, encoded: Any, num_samples: int) -> Loss:
+        """A joint loss over so many held-out samples. The model is in evaluation mode already. Raises
+        `LossError`."""
+        assert self._joint is not None
+        self.phase = "evaluation"
+        with self._numerics.region():
+            return self._joint.evaluate(self.model, encoded, num_samples)
+
+    def _seed(self, total: Tensor) -> Tensor:
+        """The gradient of the loss scaled, by a sum of losses."""
+        seed = torch.full_like(total, self._numerics.gradient_factor)
+        return seed if self._numerics.scaler is None else self._numerics.scaler.scale(seed)
+
+    def accumulate(
+        self,
+        batch: Any,
+        num_samples: int,
+        ghosts: Sequence[int] = (),
+        ask: Ask | None = None,
+    ) -> Loss:
         """Add the gradient of one micro-batch to the sums, and return its loss, detached.
 
         Args:
             batch: as `collate` made it, on the device; None for a pass that others make alone.
             num_samples: samples in it; 0: compute with it, and add nothing.
             ghosts: samples per ghost batch, in order.
+            ask: of a joint loss, tells from the encodings of the batch what is its share. None: the
+                batch is all there is.
 
         Raises:
             LossError: if the loss function returned something that is not a loss, or whose graph is
@@ -221,6 +270,7 @@ class Replica:
             naming_lost_graphs(),
             self._ghosts.cut(ghosts),
             chunked_loss.active(self._chunked),
+            nullcontext() if self._joint is None else self._joint.asking(ask, num_samples),
         ):
             with (
                 naming_ids(self.model),

@@ -5,6 +5,8 @@ their statistics too. So each sample of such a micro-batch is judged alone, by t
 mode with the weights and buffers of the step before: there samples do not see each other and nothing
 is drawn at random, so the verdict is a function of the sample and the weights, under every plan.
 
+Where the loss compares samples, none has one alone, and each is judged by what it is encoded to.
+
 A model that cannot be judged so (in evaluation mode it computes no loss, say) blames nobody. Nor are
 gradients judged where ranks meet inside passes: none of them has one by itself.
 """
@@ -18,12 +20,13 @@ from typing import final
 import torch
 
 from anybatch.compute import Replica
+from anybatch.compute.joint import encodings_of
 from anybatch.data import Bad, Place
 from anybatch.engine.evaluation import evaluating
 from anybatch.engine.source import Source
 from anybatch.parallel import Group
 from anybatch.parallel.told import first_line
-from anybatch.task import LossFunction
+from anybatch.task import JointLoss, LossFunction
 
 
 @final
@@ -39,7 +42,8 @@ class OneByOne:
     def __init__(self, replica: Replica, group: Group, loss: LossFunction) -> None:
         self._replica = replica
         self._group = group
-        self._loss = loss
+        self._loss = encodings_of(loss) if isinstance(loss, JointLoss) else loss
+        self._judged_by = "encoding" if replica.is_joint else "loss"
 
     def raising(self, number: int, source: Source) -> tuple[Bad, ...]:
         """The first sample of micro-batch `number` for which model or loss raise an error though it is
@@ -105,7 +109,10 @@ class OneByOne:
         with evaluating(self._replica.model), torch.no_grad():
             for place in suspects:
                 loss = self._replica.evaluate(self._loss, source.alone(place), 1)
-                for what, value in (("loss", float(loss.sum)), ("weight", float(loss.weight))):
+                for what, value in (
+                    (self._judged_by, float(loss.sum)),
+                    ("weight", float(loss.weight)),
+                ):
                     if not math.isfinite(value):
                         found.append(Bad(place, f"its {what} is {value}"))
                         break

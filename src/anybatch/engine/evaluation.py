@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.compute import Replica
+from anybatch.compute.joint import tensors_in, with_tensors
 from anybatch.data import Bad, BadSamples, to_device
 from anybatch.data.evaluation import join, turns
 from anybatch.engine.bench import Bench
@@ -36,7 +37,7 @@ from anybatch.metrics import Metrics
 from anybatch.parallel import Agreed, Group, PassAbandoned
 from anybatch.parallel.told import Told, first_error, memory_events
 from anybatch.plans import Plan
-from anybatch.task import LossFunction, MetricFunction, MetricsOfTask, several
+from anybatch.task import Loss, LossFunction, MetricFunction, MetricsOfTask, several
 
 Batches = Callable[[int], Iterator[tuple[Any, int]]]
 """Largest batch size to the rank's part of the held-out samples, as (batch, number of samples): 0 for a
@@ -61,6 +62,19 @@ class Measured:
     loss: float
     metrics: dict[str, float]
     samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """How a joint loss is evaluated: whatever batches the samples are encoded in, these are compared.
+
+    Attributes:
+        samples: compared at a time, in their order; the last ones may be fewer.
+        interleaved: see `Evaluation.gathered`.
+    """
+
+    samples: int
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +155,10 @@ class Evaluation:
         batches: Batches,
         loss: LossFunction,
         metrics: MetricsOfTask | None,
+        together: Together | None = None,
     ) -> tuple[Measured, Plan]:
         """Loss and metrics over all held-out samples of all ranks, and the plan, leaner if memory ran
-        out. Every rank calls it.
+        out. Every rank calls it. `together`: for a joint loss.
 
         Raises:
             NoPlanFits: there is no room to evaluate a single sample.
@@ -163,14 +178,46 @@ class Evaluation:
                     plan = self._make_room(plan, step, found)
                 continue
             part, agreed = found
+            states, encodings = part.more
             with self._crossing.open():
                 names = self._names.common(part.names, agreed)
-                figures = scores.results(part.more)
+                figures = scores.results(states)
             means = Means(agreed.totals, names)
-            for name in means.metrics.keys() & figures.keys():
-                raise LossError(f"two metrics are called {name!r}: give each a name of its own.")
+            named = [means.metrics, figures]
+            if together is not None and self._replica.is_joint:
+                compared = self._compared(encodings, together)
+                if isinstance(compared, list):
+                    plan = self._make_room(plan, step, compared)
+                    continue
+                means = compared
+                named.append(means.metrics)
             self._ladder.evaluated()
-            return Measured(means.loss, means.metrics | figures, int(sum(agreed.notes))), plan
+            return Measured(means.loss, _merged(named), int(sum(agreed.notes))), plan
+
+    def _compared(self, mine: Any, together: Together) -> Means | list[Told]:
+        """Means of a joint loss over the samples of all ranks, of which `mine` are encoded by this one;
+        or what each has to tell, if memory ran out on one."""
+        everyone, failed = self._joined(mine, together.interleaved)
+        if failed:
+            return failed
+        found = self._attempt(partial(self._compare, everyone, together.samples))
+        if isinstance(found, list):
+            return found
+        part, agreed = found
+        with self._crossing.open():
+            return Means(agreed.totals, self._names.common(part.names, agreed))
+
+    def _compare(self, encoded: Any, size: int) -> _Part:
+        """This rank's turns among the comparisons of all samples, `size` at a time."""
+        totals, tensors = Totals(self._device), tensors_in(encoded)
+        starts = range(0, len(tensors[0]), size)
+        with evaluating(self._replica.model):
+            for start in starts[self._group.rank :: self._group.size]:
+                rows = [one[start : start + size].to(self._device) for one in tensors]
+                there = with_tensors(encoded, rows)
+                totals.add(self._replica.compare_held_out(there, len(rows[0])))
+                self._group.between_passes()
+        return _Part(totals.tensor(), 0, None, totals.names)
 
     def gathered(
         self, plan: Plan, step: int, batches: Batches, output: Output, interleaved: bool
@@ -296,12 +343,13 @@ class Evaluation:
         scores: Scores,
     ) -> _Part:
         model, totals, samples = self._replica.model, Totals(self._device), 0
+        encodings: list[tuple[Any, int]] = []
         scores.reset()
         with evaluating(model), torch.no_grad():
             for batch, num_samples in batches(plan.choice.evaluation_batch):
                 with self._limit.first_pass("evaluation", batch):
                     with self._replica.region():
-                        one = self._replica.evaluate(loss, batch, num_samples)
+                        one = self._evaluate(loss, batch, num_samples, encodings)
                         sums = _sums(functions, model, batch)
                         inputs = scores.inputs(model, batch)
                     if num_samples:
@@ -310,7 +358,19 @@ class Evaluation:
                         samples += num_samples
                 del batch, one, sums, inputs
                 self._group.between_passes()
-        return _Part(totals.tensor(), samples, scores.states(), totals.names)
+        return _Part(totals.tensor(), samples, (scores.states(), encodings), totals.names)
+
+    def _evaluate(
+        self, loss: LossFunction, batch: Any, num_samples: int, encodings: list[tuple[Any, int]]
+    ) -> Loss:
+        """The loss of a batch; of a joint loss nothing yet, and its encodings are put to the others."""
+        replica = self._replica
+        if not replica.is_joint:
+            return replica.evaluate(loss, batch, num_samples)
+        encoded = replica.encode(batch, num_samples)
+        if num_samples:
+            encodings.append((to_device(encoded, "cpu"), num_samples))
+        return Loss(torch.zeros((), device=self._device), 0)
 
     def _collect(self, batches: Batches, plan: Plan, output: Output) -> _Part:
         kept: list[tuple[Any, int]] = []
@@ -391,6 +451,16 @@ class Evaluation:
             )
         )
         return changed
+
+
+def _merged(named: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics from several places. Raises `LossError` if two have one name."""
+    merged: dict[str, float] = {}
+    for metrics in named:
+        for name in merged.keys() & metrics.keys():
+            raise LossError(f"two metrics are called {name!r}: give each a name of its own.")
+        merged |= metrics
+    return merged
 
 
 def _sums(functions: Sequence[MetricFunction], model: nn.Module, batch: Any) -> Mapping[str, Any]:

@@ -10,11 +10,13 @@ step is redone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from anybatch.data import mix, restore, seed_by, snapshot
+
+_States: TypeAlias = "tuple[tuple[Any, ...], torch.Tensor | None]"
 
 
 class Randomness(ABC):
@@ -33,6 +35,10 @@ class Randomness(ABC):
 
     def begin_update(self, step: int) -> None:  # noqa: B027
         """Called before the update of `step`."""
+
+    @abstractmethod
+    def begin_pass(self, step: int, number: int) -> None:
+        """Called before a pass that is run twice, both times: it draws the same."""
 
     @abstractmethod
     def close(self) -> None:
@@ -54,6 +60,10 @@ class Keyed(Randomness):
         self._seed_by(mix(self._seed, step, self._rank))
 
     redo = begin
+
+    def begin_pass(self, step: int, number: int) -> None:
+        """See `Randomness`."""
+        self._seed_by(mix(self._seed, step, self._rank, number))
 
     def close(self) -> None:
         """Put the generators back."""
@@ -77,6 +87,9 @@ class KeyedByGrain(Keyed):
         """See `Randomness`."""
         self._seed_by(mix(self._seed, step, 0, grain))
 
+    def begin_pass(self, step: int, number: int) -> None:
+        """See `Randomness`: the grain has begun."""
+
     def begin_update(self, step: int) -> None:
         """See `Randomness`."""
         self.begin(step)
@@ -87,20 +100,45 @@ class Ambient(Randomness):
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
-        self._before: tuple[Any, ...] = ()
-        self._cuda_before: torch.Tensor | None = None
+        self._before: _States | None = None
+        self._after: _States | None = None  # of passes that were seeded
+        self._key = 0
 
     def begin(self, step: int) -> None:
         """Remember the generators' states."""
-        self._before = snapshot()
-        if self._cuda is not None:
-            self._cuda_before = torch.cuda.get_rng_state(self._cuda)
+        self._before, self._after = self._now(), None
 
     def redo(self, step: int) -> None:
         """Put the remembered states back."""
-        restore(self._before)
-        if self._cuda is not None and self._cuda_before is not None:
-            torch.cuda.set_rng_state(self._cuda_before, self._cuda)
+        self._put_back(self._before)
+        self._after = None
+
+    def begin_pass(self, step: int, number: int) -> None:
+        """See `Randomness`. Seeded from a number that is drawn once; when the passes are over, the
+        generators go on from there."""
+        if self._after is None:
+            self._key = int(torch.randint(1 << 62, ()))
+            self._after = self._now()
+        key = mix(self._key, number)
+        seed_by(key)
+        if self._cuda is not None:
+            with torch.cuda.device(self._cuda):
+                torch.cuda.manual_seed(key)
+
+    def begin_update(self, step: int) -> None:
+        """See `Randomness`."""
+        self._put_back(self._after)
+        self._after = None
 
     def close(self) -> None:
         """Leave the generators where training brought them, as a plain loop would."""
+
+    def _now(self) -> _States:
+        return snapshot(), None if self._cuda is None else torch.cuda.get_rng_state(self._cuda)
+
+    def _put_back(self, states: _States | None) -> None:
+        if states is None:
+            return
+        restore(states[0])
+        if self._cuda is not None and states[1] is not None:
+            torch.cuda.set_rng_state(states[1], self._cuda)

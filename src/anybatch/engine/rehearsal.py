@@ -12,12 +12,13 @@ from typing import final
 import torch
 
 from anybatch.compute import Replica
+from anybatch.compute.joint import Ask, nobody
 from anybatch.engine.bench import Bench
 from anybatch.engine.limit import Limit
 from anybatch.engine.meter import Meter
 from anybatch.engine.randomness import Randomness
 from anybatch.engine.rollback import SavedBuffers
-from anybatch.engine.source import Source
+from anybatch.engine.source import MicroBatch, Source
 from anybatch.engine.watch import Watch
 from anybatch.oom import MemoryFailure, as_memory_failure
 from anybatch.parallel import Group
@@ -96,6 +97,18 @@ class Rehearsal:
             return None
         return found
 
+    def _pass(self, micro: MicroBatch, source: Source) -> None:
+        """As in a step. What a joint loss compares with other passes, or ranks, is left out."""
+        replica, size = self._replica, micro.num_samples
+        ask: Ask | None = None
+        if replica.is_joint:
+            several = source.own_samples > size or self._group.lockstep
+            if several:
+                replica.encode(micro.batch, size, micro.ghosts)
+            if several or self._group.size > 1:
+                ask = nobody
+        replica.accumulate(micro.batch, size, micro.ghosts, ask)
+
     def _passes(
         self, source: Source, choice: Choice, most: int
     ) -> Rehearsed | MemoryFailure | None:
@@ -115,7 +128,7 @@ class Rehearsal:
                         break
                     with self._limit.first_pass(choice.kind, micro.batch):
                         stopwatch = Stopwatch()
-                        self._replica.accumulate(micro.batch, micro.num_samples, micro.ghosts)
+                        self._pass(micro, source)
                         idle = stopwatch.idle_seconds() if self._alone_on_cpu else 0.0
                 each.append((max(0.0, self._watch.wait() - idle), micro.amount))
                 del micro

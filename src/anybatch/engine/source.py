@@ -48,8 +48,18 @@ class Source(Protocol):
         """Of all ranks together, without those that are left out; 0: not known."""
         ...
 
-    def micro_batches(self, choice: Choice) -> Iterator[MicroBatch]:
-        """The micro-batches of this rank under `choice`, in order, from the first."""
+    def micro_batches(self, choice: Choice, keep: bool = False) -> Iterator[MicroBatch]:
+        """The micro-batches of this rank under `choice`, in order, from the first. `keep`: they are
+        going to be asked for `once_more`."""
+        ...
+
+    @property
+    def own_samples(self) -> int:
+        """In the micro-batches that are being given."""
+        ...
+
+    def once_more(self) -> Iterator[MicroBatch]:
+        """The micro-batches that were kept, all of which have been given."""
         ...
 
     def describe(self, number: int) -> str:

@@ -18,13 +18,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from anybatch.compute import Replica
+from anybatch.compute.joint import Ask
 from anybatch.data import Bad, BadSamples, told_samples
 from anybatch.driver import release_unused
 from anybatch.engine.bench import Bench
+from anybatch.engine.joint import JointPasses
 from anybatch.engine.judge import Judge, Staged
 from anybatch.engine.ladder import Ladder
 from anybatch.engine.limit import Limit
@@ -118,6 +121,15 @@ class Transactions:
         self._buffers = SavedBuffers(replica.model)
         self._room = Room(device)
         self.crossing: Crossing = Crossing(group, limit, device)
+        self._joint = JointPasses(
+            replica,
+            group,
+            randomness=randomness,
+            limit=limit,
+            buffers=self._buffers,
+            crossing=self.crossing,
+            device=device,
+        )
         self._judge = Judge(group, self.crossing, blame, skips is not None)
         self._ladder = Ladder()
         self.bench: Bench = Bench()
@@ -230,6 +242,7 @@ class Transactions:
         wrong: Exception | None = None
         begun = time.perf_counter()
         self._buffers.forget()  # until this attempt has saved them, they are as they should be
+        self._joint.begin()
         try:
             self.crossing.reserve()
             self._group.expect(source.num_samples)
@@ -255,6 +268,8 @@ class Transactions:
         if told.failed:
             self._clear()
         try:
+            if self._replica.is_joint and mine is None:
+                self._joint.fail()
             with self.crossing.open():
                 try:
                     self._group.gather(failed=told.failed)
@@ -302,7 +317,7 @@ class Transactions:
         return together and as_memory_failure(error) is not None
 
     def _stage(self, staged: Staged) -> None:
-        replica, group, source = self._replica, self._group, staged.source
+        replica, group = self._replica, self._group
         if replica.is_outdated:  # their gradients would be neither divided nor added up over ranks
             raise InputError(
                 f"the optimizer trains other parameters in step {self._step} than at the beginning:"
@@ -318,7 +333,7 @@ class Transactions:
         replica.phase = "loading"
         choice = self.plan.choice
         with self._watch.running():
-            for number, micro in enumerate(source.micro_batches(choice)):
+            for number, (micro, ask) in enumerate(self._passes(staged)):
                 measured = self._is_measured(micro, staged)
                 if micro.grain is not None:
                     self._randomness.begin_grain(self._step, micro.grain)
@@ -327,7 +342,7 @@ class Transactions:
                     self._limit.first_pass(choice.kind, micro.batch),
                     group.last_pass(measured) if micro.last else nullcontext(),
                 ):
-                    loss = replica.accumulate(micro.batch, micro.num_samples, micro.ghosts)
+                    loss = replica.accumulate(micro.batch, micro.num_samples, micro.ghosts, ask)
                 if micro.num_samples:
                     staged.totals.add(loss, part=micro.part)
                     if measured and (norm := group.sum_norm(replica, micro.last)) is not None:
@@ -339,19 +354,26 @@ class Transactions:
                     group.part_staged(micro.part, self._buffers.held)
                     if not micro.last:
                         self._buffers.put_back()
-                del micro  # so that it is gone while the next one is loaded
+                del micro, ask  # so that they are gone while the next one is loaded
                 group.between_passes()
                 replica.phase = "loading"
+
+    def _passes(self, staged: Staged) -> Iterator[tuple[MicroBatch, Ask | None]]:
+        source, choice = staged.source, self.plan.choice
+        if self._replica.is_joint:
+            return self._joint.of(self._step, source, choice, partial(self._naming, staged))
+        return ((micro, None) for micro in source.micro_batches(choice))
 
     def _is_measured(self, micro: MicroBatch, staged: Staged) -> bool:
         """Whether to look, after this pass, how large the gradient of so few samples is: after the
         first one on this rank, if its samples are a part of the step, and one like any other, not the
-        longest of all. It reads every gradient once, which costs some percent of a step that does
-        little else: so later on only some steps are measured."""
+        longest of all, and if its loss is its own. It reads every gradient once, which costs some
+        percent of a step that does little else: so later on only some steps are measured."""
         is_due = self._step < ALL_MEASURED or self._step % MEASURED_EVERY == 0
         is_first = bool(micro.num_samples) and not staged.numbers
         is_whole = micro.last and self._group.size == 1
-        return is_due and is_first and not is_whole and micro.padded is None
+        is_alone = micro.padded is None and not self._replica.is_joint
+        return is_due and is_first and not is_whole and is_alone
 
     @contextmanager
     def _naming(self, staged: Staged, number: int) -> Iterator[None]:

@@ -38,7 +38,8 @@ class Traced:
         products: those for which buffers are kept beside that.
         commit_bytes: what the first update and a later one add at their peaks.
         begin, end: the moments at which the step begins, and at which its update is done.
-        second: the last moment before its second micro-batch, if it has one.
+        first, second: the last moments before its micro-batches, if it has a second one, or encodes
+            samples before the first.
         num_micro_batches: of the step as traced.
         modules: of the model, by name, in order of definition.
         bucketed: bytes of gradients in buckets, by the module whose they are.
@@ -57,6 +58,7 @@ class Traced:
     shape_bytes: ShapeBytes = field(default_factory=ShapeBytes)
     products: Products = field(default_factory=Products)
     bucketed: dict[str, int] = field(default_factory=dict)
+    first: int | None = None
     second: int | None = None
 
 

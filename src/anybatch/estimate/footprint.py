@@ -168,6 +168,9 @@ def beside_training(
     beside = _beside(subject, libraries, passing, device, choice.micro_batch)
     if device.kind != "cpu":
         return beside
+    if subject.is_encoded_first(choice.micro_batch):
+        others = subject.whole - choice.micro_batch
+        beside["input batch"] += subject.samples.waiting(others, choice.micro_batch)
     if choice.recompute.blocks:
         beside[OVERHEAD] = round(_HOLES_OF_RECOMPUTE * beside[OVERHEAD])
     if subject.whole > choice.micro_batch:

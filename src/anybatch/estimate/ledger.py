@@ -291,7 +291,8 @@ class _Account:
     def _end_of_forward(self) -> int:
         """The moment at which forward of the first micro-batch of the step ends."""
         operations = self._timeline.operations
-        for moment in range(self._traced.begin, len(operations) + 1):
+        begin = self._traced.begin if self._traced.first is None else self._traced.first + 1
+        for moment in range(begin, len(operations) + 1):
             if operations[moment - 1].backward:
                 return moment - 1
         return self._traced.begin

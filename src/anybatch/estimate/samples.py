@@ -9,7 +9,7 @@ it is committed, since it may have to be redone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 from anybatch.data import AT_ONCE, TensorFetch, batch_size, is_map_style, open_fetch, parts_of
 from anybatch.errors import AnybatchError
 from anybatch.machine import MMAP_THRESHOLD
-from anybatch.task import Task
+from anybatch.task import JointLoss, Task
 
 _OBJECT_BYTES = 640
 """Of a tensor or array without its numbers: 270 to 620 bytes were kept, by the peaks of runs with 1,024
@@ -26,6 +26,10 @@ and 4,096 samples to a micro-batch."""
 _SPREAD = 1.25
 """The numbers of a sample do not find their old places again: of 4 and 12 KiB, up to 1.25 times as much
 was kept."""
+
+_BETWEEN = 1.5
+"""Of what lies between batches that wait in the heap (8 MiB in 128 and in 512 batches: 2.8 and 3.2 MiB
+more)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +40,22 @@ class Samples:
         left_bytes: of the heap, that each of those that are there at a time leaves behind.
         at_once: how many of a micro-batch are there at a time; None: all.
         held_bytes: of all samples of a global step, while it lasts.
+        waiting_bytes: of each sample in a micro-batch that waits until it is computed with, once it
+            was encoded (see `compute.joint`); tensor by tensor.
     """
 
     left_bytes: int = 0
     at_once: int | None = None
     held_bytes: int = 0
+    waiting_bytes: tuple[int, ...] = ()
+
+    def waiting(self, num_samples: int, micro_batch: int) -> int:
+        """What so many take that wait, in micro-batches of that size. In the heap they lie between what
+        passes leave free."""
+        return sum(
+            round(num_samples * each * (1.0 if each * micro_batch >= MMAP_THRESHOLD else _BETWEEN))
+            for each in self.waiting_bytes
+        )
 
     def num_there(self, micro_batch: int) -> int:
         """Samples that are there at a time."""
@@ -48,6 +63,16 @@ class Samples:
 
 
 def samples_of(task: Task, batch: Any) -> Samples:
+    """What the samples of `task` take. The arguments are those of `_fetched`."""
+    found = _fetched(task, batch)
+    if not isinstance(task.loss, JointLoss):
+        return found
+    size = batch_size(batch)
+    waiting = tuple(num_bytes // size for _, num_bytes in _blocks(batch))
+    return replace(found, waiting_bytes=waiting)
+
+
+def _fetched(task: Task, batch: Any) -> Samples:
     """What the samples of `task` take. They leave nothing where batches are taken out of tensors in
     memory or put together by other processes, or where samples cannot be read alone.
 

@@ -86,7 +86,7 @@ class StepSeconds:
     """Predicted time of one global step of one rank, and its parts.
 
     Attributes:
-        forward, backward, recompute: of all micro-batches.
+        forward, backward, recompute: of all micro-batches; a joint loss is compared in forward.
         update: clipping and the optimizer.
         exchange: of gradients among ranks.
     """
@@ -146,16 +146,18 @@ class Pace:
         many = min(4 * few, subject.whole)
         choice = Choice(micro_batch=few, evaluation_batch=1, precision=precision)
 
-        def count(on: Device) -> tuple[Counting, Work, Work]:
+        def count(on: Device) -> tuple[Counting, Work, Work, list[Operation]]:
             counting = Counting(subject, choice, on)
             first = counting.at(few)
-            return counting, first, first if many == few else counting.at(many)
+            second = first if many == few else counting.at(many)
+            return counting, first, second, counting.comparison() if subject.compared else []
 
-        counting, self._first, self._second = subject.following(device, count)
+        counting, self._first, self._second, compared = subject.following(device, count)
         device = subject.as_traced(device)
         self._stands_in = is_overlaid(device)
         self.update: Update = counting.update
         self._can_part = counting.can_part
+        self.compares_parameters: bool = counting.compares_parameters
         if not _are_alike(self._first, self._second):
             self._second = work_of(subject, choice.model_copy(update={"micro_batch": many}), device)
         if not _are_alike(self._first, self._second):
@@ -169,6 +171,9 @@ class Pace:
         self._lines = _lines(self._first, self._second)
         self._tables: dict[int, dict[_Place, _Spent]] = {}
         self._memo: dict[tuple[int, Recompute], tuple[float, float, float]] = {}
+        self._compare_seconds = self._in_a_row(
+            self._spent(compared, sum(one.fresh_bytes for one in compared))
+        )
         self.update_seconds: float = self._in_a_row(
             self._spent(
                 (o for o in self._first.operations if o.phase == "update"),
@@ -288,8 +293,11 @@ class Pace:
         whole, rest = divmod(num_samples, micro_batch)
         forward, backward, again = self.micro(micro_batch, recompute, head)
         last = self.micro(rest, recompute, head) if rest else (0.0, 0.0, 0.0)
+        first = whole * forward + last[0]
+        if self._subject.is_encoded_first(micro_batch):
+            first *= 2
         return StepSeconds(
-            forward=whole * forward + last[0],
+            forward=first + self._compare_seconds,
             backward=whole * backward + last[1],
             recompute=whole * again + last[2],
             update=self.update_seconds

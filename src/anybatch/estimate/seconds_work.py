@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from anybatch.compute import Replica
+from anybatch.compute.joint import Share, nobody, rows_like
 from anybatch.compute.optimizers import is_compiled, uncompiled
 from anybatch.compute.optimizers_update import can_part, leanest_update
 from anybatch.estimate.cuda import laid_over
@@ -110,17 +111,20 @@ class Counting:
     Attributes:
         target: the device of its tensors: a CPU stands for one that is not here.
         update: how it is run: as takes least memory.
+        compares_parameters: a joint loss uses some of the model itself; known after `comparison`.
 
     Raises whatever the model or its optimizer raises on fake tensors.
     """
 
     def __init__(self, subject: Subject, choice: Choice, device: Device) -> None:
         self._kind = device.kind
+        self.compares_parameters: bool = False
         self.target: torch.device = fake_device(device)
         self._subject = subject
         self._fake = fake_mode()
         self._watch = Watch(self._fake, subject.recall, device.kind)
         self._update: list[Operation] = []
+        self._encoded: Any = None  # of a joint loss, as the last pass encoded its samples
         plain = choice.model_copy(update={"recompute": Recompute(), "chunked_head": ""})
         layout = layout_on(device, subject)
         self._device = device
@@ -155,7 +159,8 @@ class Counting:
             blocks = _Blocks(self._model, subject.blocks, watch)
             watch.begin("forward")
             with blocks:
-                replica.accumulate(batch, micro_batch, _one_ghost(subject, micro_batch))
+                ask = self._blank if replica.is_joint else None
+                replica.accumulate(batch, micro_batch, _one_ghost(subject, micro_batch), ask)
             del batch
             passes = watch.operations
             if not self._update:
@@ -179,6 +184,28 @@ class Counting:
             ),
             tree_levels=math.ceil(math.log2(max(2, *map(_length, chains), 1))),
         )
+
+    def comparison(self) -> list[Operation]:
+        """Of a joint loss over all samples of a global batch, and of its gradient; after `at`. Raises
+        what the loss raises."""
+        number, watch = self._subject.compared, self._watch
+        assert self._encoded is not None
+        watch.begin_anew()
+        with self._fake, watch, laid_over(self._device):
+            rows = rows_like(self._encoded, number)
+            watch.begin("forward")
+            found = self._replica.compare(rows, number)
+            watch.phase = ""
+        self.compares_parameters = bool(found.direct)
+        return watch.operations
+
+    def _blank(self, encoded: Any) -> Share:
+        """In place of its share of a comparison, which is the same for every micro-batch."""
+        self._encoded = encoded
+        phase, self._watch.phase = self._watch.phase, ""
+        share = nobody(encoded)
+        self._watch.phase = phase
+        return share
 
     def _make_gradients(self) -> None:
         for param in self._replica.parameters:

@@ -16,7 +16,7 @@ that its first pass made, say), steps are traced from the beginning, each on a s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from anybatch.compute.joint import Ask, Comparison, rows_like
 from anybatch.compute.lm_loss import few_chunks
 from anybatch.compute.optimizers import is_compiled, parts_of, uncompiled
 from anybatch.estimate.cuda import laid_over
@@ -140,6 +141,7 @@ class Stage:
             head.num_moments,
         )
         self._settled = [block for block in head.blocks if block.died is None]
+        self._first: int | None = None
         self._second: int | None = None
         self._tail: Tail | None = None
         self._is_fresh = True
@@ -180,9 +182,12 @@ class Stage:
             self._replica.switch(choice.model_copy(update={"recompute": Recompute()}))
             model.eval()
             with without_fused_layers():
-                for batch in self._batches(size, 2):
-                    self._replica.evaluate(self._subject.loss, batch, size)
-                    del batch
+                if self._replica.is_joint:
+                    self._evaluate_together(size)
+                else:
+                    for batch in self._batches(size, 2):
+                        self._replica.evaluate(self._subject.loss, batch, size)
+                        del batch
             model.train()
             self._replica.switch(self._plain)
         left = self._left_by(passes)
@@ -202,21 +207,49 @@ class Stage:
     def _begin(self) -> Timeline:
         """A timeline that goes on where the head ends. Until all went well the stage is spoilt."""
         self.reusable = self._is_fresh = False
-        self._second = None
+        self._first = self._second = None
         timeline = Timeline(num_moments=self._head.num_moments)
         self._tracer.begin_anew(timeline, copy.deepcopy(self._kernels), self._settled)
         return timeline
 
     def _run(self, choice: Choice, count: int) -> None:
         size, cut = choice.micro_batch, cut_of(self._subject, choice.micro_batch)
+        ask = self._ask(size, cut) if self._replica.is_joint else None
         for batch in self._batches(size, count):
-            self._replica.accumulate(batch, size, cut)
+            self._replica.accumulate(batch, size, cut, ask)
             for param in self._replica.parameters:
                 if param.grad is not None:
                     self._tracer.see(param.grad, "gradients", self._owners.get(param, ""))
             if count > 1 and self._second is None:
                 self._second = self._tracer.timeline.num_moments
             del batch
+
+    def _ask(self, size: int, cut: Sequence[int]) -> Ask | None:
+        """Whom passes over `size` samples have to ask, as in `engine.joint`."""
+        if not self._subject.is_encoded_first(size):
+            several = self._subject.compared > size
+            return (lambda encoded: self._compared(encoded).share(0, size)) if several else None
+        (batch,) = self._batches(size, 1)
+        encoded = self._replica.encode(batch, size, cut)
+        del batch
+        share = self._compared(encoded).share(0, size)
+        self._first = self._tracer.timeline.num_moments
+        return lambda _: share
+
+    def _compared(self, encoded: Any) -> Comparison:
+        """A comparison of all samples, which are as some are `encoded`."""
+        number = self._subject.compared
+        return self._replica.compare(rows_like(encoded, number), number)
+
+    def _evaluate_together(self, size: int) -> None:
+        """Batches are encoded, and then compared; what they become waits on the host."""
+        encoded = None
+        for batch in self._batches(size, 2):
+            encoded = self._replica.encode(batch, size)
+            del batch
+        valid = self._subject.num_valid
+        number = min(self._subject.compared, valid or self._subject.compared)
+        self._replica.compare_held_out(rows_like(encoded, number), number)
 
     def _batches(self, size: int, count: int) -> Iterator[Any]:
         """The batches, each of which comes before the one before it is gone, as in a run on CUDA
@@ -343,6 +376,7 @@ class Stage:
             shape_bytes=self._tracer.kernels.shape_bytes,
             products=self._tracer.kernels.products,
             bucketed=self._bucketed,
+            first=self._first,
             second=self._second,
         )
 

@@ -37,7 +37,7 @@ from anybatch.estimate.template import template_of
 from anybatch.estimate.values import UNKNOWN
 from anybatch.machine import Device
 from anybatch.plans import TaskIdentity
-from anybatch.task import LossFunction, Task, parameters_in
+from anybatch.task import JointLoss, LossFunction, Task, parameters_in
 
 T = TypeVar("T")
 
@@ -63,6 +63,8 @@ class Subject:
         depends: sentences on what in the model depends on how a step is cut.
         long: the longest sample, and how lengths are spread, in words; empty: they are alike.
         samples: what they take beside their batches.
+        compared: samples of all ranks, whose encodings a joint loss compares in a step; 0: the loss is
+            a sum over samples.
         uneven: samples that were looked at, of which the largest stand for all, where samples differ in
             size and no lengths are given; else 0.
         families: traces made so far, so that none is made twice.
@@ -90,6 +92,7 @@ class Subject:
     division: Division | None = None
     long: str = ""
     samples: Samples = field(default_factory=Samples)
+    compared: int = 0
     uneven: int = 0
     depends: tuple[str, ...] = ()
     families: dict[Hashable, Family] = field(default_factory=dict, compare=False, repr=False)
@@ -119,6 +122,11 @@ class Subject:
     def as_traced(self, device: Device) -> Device:
         """`device`, as if it were not here if it is one that the task's fake tensors cannot be on."""
         return replace(device, present=False) if device in self.stood_for else device
+
+    def is_encoded_first(self, micro_batch: int) -> bool:
+        """Whether a joint loss has a rank encode its samples before it computes with them: where they
+        are more than one micro-batch, or ranks that meet inside passes would wait there."""
+        return self.compared > 0 and (micro_batch < self.whole or self.division is not None)
 
     def following(self, device: Device, trace: Callable[[Device], T]) -> T:
         """What `trace` of a device returns, for `device` as it can be traced: what cannot be done
@@ -207,6 +215,7 @@ def subject_of(task: Task) -> Subject:
         course=course,
         long=_told_lengths(task),
         samples=samples_of(task, template),
+        compared=task.global_batch if isinstance(task.loss, JointLoss) else 0,
         uneven=uneven,
         depends=depends_on_cut(model),
     )

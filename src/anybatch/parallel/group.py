@@ -115,6 +115,12 @@ class Group(ABC):
     def between_passes(self) -> None:  # noqa: B027
         """Between two passes: other ranks of this process may have their turn on the host."""
 
+    def between_phases(self, replica: Replica) -> None:  # noqa: B027
+        """Passes without gradient are over, and ranks are going to meet outside of them."""
+
+    def leave(self) -> None:  # noqa: B027
+        """This rank has no part in the attempt any more: whoever waits for it inside a pass wakes."""
+
     def part_staged(self, part: int, held: Held) -> None:  # noqa: B027
         """The passes of `part` of a reproducible step are over. May run out of memory. If another part
         follows, buffers are put back to what they `held` when the step began."""

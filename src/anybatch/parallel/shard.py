@@ -169,6 +169,15 @@ class Shard(Group):
         if self._at_last:
             self._add_up(False)
 
+    def between_phases(self, replica: Replica) -> None:
+        """See `Group`: what the root gathered is let go of, or the model would show whole parameters
+        that no gradient reaches."""
+        reshard(replica.model)
+
+    def leave(self) -> None:
+        """See `Group`."""
+        self._wire.cut()
+
     def last_pass(self, measured: bool = False) -> AbstractContextManager[None]:
         """See `Group`."""
         return self._adding_up() if self._at_last else nullcontext()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from anybatch.compute import DEFAULT_GHOST_BATCH
+from anybatch.compute.joint import USES_PARAMETERS
 from anybatch.compute.lm_loss import PLAIN_LOGITS
 from anybatch.errors import AnybatchError, InputError, NoPlanFits
 from anybatch.estimate import Head, Subject, head_of, why_untraced
@@ -167,6 +168,7 @@ def _make(
         return Plan(**given, **layout.fields(device), choice=choice, notices=tuple(told))
     layout = found.setting.layout
     told += found.assumptions
+    told += _told_comparison(whole, found)
     told += faster_notice(found.choice, found.sizes, found.setting)
     if not found.fits and layout.norms == "synchronised":
         raise NoPlanFits(
@@ -250,6 +252,10 @@ def _costs(
             first = Choice(micro_batch=1, evaluation_batch=1, precision=precision)
             raise Untraceable(first, error) from error
         here = [Costs(rank, replace(setting, layout=layout)) for layout, rank in ranks]
+        if setting.pace.compares_parameters:
+            here = [costs for costs in here if costs.subject.division is None]
+            if not here:
+                raise InputError(f"{USES_PARAMETERS}, or take parallel 'replicate'.")
         if setting.pace.can_offload:
             here += [
                 Costs(costs.subject, costs.setting, "host")
@@ -311,6 +317,16 @@ def _ranks(
                 raise
         else:
             yield layout, replace(one, division=division)
+
+
+def _told_comparison(subject: Subject, found: Found) -> Iterator[str]:
+    """What a joint loss does to a step that is cut."""
+    if subject.compared and found.choice.micro_batch < found.sizes.whole:
+        yield (
+            f"The loss compares all {subject.compared:,} samples of a global batch, so each micro-batch"
+            " is computed twice: encoded, and, once all are compared, again with gradient. Fetched"
+            " samples wait in the host's memory meanwhile."
+        )
 
 
 def _told_idle(subject: Subject, layout: Layout, idle: int) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.proof.runs import Runs, deviation, number_of
-from anybatch.task import Loss, LossFunction
+from anybatch.task import JointLoss, Loss, LossFunction
 
 _ALIKE_IN_FLOAT32 = 1e-5  # relative: of a loss
 _IGNORED = -100  # the label that counts nothing, as in torch
@@ -70,13 +70,19 @@ def causes_of(runs: Runs, tolerance: float) -> Iterator[str]:
             " that: padding that the model or the loss does not mask, most likely. Mask it in"
             " attention, in means over positions and in the loss."
         )
-    if not found:
+    if not found and isinstance(runs.task.loss, JointLoss):
+        yield (
+            "encode does something else with a sample when others are beside it (statistics over dim 0,"
+            " say), or compare draws at random: move the first into compare, which sees all samples at"
+            " once, and the second into encode."
+        )
+    elif not found:
         yield (
             "The cause is not among the known ones (norms across the batch, a mean of means, state that"
             " is kept): look for a loss or a layer that mixes samples of one pass, such as"
-            " contrastive losses or statistics over dim 0. What has to see the whole batch at once is"
-            " exact where a micro-batch is the whole global batch (micro_batch=, with"
-            " recompute='all' for room)."
+            " contrastive losses or statistics over dim 0. A loss that has to see the whole batch at"
+            " once is exact as anybatch.JointLoss(encode, compare); a layer, where a micro-batch is the"
+            " whole global batch (micro_batch=, with recompute='all' for room)."
         )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from anybatch.compute import Replica, chunked_loss
 from anybatch.compute.calm import calm
 from anybatch.compute.doubles import InDoubles
+from anybatch.compute.joint import Ask, Rows
 from anybatch.data import ghosts
 from anybatch.plans import Choice, Recompute
 from anybatch.proof.sample import Sample
@@ -75,9 +76,12 @@ class Runs:
         few = chunked_loss.however_few()
         with self._pieces(sizes, seed) as pieces, self._calm(model, calmed, still), few:
             weight = 0.0
-            for size, piece in zip(sizes, pieces, strict=True):
-                cut = ghosts(size, self.ghost) if self.ghost and ghosts_kept else ()
-                weight += float(replica.accumulate(piece, size, cut).weight)
+            cuts = [
+                ghosts(size, self.ghost) if self.ghost and ghosts_kept else () for size in sizes
+            ]
+            asks = _asks(replica, pieces, sizes, cuts)
+            for size, piece, cut, ask in zip(sizes, pieces, cuts, asks, strict=True):
+                weight += float(replica.accumulate(piece, size, cut, ask).weight)
             replica.finish(weight or 1.0, None)
         gradients = [
             torch.zeros_like(p) if p.grad is None else p.grad.clone()
@@ -134,6 +138,26 @@ class Runs:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             yield list(self.sample.cut(sizes, self.dtype))
+
+
+def _asks(
+    replica: Replica, pieces: Sequence[Any], sizes: Sequence[int], cuts: Sequence[Sequence[int]]
+) -> Iterator[Ask | None]:
+    """Whom each pass has to ask, as its turn comes; it then draws what its encodings drew."""
+    if not replica.is_joint or len(sizes) == 1:
+        yield from [None] * len(sizes)
+        return
+    states: list[Tensor] = []
+    rows = Rows(sum(sizes))
+    for piece, size, cut in zip(pieces, sizes, cuts, strict=True):
+        states.append(torch.get_rng_state())
+        rows.add(replica.encode(piece, size, cut), size)
+    comparison, start = replica.compare(rows.all(), sum(sizes)), 0
+    for state, size in zip(states, sizes, strict=True):
+        share = comparison.share(start, start + size)
+        start += size
+        torch.set_rng_state(state)
+        yield lambda _, share=share: share
 
 
 def number_of(returned: Any) -> float:

@@ -12,7 +12,7 @@ from anybatch.data import Steps, lengths_of, num_samples_of
 from anybatch.errors import InputError
 from anybatch.parallel import Group
 from anybatch.plans import Plan
-from anybatch.task import Task
+from anybatch.task import JointLoss, Task
 
 
 def check_alike(task: Task, plan: Plan, group: Group) -> None:
@@ -98,6 +98,23 @@ def check_can_skip(task: Task, plan: Plan) -> None:
             " stays, in what ranks remember or send off before they agree: use bad_data='stop', or"
             " no local steps, stale gradients or powersgd."
         )
+
+
+def check_can_compare(task: Task, plan: Plan) -> None:
+    """Raises `InputError` if the loss compares the samples of all ranks, and `plan` has the ranks do
+    something else inside their passes, or lets them train on weights of their own."""
+    if not isinstance(task.loss, JointLoss):
+        return
+    exchange = plan.exchange
+    for wrong, what in (
+        (plan.norms == "synchronised", "synchronises BatchNorm over the ranks"),
+        (exchange.every > 1 or exchange.stale, f"has the ranks exchange {exchange.describe()}"),
+    ):
+        if wrong:
+            raise InputError(
+                f"the loss of task {task.name!r} compares all samples of the global batch (JointLoss),"
+                f" and the plan {what}: plan anew."
+            )
 
 
 def versions() -> dict[str, str]:

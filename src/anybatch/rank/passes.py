@@ -12,6 +12,7 @@ as the plan says. In a reproducible run micro-batches are grains, and shares who
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -123,6 +124,11 @@ class Passes:
         self._places = places
 
     @property
+    def num_samples(self) -> int:
+        """In the passes that count."""
+        return sum(map(len, self.parts[self._num_idle :]))
+
+    @property
     def fetched(self) -> Sequence[range]:
         """The parts that have samples."""
         if self._ghosts is None or isinstance(self._ghosts, int):
@@ -178,6 +184,8 @@ class GlobalStep:
         self._device = device
         self._pulse = pulse
         self._parts: Sequence[range] = ()
+        self._given: Passes | None = None
+        self._kept: deque[Any] = deque()  # batches on the host
         self._gaps: Sequence[int] = ()
         self._tried = False
 
@@ -186,20 +194,43 @@ class GlobalStep:
         """See `Source`."""
         return self.kept.num_samples
 
-    def micro_batches(self, choice: Choice) -> Iterator[MicroBatch]:
+    def micro_batches(self, choice: Choice, keep: bool = False) -> Iterator[MicroBatch]:
         """See `Source`."""
         passes = self._passes(choice, self.kept)
+        self._kept.clear()
         # What was fetched for an attempt that did not come this far may be cut by another choice.
         if self._tried or self._data.ranges != passes.fetched:
             self._data = self._loader.redo(
                 lambda extent: self._passes(choice, extent).fetched, self._gaps
             )
         self._tried = True
-        self._parts = passes.parts
-        batches = self._timed(on_device(self._data.micro_batches, self._device))
+        self._parts, self._given = passes.parts, passes
+        fetched = self._keeping(self._data.micro_batches) if keep else self._data.micro_batches
+        yield from self._run(passes, self._timed(on_device(fetched, self._device)))
+
+    @property
+    def own_samples(self) -> int:
+        """See `Source`."""
+        return 0 if self._given is None else self._given.num_samples
+
+    def once_more(self) -> Iterator[MicroBatch]:
+        """See `Source`. Samples are fetched once, and wait in the host's memory."""
+        assert self._given is not None
+        yield from self._run(self._given, on_device(self._let_go(), self._device))
+
+    def _run(self, passes: Passes, batches: Iterator[Any]) -> Iterator[MicroBatch]:
         for number in range(len(passes.parts)):
             self._pulse.beat()
             yield passes.micro_batch(number, batches)
+
+    def _keeping(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._kept.append(batch)
+            yield batch
+
+    def _let_go(self) -> Iterator[Any]:
+        while self._kept:
+            yield self._kept.popleft()
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:

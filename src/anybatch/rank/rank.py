@@ -40,6 +40,7 @@ from anybatch.engine import (
     Pulse,
     SetAside,
     Skips,
+    Together,
     Transactions,
     Trial,
     make_limit,
@@ -64,6 +65,7 @@ from anybatch.rank.batches import Batches
 from anybatch.rank.building import build
 from anybatch.rank.checks import (
     check_alike,
+    check_can_compare,
     check_can_skip,
     compilable,
     single_sample,
@@ -145,6 +147,7 @@ class Rank:
         self.last_evaluation: Evaluated | None = None
         self.wished: Wish = Wish.NOTHING
         check_can_skip(task, plan)
+        check_can_compare(task, plan)
         here = Machine.here(device=str(device)).device
         together(group, lambda: check_available(plan.choice.precision, here))
         check_alike(task, plan, group)
@@ -332,6 +335,7 @@ class Rank:
                 partial(self._batches.of, self._task.valid, skips=self._skips),
                 self._task.loss,
                 self._task.metrics,
+                Together(self._task.global_batch, not is_map_style(self._task.valid)),
             )
         event = Evaluated(
             time=time.time(),

@@ -1,0 +1,357 @@
+"""Joint: a loss over all samples of the global batch together, from passes over a few at a time.
+
+A contrastive loss L compares every sample with every other, so it is no sum over micro-batches. But it
+sees them only through their encodings z, which are small, and the chain rule needs no more than that
+(Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"):
+
+    encode      every micro-batch without gradient                         z = f(x)
+    compare     all encodings at once, those of all ranks                  L(z), g = dL/dz
+    once more   every micro-batch, with gradient                           f backward from its rows of g
+
+The sum of the last is the gradient of L, provided that f does the same both times: random state is the
+same, and norms are over ghost batches. Where a rank has a single pass, its graph is kept from the first
+time on. What L needs of parameters directly (a temperature) is handed to the passes in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from anybatch.compute.loss import read_loss
+from anybatch.data.microbatch import map_leaves, parts_of
+from anybatch.errors import LossError
+from anybatch.task import JointLoss, Loss, LossFunction
+
+_REMEDY = "return tensors with one row for each sample in dim 0, or any nesting of such"
+
+USES_PARAMETERS = (
+    "compare uses a parameter of the model itself, of which each rank has a part only (parallel"
+    " 'shard'): let the model's forward, and encode, hand it on with the rows, as"
+    " scale.expand(len(rows)), say"
+)
+
+Ask: TypeAlias = "Callable[[Any], Share]"
+"""From the encodings of a pass, detached, to its share of the comparison."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """What a comparison asks of one pass.
+
+    Attributes:
+        loss: this part of the sum, weight and metrics.
+        gradients: of the sum by the encodings of the pass, tensor by tensor; None: it does not depend
+            on that one.
+        direct: parameters that the comparison uses itself, with this part of the gradient.
+    """
+
+    loss: Loss
+    gradients: Sequence[Tensor | None]
+    direct: Sequence[tuple[Tensor, Tensor]]
+
+    def of(self, encoded: Any) -> Loss:
+        """The loss of the pass: from it backward goes on where the comparison's ended.
+
+        Raises `LossError` if nothing of the pass has a gradient.
+        """
+        pairs = [
+            (leaf, gradient)
+            for leaf, gradient in zip(tensors_in(encoded), self.gradients, strict=True)
+            if gradient is not None and leaf.requires_grad
+        ]
+        pairs += self.direct
+        if not pairs:
+            raise LossError(
+                "the loss does not depend on any parameter that requires a gradient: look for"
+                " .detach(), .item() or torch.no_grad() in encode, or for layers that are all frozen."
+            )
+        tensors, gradients = zip(*pairs, strict=True)
+        total = _Handed.apply(self.loss.sum, gradients, *tensors)
+        return Loss(total, self.loss.weight, self.loss.metrics)
+
+
+class _Handed(torch.autograd.Function):
+    """A number whose gradient by each tensor is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *tensors: Tensor) -> Tensor:
+        """See the class."""
+        ctx.gradients = gradients
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> Any:
+        """Times the gradient by the number, what is known."""
+        (factor,) = grad_outputs
+        given = zip(ctx.gradients, ctx.dtypes, strict=True)
+        return None, None, *((gradient * factor).to(dtype) for gradient, dtype in given)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """A joint loss over all samples, and its gradient.
+
+    Attributes:
+        loss: detached.
+        num_samples: over which it is.
+        gradients, direct: see `Share`; of all samples.
+    """
+
+    loss: Loss
+    num_samples: int
+    gradients: Sequence[Tensor | None]
+    direct: Sequence[tuple[Tensor, Tensor]]
+
+    def share(self, start: int, stop: int) -> Share:
+        """Of the pass that has these of all samples."""
+
+        def part(value: Any) -> Any:
+            return value * (stop - start) / self.num_samples
+
+        loss = self.loss
+        metrics = {
+            name: tuple(map(part, value)) if isinstance(value, tuple) else part(value)
+            for name, value in loss.metrics.items()
+        }
+        return Share(
+            Loss(part(loss.sum), part(loss.weight), metrics),
+            [None if gradient is None else gradient[start:stop] for gradient in self.gradients],
+            [(param, part(gradient)) for param, gradient in self.direct],
+        )
+
+
+def nobody(encoded: Any) -> Share:
+    """In place of whom a pass would have to ask: a share that was not compared, to time passes by."""
+    leaves = tensors_in(encoded)
+    gradients = [torch.ones_like(one) if one.is_floating_point() else None for one in leaves]
+    return Share(Loss(leaves[0].new_zeros((), dtype=torch.float32), len(leaves[0])), gradients, ())
+
+
+class Joint:
+    """A joint loss as the loss function of passes; they have `asked` what is their share."""
+
+    def __init__(self, loss: JointLoss) -> None:
+        self._loss = loss
+        self._asked: tuple[Ask, int] | None = None
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """The loss of a pass; of all samples, if nobody is asked."""
+        if self._asked is None:
+            return self._loss(model, batch)
+        ask, num_samples = self._asked
+        encoded = self.encode(model, batch, num_samples)
+        return ask(map_leaves(encoded, _detached)).of(encoded)
+
+    @contextmanager
+    def asking(self, ask: Ask | None, num_samples: int) -> Iterator[None]:
+        """Around a pass of so many samples. None: there are no others."""
+        self._asked = None if ask is None else (ask, num_samples)
+        try:
+            yield
+        finally:
+            self._asked = None
+
+    def encode(self, model: nn.Module, batch: Any, num_samples: int) -> Any:
+        """Encodings of a batch of so many samples, or of more of which none counts (0). Raises
+        `LossError` if they are not one for each."""
+        encoded = self._loss.encode(model, batch)
+        map_leaves(encoded, lambda leaf: _check_rows(leaf, num_samples))
+        if not tensors_in(encoded):
+            raise LossError(f"encode returned no tensor: {_REMEDY}.")
+        return encoded
+
+    def compare(
+        self,
+        model: nn.Module,
+        encoded: Any,
+        num_samples: int,
+        parameters: Sequence[Tensor],
+        seed: Callable[[Tensor], Tensor],
+    ) -> Comparison:
+        """The loss of all samples and its gradient.
+
+        Args:
+            model: handed on.
+            encoded: of all samples, detached.
+            num_samples: how many they are.
+            parameters: that the comparison may use itself.
+            seed: the factor of a sum's gradient on the way through it (scalar tensor), by which what is
+                found is divided again.
+
+        Raises `LossError` if what `compare` returns is no loss.
+        """
+        with torch.enable_grad():
+            encoded = map_leaves(encoded, _as_leaf)
+            returned = _weighed(self._loss.compare(model, encoded))
+            loss = read_loss(returned, lambda: num_samples)
+        leaves = tensors_in(encoded)
+        asked = [leaf for leaf in leaves if leaf.requires_grad]
+        total = loss.sum.float() if loss.sum.dtype.itemsize < 4 else loss.sum
+        factor = seed(total)
+        with _without_hooks(parameters):
+            found = torch.autograd.grad(total, [*asked, *parameters], factor, allow_unused=True)
+        found = [None if one is None else _divided(one, factor) for one in found]
+        own, direct = iter(found[: len(asked)]), found[len(asked) :]
+        return Comparison(
+            Loss(total.detach(), loss.weight, map_leaves(loss.metrics, _detached)),
+            num_samples,
+            [next(own) if leaf.requires_grad else None for leaf in leaves],
+            [(p, one) for p, one in zip(parameters, direct, strict=True) if one is not None],
+        )
+
+    def evaluate(self, model: nn.Module, encoded: Any, num_samples: int) -> Loss:
+        """The loss of all samples, without gradient. Raises as `compare` does."""
+        returned = self._loss.compare(model, encoded)
+        return read_loss(returned, lambda: num_samples, training=False)
+
+
+@contextmanager
+def naming_divided() -> Iterator[None]:
+    """Around a comparison: torch does not say whose DTensor it was.
+
+    Raises `LossError` in its place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise LossError(f"{USES_PARAMETERS}.") from error
+
+
+def encodings_of(loss: JointLoss) -> LossFunction:
+    """What is finite if the encodings of a batch are, and has a finite gradient if they have: to judge
+    samples by, since none has a loss alone."""
+
+    def total(model: nn.Module, batch: Any) -> Loss:
+        leaves = (one for one in tensors_in(loss.encode(model, batch)) if one.is_floating_point())
+        sums = [one.sum(dtype=torch.float64) for one in leaves]
+        return Loss(torch.stack(sums).sum(), 1)
+
+    return total
+
+
+def tensors_in(encoded: Any) -> list[Tensor]:
+    """The tensors of a nesting, in order."""
+    parts = parts_of(encoded)
+    if parts is None:
+        return [encoded] if isinstance(encoded, Tensor) else []
+    return [tensor for _, part in parts for tensor in tensors_in(part)]
+
+
+def with_tensors(encoded: Any, tensors: Sequence[Tensor]) -> Any:
+    """A nesting like `encoded` that holds `tensors`, in order."""
+    left = iter(tensors)
+    return map_leaves(encoded, lambda leaf: next(left) if isinstance(leaf, Tensor) else leaf)
+
+
+def rows_like(encoded: Any, num_samples: int) -> Any:
+    """Encodings of so many samples, of the kinds that `encoded` has, with any values."""
+    tensors = tensors_in(encoded)
+    return with_tensors(encoded, [one.new_empty((num_samples, *one.shape[1:])) for one in tensors])
+
+
+class Rows:
+    """Encodings of `num_samples`, put together as they come: their places are there from the first on,
+    so that no pieces of them stay between what other passes have left."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+        self._whole: Any = None
+        self._filled = 0
+
+    def add(self, encoded: Any, num_samples: int) -> None:
+        """The next ones, if they count: see `Joint.encode`. Raises `LossError` if they are of other
+        kinds than the ones before."""
+        if self._whole is None:
+            self._whole = rows_like(encoded, self._num_samples)
+        if not num_samples:
+            return
+        tensors, places = tensors_in(encoded), tensors_in(self._whole)
+        if _kinds(tensors) != _kinds(places):
+            raise LossError(
+                f"encode returned ({_told(places)}) and ({_told(tensors)}) for two micro-batches of a"
+                " step, which cannot be compared: let it return the same tensors, of one shape per"
+                " sample (padded, say) and one dtype."
+            )
+        begin, self._filled = self._filled, self._filled + len(tensors[0])
+        for place, tensor in zip(places, tensors, strict=True):
+            place[begin : self._filled].copy_(tensor)
+
+    def all(self) -> Any:
+        """All of them, as one encoding."""
+        return self._whole
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(one.shape[1:], one.dtype) for one in tensors]
+
+
+def _told(tensors: Sequence[Tensor]) -> str:
+    each = (f"{list(s)} {str(d).removeprefix('torch.')}" for s, d in _kinds(tensors))
+    return ", ".join(each)
+
+
+def _check_rows(leaf: Any, num_samples: int) -> Any:
+    if leaf is None:
+        return leaf
+    if not isinstance(leaf, Tensor):
+        raise LossError(f"encode returned a value of type {type(leaf).__name__}: {_REMEDY}.")
+    if not leaf.dim() or len(leaf) != (num_samples or len(leaf)):
+        raise LossError(
+            f"encode returned a tensor of the shape {tuple(leaf.shape)} for {num_samples} samples:"
+            f" {_REMEDY}."
+        )
+    return leaf
+
+
+def _weighed(returned: Any) -> Any:
+    """What a loss function returned, its weight detached: made of what is encoded (weights of samples,
+    say) it would seem to have a gradient, since all of that is asked for one."""
+    if not isinstance(returned, tuple | Loss):
+        return returned
+    total, weight, *more = (
+        (returned.sum, returned.weight, returned.metrics)
+        if isinstance(returned, Loss)
+        else returned
+    )
+    return Loss(total, _detached(weight), *more)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _as_leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().requires_grad_(leaf.is_floating_point())
+
+
+def _divided(gradient: Tensor, factor: Tensor) -> Tensor:
+    """In float32 at least: a scale was there to keep it in the range of a half."""
+    return (gradient.float() if gradient.dtype.itemsize < 4 else gradient) / factor
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """A hook on a gradient sees it when a pass has added it, and only then."""
+    hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    for registered, _ in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, before in hooks:
+            registered.update(before)

@@ -1,0 +1,144 @@
+"""Joint: the passes of a step whose loss compares all samples of the global batch (`compute.joint`).
+
+    rank 0    encode 1  encode 2  encode 3 | all      | compare | pass 1  pass 2  pass 3 | vote
+    rank 1    encode 1  encode 2           | samples' | compare | pass 1  pass 2         | vote
+    rank 2    pass 1, forward              | rows     | compare | pass 1, backward       | vote
+
+A rank that fails before the rows are exchanged says so there, once; one that fails later, in the vote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from itertools import chain
+from typing import Any, TypeAlias, final
+
+import torch
+
+from anybatch.compute import Replica
+from anybatch.compute.joint import (
+    Ask,
+    Comparison,
+    Rows,
+    nobody,
+    tensors_in,
+    with_tensors,
+)
+from anybatch.engine.limit import Limit
+from anybatch.engine.randomness import Randomness
+from anybatch.engine.rollback import SavedBuffers
+from anybatch.engine.room import Crossing
+from anybatch.engine.source import MicroBatch, Source
+from anybatch.parallel import Group, PassAbandoned
+from anybatch.parallel.rows import all_rows
+from anybatch.plans import Choice
+
+Naming: TypeAlias = "Callable[[int], AbstractContextManager[None]]"
+"""What stands around micro-batch so-and-so, to name its samples in errors."""
+
+
+@final
+class JointPasses:
+    """The passes of steps with a joint loss. The arguments are those of `Transactions`, whose
+    buffers and crossing it shares."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        group: Group,
+        *,
+        randomness: Randomness,
+        limit: Limit,
+        buffers: SavedBuffers,
+        crossing: Crossing,
+        device: torch.device,
+    ) -> None:
+        self._replica = replica
+        self._group = group
+        self._randomness = randomness
+        self._limit = limit
+        self._buffers = buffers
+        self._crossing = crossing
+        self._device = device
+        self._has_met = True
+
+    def begin(self) -> None:
+        """An attempt begins."""
+        self._has_met = False
+
+    def fail(self) -> None:
+        """This rank has failed, or another one in a pass: all are told, if they may wait for its rows.
+        Raises `PeerLost` if one is gone."""
+        if not self._has_met:
+            self._group.leave()
+            with suppress(PassAbandoned):
+                self._all_rows(None)
+
+    def of(
+        self, step: int, source: Source, choice: Choice, naming: Naming
+    ) -> Iterator[tuple[MicroBatch, Ask | None]]:
+        """The micro-batches of a step, each with whom to ask for its share; see `Replica.accumulate`.
+
+        Raises what `Replica.encode`, `Replica.compare` and `all_rows` raise.
+        """
+        given = source.micro_batches(choice, keep=True)
+        first = next(given, None)
+        if first is None:  # the others are to hear that there are no samples
+            self._all_rows(())
+            return
+        if first.last and not self._group.lockstep:
+            yield first, self._by_itself(first)
+            return
+        rows = Rows(source.own_samples)
+        micros = chain((first,), given)
+        del first
+        for number, micro in enumerate(micros):
+            self._begin_pass(step, number, micro)
+            with naming(number), self._limit.first_pass(("encoding", choice.kind), micro.batch):
+                encoded = self._replica.encode(micro.batch, micro.num_samples, micro.ghosts)
+                rows.add(encoded, micro.num_samples)
+                del encoded
+            del micro
+            self._group.between_passes()
+            self._replica.phase = "loading"
+        self._group.between_phases(self._replica)
+        comparison, start = self._compare(rows.all())
+        del rows
+        self._buffers.put_back()
+        for number, micro in enumerate(source.once_more()):
+            self._begin_pass(step, number, micro)
+            if micro.num_samples:
+                share = comparison.share(start, start + micro.num_samples)
+                start += micro.num_samples
+                yield micro, lambda _, share=share: share
+            else:  # run for the others' sake
+                yield micro, nobody
+            del micro
+
+    def _by_itself(self, micro: MicroBatch) -> Ask | None:
+        """Whom to ask in the only pass of this rank, whose graph is there when the others' rows are."""
+        if self._group.size == 1:
+            return None
+
+        def ask(encoded: Any) -> Any:
+            comparison, start = self._compare(encoded)
+            return comparison.share(start, start + micro.num_samples)
+
+        return ask
+
+    def _compare(self, mine: Any) -> tuple[Comparison, int]:
+        """The comparison of all samples, of which `mine` are those of this rank, encoded; and at which
+        of all they begin."""
+        rows, start = self._all_rows(tensors_in(mine))
+        return self._replica.compare(with_tensors(mine, rows), len(rows[0])), start
+
+    def _all_rows(self, mine: Sequence[torch.Tensor] | None) -> tuple[Sequence[torch.Tensor], int]:
+        self._has_met = True
+        return all_rows(self._group, mine, self._device, self._crossing.open)
+
+    def _begin_pass(self, step: int, number: int, micro: MicroBatch) -> None:
+        if micro.grain is None:
+            self._randomness.begin_pass(step, number)
+        else:
+            self._randomness.begin_grain(step, micro.grain)

@@ -1,0 +1,131 @@
+"""Rows: tensors with one row for each sample, of all ranks, on every rank.
+
+What a loss compares over the whole global batch is exchanged in the middle of a step, where a rank may
+have failed, or fail for want of room for what the others have. So every rank says first what it has,
+and then whether it has room for all; if one says no, nothing follows, and all go on to the vote:
+
+    rank 0    (12 rows, float32 [128])    room    rows
+    rank 1    (no rows)                   room    rows
+    rank 2    failed                                        everybody: `PassAbandoned`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anybatch.errors import InputError
+from anybatch.parallel.group import Group
+from anybatch.parallel.norms import PassAbandoned
+from anybatch.parallel.vote import calling
+
+_WHEN = "while encodings of samples were put together"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Of what tensors a rank has rows; `rows`: how many of each."""
+
+    rows: int
+    each: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> _Kind:
+        return cls(len(tensors[0]), tuple((tuple(one.shape[1:]), one.dtype) for one in tensors))
+
+
+def all_rows(
+    group: Group,
+    mine: Sequence[Tensor] | None,
+    device: torch.device,
+    speaking: Callable[[], AbstractContextManager[None]],
+) -> tuple[Sequence[Tensor], int]:
+    """The tensors with the rows of all ranks in their order, and at which row those of this one begin.
+    All ranks call it, once in an attempt at a step.
+
+    Args:
+        group: the ranks.
+        mine: tensors with equally many rows in dim 0; none of them, of a rank without samples; None, of
+            one that failed.
+        device: of this rank.
+        speaking: stands around each exchange.
+
+    Raises:
+        PassAbandoned: another rank failed.
+        InputError: ranks have rows of different shapes.
+        PeerLost: a rank is gone.
+        MemoryError: there is no room here (on CUDA `torch.OutOfMemoryError`).
+    """
+    if group.size == 1:
+        return mine or (), 0
+    with speaking():
+        everyone = group.exchange(mine and _Kind.of(mine) if mine is not None else None)
+    kinds = _checked(everyone)
+    starts = [0, *accumulate(kind.rows if kind else 0 for kind in kinds)]
+    whole: list[Tensor] = []
+    wrong: Exception | None = None
+    try:
+        each = next(kind.each for kind in kinds if kind)
+        whole = [
+            torch.empty(starts[-1], *shape, dtype=dtype, device=device) for shape, dtype in each
+        ]
+    except Exception as error:
+        wrong = error
+    with speaking():
+        there_is_room = group.exchange(wrong is None)
+    if wrong is not None:
+        raise wrong
+    if not all(there_is_room):
+        raise PassAbandoned
+    with speaking(), torch.no_grad():
+        _fill(group, mine or (), whole, starts)
+    return whole, starts[group.rank]
+
+
+def _checked(everyone: Sequence[_Kind | Sequence[Tensor] | None]) -> list[_Kind | None]:
+    """What each rank has; None: no rows. Raises what is wrong, on all ranks alike."""
+    if any(one is None for one in everyone):
+        raise PassAbandoned
+    kinds = [one if isinstance(one, _Kind) else None for one in everyone]
+    first = next((rank for rank, kind in enumerate(kinds) if kind), 0)
+    for rank, kind in enumerate(kinds):
+        known = kinds[first]
+        if kind is not None and known is not None and kind.each != known.each:
+            raise InputError(
+                f"rank {first} and rank {rank} encode samples in different shapes"
+                f" ({_told(known)} and {_told(kind)}), which cannot be compared: let encode return"
+                " tensors of one shape per sample (padded, say) and one dtype."
+            )
+    return kinds
+
+
+def _told(kind: _Kind) -> str:
+    return ", ".join(
+        f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in kind.each
+    )
+
+
+def _fill(
+    group: Group, mine: Sequence[Tensor], whole: Sequence[Tensor], starts: Sequence[int]
+) -> None:
+    """Bring the rows of every rank to their places in `whole`."""
+    if group.in_one_process:
+        for rank, theirs in enumerate(group.exchange(tuple(mine))):
+            for tensor, own in zip(whole, theirs, strict=False):
+                tensor[starts[rank] : starts[rank + 1]].copy_(own)
+        return
+    for i, tensor in enumerate(whole):
+        for rank in range(group.size):
+            part = tensor[starts[rank] : starts[rank + 1]]
+            if rank == group.rank and mine:
+                part.copy_(mine[i])
+            if part.numel():
+                # As bytes: not every backend carries every dtype.
+                with calling(_WHEN):
+                    dist.broadcast(part.view(-1).view(torch.uint8), src=rank)
