@@ -1,4 +1,4 @@
-"""Ten kinds of models, as tasks whose step peaks between some MiB and a GiB on a CPU."""
+"""Kinds of models, as tasks whose step peaks between some MiB and a GiB on a CPU."""
 
 from __future__ import annotations
 
@@ -105,6 +105,23 @@ class Encoder(nn.Module):
         for layer in self.layers:
             x_btd = layer(x_btd)
         return self.head(x_btd.mean(1))
+
+
+class Towers(nn.Module):
+    """Two texts of each sample to two vectors of length one, by two encoders."""
+
+    def __init__(self, vocabulary: int, width: int, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.left, self.right = (
+            nn.Sequential(*(Attention(width, 4, causal=False) for _ in range(depth)))
+            for _ in range(2)
+        )
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, left_bt: Tensor, right_bt: Tensor) -> tuple[Tensor, Tensor]:
+        left_btd, right_btd = self.left(self.embed(left_bt)), self.right(self.embed(right_bt))
+        return F.normalize(left_btd.mean(1), dim=1), F.normalize(right_btd.mean(1), dim=1)
 
 
 class Recurrent(nn.Module):
@@ -276,6 +293,15 @@ def token_loss(model: nn.Module, batch: list[Tensor]) -> ab.Loss:
     return ab.Loss(total, targets.numel())
 
 
+def compare_pairs(model: Any, encoded: tuple[Tensor, Tensor]) -> ab.Loss:
+    """Each left text against every right one, and the other way round."""
+    left, right = encoded
+    scores = (model.scale.exp() * left @ right.T).float()
+    own = torch.arange(len(scores), device=scores.device)
+    both = F.cross_entropy(scores, own, reduction="sum")
+    return ab.Loss(both + F.cross_entropy(scores.T, own, reduction="sum"), 2 * len(scores))
+
+
 def alignment_loss(model: nn.Module, batch: list[Tensor]) -> ab.Loss:
     """CTC, summed over all ways to lay the labels along the spectra."""
     spectra_btf, labels_bs = batch
@@ -302,7 +328,7 @@ class Kind:
     """One kind of model: how to build it, its loss and optimizer, its samples, and its batch."""
 
     model: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, Any], ab.Loss]
+    loss: Callable[[nn.Module, Any], Any]
     optimizer: Callable[[Any], torch.optim.Optimizer]
     samples: Callable[[int], Iterable[Tensor]]
     batch: int
@@ -361,6 +387,11 @@ def tokens(vocabulary: int, length: int, num: int) -> Iterable[Tensor]:
     return (torch.randint(vocabulary, (num, length)),)
 
 
+def pairs(vocabulary: int, num: int) -> Iterable[Tensor]:
+    """Random texts, two of each sample."""
+    return torch.randint(vocabulary, (num, 12)), torch.randint(vocabulary, (num, 24))
+
+
 def _language(tied: bool, experts: int, loss: Any, optimizer: Any, batch: int) -> Kind:
     model = partial(LanguageModel, 4000, 256, 4, 128, tied, experts)
     return Kind(model, loss, optimizer, partial(tokens, 4000, 129), batch)
@@ -380,6 +411,13 @@ KINDS: dict[str, Kind] = {
     "gpt, untied": _language(False, 0, token_loss, adamw, 32),
     "encoder": Kind(partial(Encoder, 192, 4, 64), class_loss, adamw, partial(images, 64), 64),
     "u-net": Kind(partial(UNet, 32, 3), class_loss, adamw, partial(masks, 64), 16),
+    "towers": Kind(
+        partial(Towers, 2000, 128, 2),
+        ab.JointLoss(lambda model, batch: model(*batch), compare_pairs),
+        adamw,
+        partial(pairs, 2000),
+        512,
+    ),
     "experts": _language(True, 4, token_loss, adamw, 32),
 }
 """The models of the benchmark."""

@@ -1,0 +1,86 @@
+"""A contrastive loss over a global batch that the memory does not hold: which two halves of a digit
+belong together?
+
+A loss that compares every sample with every other is no sum over micro-batches, so accumulating its
+gradient by hand learns something else: from the few candidates of each pass, not from all 512. Given in
+two parts, what is computed of each sample and what is compared, it is exact however the step is cut.
+
+    python examples/contrastive.py
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import anybatch as ab
+
+
+class Halves(nn.Module):
+    """Upper and lower halves of an image, encoded apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.upper, self.lower = encoder(), encoder()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """images [N, 1, 8, 8] to two [N, 32], of length one."""
+        above, below = images.chunk(2, dim=2)
+        return F.normalize(self.upper(above), dim=1), F.normalize(self.lower(below), dim=1)
+
+
+def encoder() -> nn.Module:
+    """[N, 1, 4, 8] to [N, 32]."""
+    return nn.Sequential(
+        nn.Conv2d(1, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64 * 4 * 8, 32),
+    )
+
+
+def encode(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row for each sample."""
+    return model(batch[0])
+
+
+def compare(model: nn.Module, encoded: tuple[torch.Tensor, torch.Tensor]) -> ab.Loss:
+    """Each upper half against every lower one of the global batch, and the other way round."""
+    above, below = encoded
+    scores = model.scale.exp() * above @ below.T
+    own = torch.arange(len(scores), device=scores.device)
+    both = F.cross_entropy(scores, own, reduction="sum") + F.cross_entropy(
+        scores.T, own, reduction="sum"
+    )
+    found = (scores.argmax(1) == own).sum()
+    return ab.Loss(both / 2, len(scores), metrics={"found": found})
+
+
+def task() -> ab.Task:
+    """The digits of scikit-learn, 1,437 to learn from."""
+    images = torch.tensor(load_digits().images, dtype=torch.float32)[:, None] / 16
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    images = images[order]
+    return ab.Task(
+        model=Halves,
+        loss=ab.JointLoss(encode, compare),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=4e-3),
+        train=TensorDataset(images[:1437]),
+        valid=TensorDataset(images[1437:]),
+        global_batch=512,
+        epochs=40,
+        evaluate_every=20,
+        name="halves",
+    )
+
+
+if __name__ == "__main__":
+    result = ab.train(task(), memory="16MiB", out="runs/contrastive")
+    verdict = ab.verify(task(), result.plan)
+    print(f"the gradient of the whole batch, within {verdict.deviation:.0e}")
