@@ -162,7 +162,7 @@ def test_a_bad_sample_is_left_out_and_the_others_are_compared():
         (one.sum / one.weight).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-        losses.append(float(one.sum / one.weight))
+        losses.append((one.sum / one.weight).item())
     assert ours.losses == pytest.approx(losses, rel=1e-9)
     assert deviation(ours.model, model) < 1e-9
 
