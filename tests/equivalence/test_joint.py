@@ -371,6 +371,16 @@ def test_encodings_that_cannot_be_compared(rows, sentence):
         train(task, 10)
 
 
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [(lambda z: (z.sum(), 3, 4), "a tuple of 3"), (lambda z: z, r"shape \(35, 5\), not that of a")],
+)
+def test_comparisons_that_are_no_loss(returned, sentence):
+    loss = ab.JointLoss(lambda model, batch: model.left(batch[0]), lambda model, z: returned(z))
+    with pytest.raises(LossError, match=sentence):
+        train(task_of(loss=loss), 10)
+
+
 def test_encodings_of_two_shapes():
     def ragged(model, batch):
         z = model.left(batch[0])

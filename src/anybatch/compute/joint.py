@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -319,14 +319,11 @@ def _check_rows(leaf: Any, num_samples: int) -> Any:
 def _weighed(returned: Any) -> Any:
     """What a loss function returned, its weight detached: made of what is encoded (weights of samples,
     say) it would seem to have a gradient, since all of that is asked for one."""
-    if not isinstance(returned, tuple | Loss):
-        return returned
-    total, weight, *more = (
-        (returned.sum, returned.weight, returned.metrics)
-        if isinstance(returned, Loss)
-        else returned
-    )
-    return Loss(total, _detached(weight), *more)
+    if isinstance(returned, Loss):
+        return replace(returned, weight=_detached(returned.weight))
+    if isinstance(returned, tuple) and len(returned) == 2:
+        return returned[0], _detached(returned[1])
+    return returned
 
 
 def _detached(leaf: Any) -> Any:
