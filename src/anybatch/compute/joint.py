@@ -289,9 +289,10 @@ class Rows:
         for place, tensor in zip(places, tensors, strict=True):
             place[begin : self._filled].copy_(tensor)
 
-    def all(self) -> Any:
-        """All of them, as one encoding."""
-        return self._whole
+    def taken(self) -> Any:
+        """All of them, as one encoding; they are not kept here any more."""
+        whole, self._whole = self._whole, None
+        return whole
 
 
 def _kinds(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:

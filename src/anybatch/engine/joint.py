@@ -103,8 +103,7 @@ class JointPasses:
             self._group.between_passes()
             self._replica.phase = "loading"
         self._group.between_phases(self._replica)
-        comparison, start = self._compare(rows.all())
-        del rows
+        comparison, start = self._compare(rows.taken())
         self._buffers.put_back()
         for number, micro in enumerate(source.once_more()):
             self._begin_pass(step, number, micro)
@@ -131,7 +130,9 @@ class JointPasses:
         """The comparison of all samples, of which `mine` are those of this rank, encoded; and at which
         of all they begin."""
         rows, start = self._all_rows(tensors_in(mine))
-        return self._replica.compare(with_tensors(mine, rows), len(rows[0])), start
+        encoded, num_samples = with_tensors(mine, rows), len(rows[0])
+        del mine, rows  # of several ranks, this one's are among all
+        return self._replica.compare(encoded, num_samples), start
 
     def _all_rows(self, mine: Sequence[torch.Tensor] | None) -> tuple[Sequence[torch.Tensor], int]:
         self._has_met = True

@@ -152,7 +152,7 @@ def _asks(
     for piece, size, cut in zip(pieces, sizes, cuts, strict=True):
         states.append(torch.get_rng_state())
         rows.add(replica.encode(piece, size, cut), size)
-    comparison, start = replica.compare(rows.all(), sum(sizes)), 0
+    comparison, start = replica.compare(rows.taken(), sum(sizes)), 0
     for state, size in zip(states, sizes, strict=True):
         share = comparison.share(start, start + size)
         start += size
