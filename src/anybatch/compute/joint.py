@@ -16,7 +16,7 @@ time on. What L needs of parameters directly (a temperature) is handed to the pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from anybatch.compute.loss import read_loss
+from anybatch.compute.loss import read_loss, told_as, widened
 from anybatch.data.microbatch import map_leaves, parts_of
 from anybatch.errors import LossError
 from anybatch.task import JointLoss, Loss, LossFunction
@@ -36,6 +36,9 @@ USES_PARAMETERS = (
     " 'shard'): let the model's forward, and encode, hand it on with the rows, as"
     " scale.expand(len(rows)), say"
 )
+
+Kinds: TypeAlias = "tuple[tuple[tuple[int, ...], torch.dtype], ...]"
+"""Shape and dtype of one sample's row, tensor by tensor."""
 
 Ask: TypeAlias = "Callable[[Any], Share]"
 """From the encodings of a pass, detached, to its share of the comparison."""
@@ -197,7 +200,7 @@ class Joint:
             loss = read_loss(returned, lambda: num_samples)
         leaves = tensors_in(encoded)
         asked = [leaf for leaf in leaves if leaf.requires_grad]
-        total = loss.sum.float() if loss.sum.dtype.itemsize < 4 else loss.sum
+        total = widened(loss.sum)
         factor = seed(total)
         with _without_hooks(parameters):
             found = torch.autograd.grad(total, [*asked, *parameters], factor, allow_unused=True)
@@ -216,18 +219,9 @@ class Joint:
         return read_loss(returned, lambda: num_samples, training=False)
 
 
-@contextmanager
-def naming_divided() -> Iterator[None]:
-    """Around a comparison: torch does not say whose DTensor it was.
-
-    Raises `LossError` in its place.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        raise LossError(f"{USES_PARAMETERS}.") from error
+def naming_divided() -> AbstractContextManager[None]:
+    """Around a comparison: torch does not say whose DTensor it was. Raises `LossError` in its place."""
+    return told_as("mixed torch.Tensor and DTensor", f"{USES_PARAMETERS}.")
 
 
 def encodings_of(loss: JointLoss) -> LossFunction:
@@ -279,10 +273,11 @@ class Rows:
         if not num_samples:
             return
         tensors, places = tensors_in(encoded), tensors_in(self._whole)
-        if _kinds(tensors) != _kinds(places):
+        before, now = kinds_of(places), kinds_of(tensors)
+        if now != before:
             raise LossError(
-                f"encode returned ({_told(places)}) and ({_told(tensors)}) for two micro-batches of a"
-                " step, which cannot be compared: let it return the same tensors, of one shape per"
+                f"encode returned ({told_kinds(before)}) and ({told_kinds(now)}) for two micro-batches"
+                " of a step, which cannot be compared: let it return the same tensors, of one shape per"
                 " sample (padded, say) and one dtype."
             )
         begin, self._filled = self._filled, self._filled + len(tensors[0])
@@ -295,13 +290,14 @@ class Rows:
         return whole
 
 
-def _kinds(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(one.shape[1:], one.dtype) for one in tensors]
+def kinds_of(tensors: Sequence[Tensor]) -> Kinds:
+    """What one row of each is."""
+    return tuple((tuple(one.shape[1:]), one.dtype) for one in tensors)
 
 
-def _told(tensors: Sequence[Tensor]) -> str:
-    each = (f"{list(s)} {str(d).removeprefix('torch.')}" for s, d in _kinds(tensors))
-    return ", ".join(each)
+def told_kinds(kinds: Kinds) -> str:
+    """The same in words."""
+    return ", ".join(f"{list(shape)} {str(d).removeprefix('torch.')}" for shape, d in kinds)
 
 
 def _check_rows(leaf: Any, num_samples: int) -> Any:
@@ -339,7 +335,7 @@ def _as_leaf(leaf: Any) -> Any:
 
 def _divided(gradient: Tensor, factor: Tensor) -> Tensor:
     """In float32 at least: a scale was there to keep it in the range of a half."""
-    return (gradient.float() if gradient.dtype.itemsize < 4 else gradient) / factor
+    return widened(gradient) / factor
 
 
 @contextmanager

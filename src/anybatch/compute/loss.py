@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -40,22 +40,34 @@ def read_loss(returned: Any, num_samples: Callable[[], int], training: bool = Tr
     return returned
 
 
+def widened(values: Tensor) -> Tensor:
+    """In float32 at least, whose range no sum or scale leaves."""
+    return values.float() if values.dtype.itemsize < 4 else values
+
+
 @contextmanager
-def naming_lost_graphs() -> Iterator[None]:
+def told_as(said: str, sentence: str) -> Iterator[None]:
+    """Around what may end in a `RuntimeError` in which torch has `said` this: raises a `LossError` with
+    the `sentence` in its place."""
+    try:
+        yield
+    except RuntimeError as error:
+        if said not in str(error):
+            raise
+        raise LossError(sentence) from error
+
+
+def naming_lost_graphs() -> AbstractContextManager[None]:
     """Around a pass, forward and backward: torch tells of a graph that is gone, and not who used it.
 
     Raises `LossError` in its place.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if "backward through the graph a second time" not in str(error):
-            raise
-        raise LossError(
-            "the graph of the loss was used before its backward: the loss function calls backward()"
-            " itself, which anybatch does (return the loss alone), or the model keeps a result of an"
-            " earlier pass, such as a hidden state, without .detach()."
-        ) from error
+    return told_as(
+        "backward through the graph a second time",
+        "the graph of the loss was used before its backward: the loss function calls backward()"
+        " itself, which anybatch does (return the loss alone), or the model keeps a result of an"
+        " earlier pass, such as a hidden state, without .detach().",
+    )
 
 
 def _check_sum(value: Any, training: bool) -> None:

@@ -30,7 +30,7 @@ from anybatch.compute.buckets import Buckets, check_dense, norm_of
 from anybatch.compute.ghost import GhostBatches
 from anybatch.compute.indices import naming_ids
 from anybatch.compute.joint import Ask, Comparison, Joint, naming_divided
-from anybatch.compute.loss import naming_lost_graphs, read_loss
+from anybatch.compute.loss import naming_lost_graphs, read_loss, widened
 from anybatch.compute.optimizers import check_whole, rehearse
 from anybatch.compute.optimizers_update import Updater
 from anybatch.compute.precision import Numerics
@@ -284,14 +284,10 @@ class Replica:
                 loss = read_loss(returned, lambda: num_samples)
                 del returned  # or backward would hold what the loss has beside its sum
             self.phase = "backward"
-            total = loss.sum
-            if total.dtype in (torch.float16, torch.bfloat16):
-                total = total.float()
-            if self._numerics.scaler is not None:
-                total = self._numerics.scaler.scale(total)
+            total = widened(loss.sum)
+            seed = self._seed(total)
             # A pass that is only run because other ranks run one adds nothing.
-            seed = self._numerics.gradient_factor if num_samples else 0.0
-            total.backward(torch.full_like(total, seed))
+            total.backward(seed if num_samples else torch.zeros_like(seed))
         return Loss(loss.sum.detach(), loss.weight, loss.metrics)
 
     def region(self) -> AbstractContextManager[Any]:

@@ -8,12 +8,12 @@ batch, so that no sample is counted twice.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ from anybatch.parallel import Agreed, Group, PassAbandoned
 from anybatch.parallel.told import Told, first_error, memory_events
 from anybatch.plans import Plan
 from anybatch.task import Loss, LossFunction, MetricFunction, MetricsOfTask, several
+
+T = TypeVar("T")
 
 Batches = Callable[[int], Iterator[tuple[Any, int]]]
 """Largest batch size to the rank's part of the held-out samples, as (batch, number of samples): 0 for a
@@ -453,9 +455,9 @@ class Evaluation:
         return changed
 
 
-def _merged(named: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _merged(named: Iterable[Mapping[str, T]]) -> dict[str, T]:
     """Metrics from several places. Raises `LossError` if two have one name."""
-    merged: dict[str, float] = {}
+    merged: dict[str, T] = {}
     for metrics in named:
         for name in merged.keys() & metrics.keys():
             raise LossError(f"two metrics are called {name!r}: give each a name of its own.")
@@ -467,13 +469,7 @@ def _sums(functions: Sequence[MetricFunction], model: nn.Module, batch: Any) -> 
     """What all functions return, in one."""
     if len(functions) == 1:
         return functions[0](model, batch)
-    sums: dict[str, Any] = {}
-    for function in functions:
-        for name, value in function(model, batch).items():
-            if name in sums:
-                raise LossError(f"two metrics are called {name!r}: give each a name of its own.")
-            sums[name] = value
-    return sums
+    return _merged(function(model, batch) for function in functions)
 
 
 def _in_turn(

@@ -65,7 +65,7 @@ class JointPasses:
 
     def begin(self) -> None:
         """An attempt begins."""
-        self._has_met = False
+        self._has_met = not self._replica.is_joint
 
     def fail(self) -> None:
         """This rank has failed, or another one in a pass: all are told, if they may wait for its rows.
@@ -87,14 +87,16 @@ class JointPasses:
         if first is None:  # the others are to hear that there are no samples
             self._all_rows(())
             return
-        if first.last and not self._group.lockstep:
+        if not is_encoded_first(first, source, self._group):
             yield first, self._by_itself(first)
             return
         rows = Rows(source.own_samples)
         micros = chain((first,), given)
         del first
         for number, micro in enumerate(micros):
-            self._begin_pass(step, number, micro)
+            if micro.grain is not None:
+                self._randomness.begin_grain(step, micro.grain)
+            self._randomness.begin_pass(step, number)
             with naming(number), self._limit.first_pass(("encoding", choice.kind), micro.batch):
                 encoded = self._replica.encode(micro.batch, micro.num_samples, micro.ghosts)
                 rows.add(encoded, micro.num_samples)
@@ -106,7 +108,7 @@ class JointPasses:
         comparison, start = self._compare(rows.taken())
         self._buffers.put_back()
         for number, micro in enumerate(source.once_more()):
-            self._begin_pass(step, number, micro)
+            self._randomness.begin_pass(step, number)
             if micro.num_samples:
                 share = comparison.share(start, start + micro.num_samples)
                 start += micro.num_samples
@@ -138,8 +140,8 @@ class JointPasses:
         self._has_met = True
         return all_rows(self._group, mine, self._device, self._crossing.open)
 
-    def _begin_pass(self, step: int, number: int, micro: MicroBatch) -> None:
-        if micro.grain is None:
-            self._randomness.begin_pass(step, number)
-        else:
-            self._randomness.begin_grain(step, micro.grain)
+
+def is_encoded_first(micro: MicroBatch, source: Source, group: Group) -> bool:
+    """Whether a pass of a joint loss is encoded before it is computed with: where it is not the only
+    one of its rank, or ranks that meet inside passes would wait for each other there."""
+    return group.lockstep or source.own_samples > micro.num_samples

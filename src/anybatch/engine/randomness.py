@@ -70,10 +70,7 @@ class Keyed(Randomness):
         self._found.redo(0)
 
     def _seed_by(self, key: int) -> None:
-        seed_by(key)
-        if self._cuda is not None:
-            with torch.cuda.device(self._cuda):
-                torch.cuda.manual_seed(key)
+        _seed(key, self._cuda)
 
 
 class KeyedByGrain(Keyed):
@@ -88,7 +85,7 @@ class KeyedByGrain(Keyed):
         self._seed_by(mix(self._seed, step, 0, grain))
 
     def begin_pass(self, step: int, number: int) -> None:
-        """See `Randomness`: the grain has begun."""
+        """See `Randomness`: it is seeded as a grain."""
 
     def begin_update(self, step: int) -> None:
         """See `Randomness`."""
@@ -119,11 +116,7 @@ class Ambient(Randomness):
         if self._after is None:
             self._key = int(torch.randint(1 << 62, ()))
             self._after = self._now()
-        key = mix(self._key, number)
-        seed_by(key)
-        if self._cuda is not None:
-            with torch.cuda.device(self._cuda):
-                torch.cuda.manual_seed(key)
+        _seed(mix(self._key, number), self._cuda)
 
     def begin_update(self, step: int) -> None:
         """See `Randomness`."""
@@ -142,3 +135,11 @@ class Ambient(Randomness):
         restore(states[0])
         if self._cuda is not None and states[1] is not None:
             torch.cuda.set_rng_state(states[1], self._cuda)
+
+
+def _seed(key: int, cuda: torch.device | None) -> None:
+    """Seed the generators of the host, and that of a device."""
+    seed_by(key)
+    if cuda is not None:
+        with torch.cuda.device(cuda):
+            torch.cuda.manual_seed(key)

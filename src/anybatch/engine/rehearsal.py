@@ -14,6 +14,7 @@ import torch
 from anybatch.compute import Replica
 from anybatch.compute.joint import Ask, nobody
 from anybatch.engine.bench import Bench
+from anybatch.engine.joint import is_encoded_first
 from anybatch.engine.limit import Limit
 from anybatch.engine.meter import Meter
 from anybatch.engine.randomness import Randomness
@@ -102,10 +103,10 @@ class Rehearsal:
         replica, size = self._replica, micro.num_samples
         ask: Ask | None = None
         if replica.is_joint:
-            several = source.own_samples > size or self._group.lockstep
-            if several:
+            is_encoded = is_encoded_first(micro, source, self._group)
+            if is_encoded:
                 replica.encode(micro.batch, size, micro.ghosts)
-            if several or self._group.size > 1:
+            if is_encoded or self._group.size > 1:
                 ask = nobody
         replica.accumulate(micro.batch, size, micro.ghosts, ask)
 

@@ -268,7 +268,7 @@ class Transactions:
         if told.failed:
             self._clear()
         try:
-            if self._replica.is_joint and mine is None:
+            if mine is None:
                 self._joint.fail()
             with self.crossing.open():
                 try:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anybatch.compute.joint import Kinds, kinds_of, told_kinds
 from anybatch.errors import InputError
 from anybatch.parallel.group import Group
 from anybatch.parallel.norms import PassAbandoned
@@ -29,15 +30,15 @@ _WHEN = "while encodings of samples were put together"
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """Of what tensors a rank has rows; `rows`: how many of each."""
+class _Has:
+    """How many rows a rank has, and of what kinds; it knows no kinds without samples."""
 
     rows: int
-    each: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    kinds: Kinds
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> _Kind:
-        return cls(len(tensors[0]), tuple((tuple(one.shape[1:]), one.dtype) for one in tensors))
+    def of(cls, tensors: Sequence[Tensor]) -> _Has:
+        return cls(len(tensors[0]) if tensors else 0, kinds_of(tensors))
 
 
 def all_rows(
@@ -65,15 +66,17 @@ def all_rows(
     if group.size == 1:
         return mine or (), 0
     with speaking():
-        everyone = group.exchange(mine and _Kind.of(mine) if mine is not None else None)
-    kinds = _checked(everyone)
-    starts = [0, *accumulate(kind.rows if kind else 0 for kind in kinds)]
+        everyone = group.exchange(None if mine is None else _Has.of(mine))
+    there = [one for one in everyone if one is not None]
+    if len(there) < group.size:
+        raise PassAbandoned
+    kinds = _common(there)
+    starts = [0, *accumulate(one.rows for one in there)]
     whole: list[Tensor] = []
     wrong: Exception | None = None
     try:
-        each = next(kind.each for kind in kinds if kind)
         whole = [
-            torch.empty(starts[-1], *shape, dtype=dtype, device=device) for shape, dtype in each
+            torch.empty(starts[-1], *shape, dtype=dtype, device=device) for shape, dtype in kinds
         ]
     except Exception as error:
         wrong = error
@@ -88,27 +91,18 @@ def all_rows(
     return whole, starts[group.rank]
 
 
-def _checked(everyone: Sequence[_Kind | Sequence[Tensor] | None]) -> list[_Kind | None]:
-    """What each rank has; None: no rows. Raises what is wrong, on all ranks alike."""
-    if any(one is None for one in everyone):
-        raise PassAbandoned
-    kinds = [one if isinstance(one, _Kind) else None for one in everyone]
-    first = next((rank for rank, kind in enumerate(kinds) if kind), 0)
-    for rank, kind in enumerate(kinds):
-        known = kinds[first]
-        if kind is not None and known is not None and kind.each != known.each:
+def _common(everyone: Sequence[_Has]) -> Kinds:
+    """The kinds of rows that all ranks have which have any. Raises `InputError` on all ranks alike."""
+    known = [(rank, one.kinds) for rank, one in enumerate(everyone) if one.kinds]
+    (first, kinds), *others = known
+    for rank, other in others:
+        if other != kinds:
             raise InputError(
                 f"rank {first} and rank {rank} encode samples in different shapes"
-                f" ({_told(known)} and {_told(kind)}), which cannot be compared: let encode return"
-                " tensors of one shape per sample (padded, say) and one dtype."
+                f" ({told_kinds(kinds)} and {told_kinds(other)}), which cannot be compared: let encode"
+                " return tensors of one shape per sample (padded, say) and one dtype."
             )
     return kinds
-
-
-def _told(kind: _Kind) -> str:
-    return ", ".join(
-        f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in kind.each
-    )
 
 
 def _fill(

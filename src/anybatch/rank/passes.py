@@ -183,8 +183,7 @@ class GlobalStep:
         self._passes = passes
         self._device = device
         self._pulse = pulse
-        self._parts: Sequence[range] = ()
-        self._given: Passes | None = None
+        self._given = Passes((), None)
         self._kept: deque[Any] = deque()  # batches on the host
         self._gaps: Sequence[int] = ()
         self._tried = False
@@ -204,18 +203,17 @@ class GlobalStep:
                 lambda extent: self._passes(choice, extent).fetched, self._gaps
             )
         self._tried = True
-        self._parts, self._given = passes.parts, passes
+        self._given = passes
         fetched = self._keeping(self._data.micro_batches) if keep else self._data.micro_batches
         yield from self._run(passes, self._timed(on_device(fetched, self._device)))
 
     @property
     def own_samples(self) -> int:
         """See `Source`."""
-        return 0 if self._given is None else self._given.num_samples
+        return self._given.num_samples
 
     def once_more(self) -> Iterator[MicroBatch]:
         """See `Source`. Samples are fetched once, and wait in the host's memory."""
-        assert self._given is not None
         yield from self._run(self._given, on_device(self._let_go(), self._device))
 
     def _run(self, passes: Passes, batches: Iterator[Any]) -> Iterator[MicroBatch]:
@@ -248,11 +246,11 @@ class GlobalStep:
 
     def describe(self, number: int) -> str:
         """See `Source`."""
-        return self._loader.describe(self._parts[number])
+        return self._loader.describe(self._given.parts[number])
 
     def places(self, number: int) -> Sequence[Place]:
         """See `Source`."""
-        return self._loader.places(self._parts[number])
+        return self._loader.places(self._given.parts[number])
 
     def alone(self, place: Place) -> Any:
         """See `Source`."""

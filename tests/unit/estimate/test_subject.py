@@ -32,14 +32,7 @@ def test_a_model_function_that_reads_weights_from_a_file_is_traced_without_them(
             model.load_state_dict(torch.load(path), assign=True)
         return model
 
-    task = ab.Task(
-        model=build,
-        loss=squares,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        train=TensorDataset(torch.zeros(8, 3)),
-        global_batch=8,
-        steps=1,
-    )
+    task = task_of(build)
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert not any(isinstance(p, FakeTensor) for p in build().parameters())
         made = subject_of(task).build_model()
@@ -165,13 +158,6 @@ def test_a_parameter_that_is_made_of_a_number_is_halved_in_a_trace(precision: st
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * self.scale
 
-    task = ab.Task(
-        model=Scaled,
-        loss=squares,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        train=TensorDataset(torch.zeros(8, 3)),
-        global_batch=8,
-        steps=1,
-    )
+    task = task_of(Scaled)
     plan = ab.plan(task, Machine.describe("24GiB"), precision=precision)
     assert plan.prediction is not None
