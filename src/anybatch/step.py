@@ -42,6 +42,7 @@ from anybatch.compute import (
     find_chains,
     kernel_choices,
 )
+from anybatch.compute.averages import warn_of_statistics
 from anybatch.compute.building import check_needs_no_closure
 from anybatch.compute.precision import check_available
 from anybatch.data import (
@@ -54,7 +55,15 @@ from anybatch.data import (
     to_device,
 )
 from anybatch.data.generators import Borrowed
-from anybatch.engine import Ambient, Committed, MicroBatch, Transactions, make_limit, to_reserve
+from anybatch.engine import (
+    Ambient,
+    Committed,
+    MicroBatch,
+    Transactions,
+    held_bytes,
+    make_limit,
+    to_reserve,
+)
 from anybatch.errors import DataError, InputError, NoPlanFits
 from anybatch.estimate import Outline, Subject, dtypes_of
 from anybatch.events import Event, Sink
@@ -195,6 +204,9 @@ class Step:
         self._device = homes.pop()
         kernel_choices.check_available(KernelChoices(compile=bool(compile)), self._device)
         self._where = Machine.here(memory, str(self._device)).device
+        if memory is None:  # what is free, and a plan counts what is there
+            budget = self._where.budget_bytes + held_bytes((model, optimizer))
+            self._where = replace(self._where, budget_bytes=min(budget, self._where.total_bytes))
         check_available(wanted, self._where)
         self._engine: Transactions | None = None
         self._group: Group = SingleDevice()
@@ -275,6 +287,8 @@ class Step:
         self._outline = Outline(self._model, self._optimizer)
         self._plans = group.exchange(together(group, lambda: self._first_plan(batch)))
         plan, total = _agreed_plan(group, self._plans)
+        if group.size > 1 or plan.choice.micro_batch < self._planned_for:
+            warn_of_statistics(self._model, self._loss)
         group.prepare(self._model)
         group.prepare(nn.ParameterList(_beside(self._model, self._optimizer)))
         # From here on memory counts, so that what speaks to the other ranks was made before.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from anybatch.errors import InputError, listed
 from anybatch.metrics import Metrics
@@ -445,6 +445,16 @@ def _grain_faults(task: Task) -> Iterable[str]:
         yield from _whole(grains, "parts", least=1, of="reproducible.")
 
 
+def _order_of(loader: DataLoader[Any]) -> str:
+    """What to do about an order of the loader's own; nothing where it has none."""
+    if isinstance(loader.sampler, SequentialSampler | RandomSampler):
+        return ""
+    return (
+        f", and in place of its {type(loader.sampler).__name__} an iterable data set that yields the"
+        " samples in that order"
+    )
+
+
 def _data_faults(task: Task) -> Iterable[str]:
     for name, data in (("train", task.train), ("valid", task.valid)):
         if name == "valid" and data is None:
@@ -453,7 +463,8 @@ def _data_faults(task: Task) -> Iterable[str]:
         if isinstance(data, DataLoader) and data.batch_sampler is not None:
             yield (
                 f"{name} is a DataLoader, which gives batches where samples belong; give its dataset,"
-                " and its collate_fn and num_workers as collate and num_workers of the task"
+                " and its collate_fn and num_workers as collate and num_workers of the"
+                f" task{_order_of(data)}"
             )
             continue
         if not map_style and not hasattr(data, "__iter__"):

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -566,8 +567,9 @@ def test_a_step_that_fails_changes_nothing():
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     bad = batch_of(8)
     bad["x"][5] = float("nan")
-    with pytest.raises(LossError, match=r"micro-batch 1 \(samples 4 to 7 of the batch\)"):
+    with pytest.raises(LossError, match=r"micro-batch 1 \(samples 4 to 7 of the batch\)") as raised:
         step(bad)
+    assert "alone" not in str(raised.value)  # none was tried alone
     for name, value in model.state_dict().items():
         assert torch.equal(before[0][name], value)
     for key, state in optimizer.state_dict()["state"].items():
@@ -622,3 +624,70 @@ def test_gradients_of_the_users_own_backward_passes_are_not_added_to_those_of_a_
         model.train()
         step(batch_of(8, 2))
     assert deviation(model, other) < 1e-9
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10),
+}
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+@pytest.mark.parametrize("name", list(SCHEDULERS))
+@pytest.mark.parametrize("first", [True, False])
+def test_a_scheduler_of_the_script_may_come_before_the_step_or_after_it(name, first, make):
+    model, other = Net(), Net()
+    other.load_state_dict(model.state_dict())
+    batches = [batch_of(16, n) for n in range(5)]
+    optimizer, plain = make(model), make(other)
+    scheduler = SCHEDULERS[name](optimizer) if first else None
+    with ab.Step(model, optimizer, loss, micro_batch=4, ghost_batch=4) as step:
+        scheduler = scheduler or SCHEDULERS[name](optimizer)
+        losses = []
+        for batch in batches:
+            losses.append(step(batch).loss)
+            scheduler.step()
+    by_hand = SCHEDULERS[name](plain)
+    expected = []
+    for batch in batches:
+        expected += plainly(other, plain, [batch], size=lambda batch: len(batch["x"]))
+        by_hand.step()
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert deviation(model, other) < 1e-9
+    assert scheduler.get_last_lr() == by_hand.get_last_lr()
+
+
+def test_without_a_budget_what_the_model_holds_already_is_no_reason_against_it(monkeypatch):
+    from anybatch.machine import Machine
+
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 3))
+    free = dataclasses.replace(Machine.here(device="cpu").device, budget_bytes=12 << 20)
+    monkeypatch.setattr(Machine, "here", classmethod(lambda *_: Machine((free,))))
+    with ab.Step(model, sgd(model), lambda m, x: m(x).square().mean()) as step:
+        step(torch.randn(64, 1024))
+    assert step.plan.budget_bytes == free.budget_bytes + 4 * sum(
+        p.numel() for p in model.parameters()
+    )
+    assert step.plan.prediction.peak_bytes > free.budget_bytes
+
+
+def test_statistics_that_advance_once_per_pass_are_told_where_a_batch_is_cut():
+    def run(micro_batch):
+        model = nn.Sequential(
+            nn.Conv1d(2, 4, 3), nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten()
+        )
+
+        def own(model, batch):
+            return model(batch).square().mean()
+
+        with ab.Step(model, sgd(model), own, micro_batch=micro_batch) as step:
+            step(torch.randn(8, 2, 6))
+
+    with pytest.warns(
+        UserWarning, match="InstanceNorm '1' keeps running statistics that advance once"
+    ):
+        run(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(8)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import anybatch as ab
 from anybatch.errors import InputError
@@ -72,6 +72,10 @@ def task_of(**changes):
         ({"valid": 5}, "valid is a value of type int"),
         ({"train": DataLoader([1, 2])}, "train is a DataLoader, which gives batches"),
         ({"valid": DataLoader([1, 2])}, "valid is a DataLoader, which gives batches"),
+        (
+            {"train": DataLoader([1, 2], sampler=WeightedRandomSampler([1.0, 1.0], 2))},
+            "in place of its WeightedRandomSampler an iterable data set",
+        ),
         ({"train": []}, "train is an empty data set"),
         ({"valid": []}, "valid is an empty data set"),
         ({"last": "drop", "global_batch": 11}, "drops every one of the 10 training samples"),

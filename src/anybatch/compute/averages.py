@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anybatch.compute.ghost import depends_on_cut
 from anybatch.task import Loss, LossFunction
 
 _MEAN, _SUM = 1, 2  # what torch calls its reductions in the graph
@@ -28,11 +29,12 @@ _FEW = 5  # targets in a row that are 0, 1, 2, ... by chance
 
 def warn_of_reduction(function: LossFunction, returned: Any, num_samples: int) -> None:
     """Warn, once for each loss function, of a sum that is taken for a mean, and the other way round; of
-    a mean that weighs classes or leaves targets out; and of samples that are told from one another.
+    a mean that weighs classes or leaves targets out; of samples that are told from one another; and of
+    what looks like a metric in the place of the weight.
 
     The first two are seen only in what one of torch's loss functions returned as it is; the others also
     where terms were added and scaled. All else is left to `verify`. Of one sample, mean and sum may
-    well be the same. Waits for the device, where targets are there to be looked at.
+    well be the same. Waits for the device, where targets or a weight are there to be looked at.
     """
     if num_samples < 2:
         return
@@ -41,7 +43,13 @@ def warn_of_reduction(function: LossFunction, returned: Any, num_samples: int) -
     total = returned if plain else _sum_of(returned)
     reduction = getattr(getattr(total, "grad_fn", None), "_saved_reduction", None)
     sentence = None
-    if plain and reduction == _SUM:
+    if (second := _no_weight(returned)) is not None:
+        sentence = (
+            f"returns a pair, whose second member is taken as the weight of the first, and that is"
+            f" {second:.3g} for {num_samples} samples: if it is a metric, return"
+            " anybatch.Loss(sum, weight, metrics={...})."
+        )
+    elif plain and reduction == _SUM:
         sentence = (
             "returns a sum (reduction='sum') by itself, which is taken as the mean over the samples:"
             " the update is too large by a factor of about the micro-batch, and depends on it. Return"
@@ -65,6 +73,17 @@ def _sum_of(returned: Any) -> Any:
     if isinstance(returned, Loss):
         return returned.sum
     return returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
+
+
+def _no_weight(returned: Any) -> float | None:
+    """The second of a pair, where it is a fraction, as an accuracy is; None otherwise."""
+    if isinstance(returned, Loss) or not isinstance(returned, tuple) or len(returned) != 2:
+        return None
+    second = returned[1]
+    if type(second) is not Tensor or not second.is_floating_point() or second.numel() != 1:
+        return None  # nor is it read while a pass is traced without numbers
+    value = float(second)
+    return value if 0 <= value <= 1 else None
 
 
 def _likelihoods(total: Any) -> Iterator[Any]:
@@ -122,6 +141,12 @@ def warn_of_hooks(model: nn.Module, function: LossFunction) -> None:
             )
             _warn(sentence, *_place_of(function))
             return
+
+
+def warn_of_statistics(model: nn.Module, function: LossFunction) -> None:
+    """Warn of what in `model` advances once per pass, whatever samples that has; said of the loss."""
+    for sentence in depends_on_cut(model, drawn=False):
+        _warn(sentence, *_place_of(function))
 
 
 def _are_told_apart(scores: Tensor, targets: Tensor, num_samples: int) -> bool:

@@ -52,7 +52,8 @@ def checked_optimizer(optimizer: object, model: nn.Module) -> Optimizer:
 def check_needs_no_closure(optimizer: Optimizer) -> None:
     """Raises `InputError` if `optimizer.step` cannot be called without a closure that computes the
     loss: a step of many passes has none to give."""
-    wanted = inspect.signature(optimizer.step).parameters.values()
+    # Of its class: a scheduler puts a function of its own in the place of the optimizer's method.
+    _own, *wanted = inspect.signature(type(optimizer).step).parameters.values()
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if any(one.default is one.empty and one.kind not in kinds for one in wanted):
         raise InputError(

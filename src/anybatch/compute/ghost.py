@@ -37,17 +37,18 @@ def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     return {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
 
 
-def depends_on_cut(model: nn.Module) -> tuple[str, ...]:
+def depends_on_cut(model: nn.Module, drawn: bool = True) -> tuple[str, ...]:
     """What in `model` no plan can make independent of the cut into micro-batches, a sentence each.
 
     Running statistics advance once per pass there, over whatever samples the pass has; or random
     numbers are drawn, which are keyed by step and rank. Only what is known of torch, looks like a norm,
-    or has a rate of dropout is found.
+    or has a rate of dropout is found. Without `drawn` of running statistics alone.
     """
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         # One that is in evaluation mode as a whole is put into training mode.
-        if (why := _why_it_depends(module, module.training or not model.training)) is not None:
+        trains = drawn and (module.training or not model.training)
+        if (why := _why_it_depends(module, trains)) is not None:
             found.setdefault(why, []).append(name)
     return tuple(
         why.format(names=_some(names), s="s" if len(names) == 1 else "")

@@ -8,6 +8,7 @@ from anybatch.engine.evaluation import Together as Together
 from anybatch.engine.garbage import SetAside as SetAside
 from anybatch.engine.learning_rate import LearningRate as LearningRate
 from anybatch.engine.limit import Limit as Limit
+from anybatch.engine.limit import held_bytes as held_bytes
 from anybatch.engine.limit import make_limit as make_limit
 from anybatch.engine.meter import Meter as Meter
 from anybatch.engine.outcome import Committed as Committed

@@ -150,9 +150,15 @@ class Judge:
         worst = next((rank for rank, one in enumerate(everyone) if one.where), None)
         where = "" if worst is None else f" in {everyone[worst].where}"
         where += f" of rank {worst}" if where and len(everyone) > 1 else ""
-        who = "each of the samples makes it so" if every else "no sample makes it so alone"
+        who = (
+            ", and each of the samples makes it so"
+            if every
+            else ", and no sample makes it so alone"
+        )
+        if self._blame is None:  # none was tried
+            who = ""
         raise LossError(
-            f"the {what} of step {staged.step} is {value}{where}{wrong}, and {who}:"
+            f"the {what} of step {staged.step} is {value}{where}{wrong}{who}:"
             f" {_too_fast(staged.step)}a division by zero or a logarithm of zero in the loss is the"
             " usual cause. Nothing of the step was kept."
         )

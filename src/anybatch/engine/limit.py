@@ -285,9 +285,14 @@ def make_limit(plan: Plan, device: torch.device, counted: Iterable[object] = ())
         return Unlimited(device)
     if device.type == "cuda":
         return CudaLimit(device, plan.budget_bytes)
-    tensors = [tensor for owner in counted for tensor in _tensors_of(owner)]
+    return ProcessLimit(plan.budget_bytes, held_bytes(counted))
+
+
+def held_bytes(owners: Iterable[object]) -> int:
+    """Bytes of the modules and optimizers among `owners`."""
+    tensors = [tensor for owner in owners for tensor in _tensors_of(owner)]
     there = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return ProcessLimit(plan.budget_bytes, sum(there.values()))
+    return sum(there.values())
 
 
 def _tensors_of(owner: object) -> list[Tensor]:

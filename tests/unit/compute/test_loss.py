@@ -200,3 +200,18 @@ def test_a_task_whose_loss_is_a_sum_by_itself_is_warned_of_when_it_is_planned():
         ab.plan(task)
     place = summed.__code__
     assert [(w.filename, w.lineno) for w in caught] == [(place.co_filename, place.co_firstlineno)]
+
+
+@pytest.mark.parametrize("second", [0.75, 0.0])
+def test_a_metric_in_the_place_of_the_weight_is_told(second):
+    (sentence,) = told((F.mse_loss(OUTPUT, TARGETS), torch.tensor(second)))
+    assert f"taken as the weight of the first, and that is {second:.3g} for 4 samples" in sentence
+    assert "anybatch.Loss(sum, weight, metrics={...})" in sentence
+    total = F.mse_loss(OUTPUT, TARGETS, reduction="sum")
+    for right in (
+        (total, torch.tensor(1.5)),
+        (total, torch.tensor(1)),
+        Loss(total, torch.tensor(0.5)),
+    ):
+        assert told(right) == []
+    assert told((total, torch.tensor(0.5)), num_samples=1) == []
