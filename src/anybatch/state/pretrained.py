@@ -36,7 +36,8 @@ _OF_TOKENS = (
 
 def is_pretrained(model: nn.Module) -> bool:
     """Whether `model` is one of transformers."""
-    library = sys.modules.get("transformers")  # else nobody has made such a model
+    # Where this has not been imported nobody has made such a model; asked for, it would be now.
+    library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
