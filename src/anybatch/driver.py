@@ -52,8 +52,15 @@ def context_bytes(index: int) -> int:
     torch.cuda.synchronize(device)
     del matrix, image, weight, result
     release_unused(device)
+    return beside_bytes(device, _LATER_BYTES)
+
+
+def beside_bytes(device: torch.device, later: int = 0) -> int:
+    """Bytes that this process holds on a CUDA device beside torch's allocator: context, kernels,
+    libraries; with `later`, what it will take yet. A typical figure where the driver does not tell this
+    process from others."""
     held = process_bytes_on(device) - torch.cuda.memory_reserved(device)
-    return held + _LATER_BYTES if 0 < held <= _MOST_BYTES else TYPICAL_CONTEXT_BYTES
+    return held + later if 0 < held <= _MOST_BYTES else TYPICAL_CONTEXT_BYTES
 
 
 def release_unused(device: torch.device) -> None:

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from anybatch import catalogue
+from anybatch.driver import beside_bytes
 from anybatch.errors import InputError
 from anybatch.processor import this_processor
 from anybatch.threads import num_cores
@@ -300,6 +301,10 @@ def _cpu() -> Device:
 
 def _cuda(index: int) -> Device:
     free, total = torch.cuda.mem_get_info(index)
+    # A plan counts the context, which is there by now, and what torch keeps unused is free for it.
+    device = torch.device("cuda", index)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = min(total, free + unused + beside_bytes(device))
     name = torch.cuda.get_device_name(index)
     known = catalogue.recognise(name, total)
     if torch.version.hip:

@@ -1,6 +1,7 @@
 """Out of memory as a type: recognised in one place.
 
-CUDA raises `torch.OutOfMemoryError`. On CPU torch's allocator raises a plain RuntimeError and Python a
+CUDA's allocator raises `torch.OutOfMemoryError`; its driver and libraries, which take memory beside it,
+have errors of their own. On CPU torch's allocator raises a plain RuntimeError and Python a
 MemoryError; oneDNN says that it "could not create a primitive" when it finds no room for the code it
 generates. That last one leaves a mark: the code generator keeps its error in a thread-local variable
 that nothing clears, so every new kernel of that thread fails from then on (seen with oneDNN 3.12,
@@ -20,6 +21,12 @@ if sys.platform != "win32":
     import resource
 
 _ALLOCATOR_SIGNS = ("DefaultCPUAllocator", "allocate memory", "std::bad_alloc", "not enough memory")
+_DRIVER_SIGNS = (
+    "CUDA error: out of memory",  # pinned memory, and kernels when they are first used
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "unable to find an engine to execute this computation",  # each of cuDNN's was refused its memory
+)
 _MARKING_SIGNS = re.compile(
     # That of a descriptor fails where oneDNN has no such kernel, on this processor or at all.
     r"could not create a (primitive(?! descriptor)|memory object)"
@@ -55,7 +62,7 @@ def as_memory_failure(error: BaseException) -> MemoryFailure | None:
     is_one = (
         isinstance(error, torch.OutOfMemoryError | MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or (runtime and any(sign in text for sign in _ALLOCATOR_SIGNS))
+        or (runtime and any(sign in text for sign in (*_ALLOCATOR_SIGNS, *_DRIVER_SIGNS)))
         or marks_thread
     )
     if not is_one:

@@ -178,3 +178,50 @@ def test_after_the_second_step_no_more_is_reserved_and_nothing_is_given_back(nam
             emptied.append(len(given_back))
     assert emptied == [1] + [2] * 7
     assert len(set(reserved[3:])) == 1
+
+
+def test_what_a_frozen_parameter_holds_is_told_from_what_was_written_to_it():
+    """Parts without rows and dtypes that torch's hash does not know included."""
+    from anybatch.state.base import _fingerprint
+
+    for value in (
+        torch.randn(5, 7),
+        torch.randn(5, 7).T,
+        torch.empty(0, 4),
+        torch.randn(4, dtype=torch.complex64),
+        torch.randn(4).to(torch.float8_e4m3fn),
+    ):
+        tensor = value.cuda()
+        before = _fingerprint(tensor)
+        assert _fingerprint(value.cuda()) == before
+        if tensor.numel():
+            other = value + 1 if value.is_complex() else (value.float() + 1).to(value.dtype)
+            assert _fingerprint(other.cuda()) != before
+
+
+def test_sparse_batches_come_to_the_device_ahead():
+    from anybatch.data.ahead import on_device
+
+    dense = torch.eye(4)
+    found = list(on_device(iter([dense.to_sparse(), dense.to_sparse_csr(), dense]), "cuda"))
+    for batch in found:
+        assert torch.equal(batch.cpu().to_dense(), dense)
+
+
+def test_an_optimizer_that_counts_on_the_device_keeps_its_states_on_the_host():
+    """`capturable` is refused for parameters on a CPU."""
+    task = dataclasses.replace(
+        make_task(),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3, capturable=True),
+    )
+    states = []
+    for where in ("device", "host"):
+        plan = Plan(
+            task=identify(task, task.build_model()),
+            device="cuda:0",
+            choice=Choice(micro_batch=64, evaluation_batch=64, optimizer_states=where),
+        )
+        with ab.Session(task, plan) as session:
+            losses = [step.loss for step in session.steps()]
+        states.append(losses)
+    assert states[0] == pytest.approx(states[1], rel=1e-5)

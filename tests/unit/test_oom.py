@@ -22,6 +22,21 @@ CPU = (
         (RuntimeError(CPU), 123, False),
         (MemoryError(), None, False),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), None, False),
+        # Of CUDA beside torch's allocator: pinned memory, workspaces, kernels.
+        (torch.AcceleratorError("CUDA error: out of memory\nSearch for ..."), None, False),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            None,
+            False,
+        ),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), None, False),
+        (
+            RuntimeError("GET was unable to find an engine to execute this computation"),
+            None,
+            False,
+        ),
         (RuntimeError("could not create a primitive"), None, True),
         (RuntimeError("could not create a memory object"), None, True),
     ],
@@ -44,6 +59,7 @@ def test_memory_that_ran_out_is_told_from_what_was_raised(
             " information."
         ),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
         ValueError(CPU),
         OSError(errno.ENOENT, "No such file or directory"),
     ],

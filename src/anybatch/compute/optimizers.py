@@ -109,7 +109,8 @@ def state_kinds(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
         state = optimizer.state.get(param)  # some optimizers make theirs when they are made
         if state and param.dim():  # a count of steps has no dims either
             return _kinds(state, param)
-    twin = nn.Parameter(torch.zeros(2, 2))
+    # Where its like are: options such as `capturable` are refused elsewhere.
+    twin = nn.Parameter(torch.zeros(2, 2, device=group["params"][0].device))
     twin.grad = torch.zeros_like(twin)
     other = _like(optimizer, {**group, "params": [twin]})
     other.step()

@@ -315,7 +315,7 @@ def _tensor_float32(allowed: bool) -> Callable[[], None]:
 def _float8(model: nn.Module) -> Callable[[], None]:
     """Linear layers in float8 by torchao, where both their sides are multiples of 16 as the kernel
     demands. The layers that come back share the parameters, so undoing is putting the old ones back."""
-    from torchao.float8 import convert_to_float8_training
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def fits(module: nn.Module, _name: str) -> bool:
         return (
@@ -325,7 +325,9 @@ def _float8(model: nn.Module) -> Callable[[], None]:
         )
 
     linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
-    convert_to_float8_training(model, module_filter_fn=fits)
+    # The rows of a micro-batch, of any number, are the inner side of a product in backward.
+    config = Float8LinearConfig(pad_inner_dim=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=fits)
 
     def undo() -> None:
         for name, linear in linears.items():

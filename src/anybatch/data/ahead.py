@@ -82,5 +82,19 @@ def _pinned(leaf: Any) -> Any:
 
 def _record(leaf: Any, stream: torch.cuda.Stream) -> Any:
     if isinstance(leaf, Tensor) and leaf.is_cuda:
-        leaf.record_stream(stream)
+        for part in _dense(leaf):
+            part.record_stream(stream)
     return leaf
+
+
+def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold the memory of `tensor`."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return (tensor.values(),)
+    return (tensor,)

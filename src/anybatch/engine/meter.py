@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import psutil
 import torch
 
-from anybatch.driver import process_bytes_on, release_unused
+from anybatch.driver import beside_bytes, release_unused
 from anybatch.engine.process import free_in_heap, reset_peak, status
 
 
@@ -111,8 +111,7 @@ class CudaMeter(Meter):
         self._device = device
         torch.empty(1, device=device)  # creates the context, which counts
         release_unused(device)
-        held = process_bytes_on(device) - torch.cuda.memory_reserved(device)
-        self.beside_bytes: int = max(0, held)
+        self.beside_bytes: int = beside_bytes(device)
         self._most = {"allocated": 0, "active": 0, "reserved": 0}
         torch.cuda.reset_peak_memory_stats(device)
 

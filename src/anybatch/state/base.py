@@ -144,7 +144,12 @@ def _fingerprint(tensor: Tensor) -> int:
         return _checksum(tensor)
     found = 0
     for part in _parts(tensor):
-        found = hash((found, int(torch.hash_tensor(part))))
+        if not part.numel():  # of a parameter with fewer rows than there are ranks
+            continue
+        if part.is_complex() or (part.is_floating_point() and part.itemsize == 1):
+            part = part.contiguous().view(-1).view(torch.uint8)
+        # `int` would refuse what does not fit into 63 bits.
+        found = hash((found, torch.hash_tensor(part).item()))
     return found
 
 

@@ -330,8 +330,14 @@ class TrainingState:
         if shape == tuple(param.shape) and key != "step":
             # With the precision, the dtype of the parameters may have changed.
             kind = param.dtype if dtype.is_floating_point else dtype
-            home = "cpu" if self._replica.updater.states_on == "host" else param.device
-            return torch.zeros_like(param, dtype=kind, device=home, requires_grad=False)
+            on_host = self._replica.updater.states_on == "host"
+            return torch.zeros_like(
+                param,
+                dtype=kind,
+                device="cpu" if on_host else param.device,
+                pin_memory=on_host and param.is_cuda,
+                requires_grad=False,
+            )
         options = self._group_of[param]
         on_device = shape or options.get("fused") or options.get("capturable")
         return torch.zeros(shape, dtype=dtype, device=param.device if on_device else "cpu")
