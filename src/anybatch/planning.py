@@ -19,6 +19,7 @@ import torch.distributed as dist
 from anybatch.compute.determinism import one_thread
 from anybatch.compute.precision import check_available, precision_notices
 from anybatch.data import is_map_style, num_samples_of
+from anybatch.driver import context_bytes
 from anybatch.engine.process import give_freed_memory_back
 from anybatch.errors import InputError, PeerFailed
 from anybatch.estimate import Subject, allocator_notices, few_collections, subject_of
@@ -407,7 +408,11 @@ def _measured_link(watch: Callable[[str], None] | None, held: bool) -> Link | No
     if watch is not None:
         watch("measuring the exchange between ranks")
     if torch.cuda.is_available():
-        return measured_link(torch.device("cuda", torch.cuda.current_device()))
+        index = torch.cuda.current_device()
+        context_bytes(
+            index
+        )  # kept, and NCCL's buffers, which are counted beside it, are not there yet
+        return measured_link(torch.device("cuda", index))
     if held:
         # Now, as the run will: what gloo frees would stay mapped, and the run use it beside its budget.
         give_freed_memory_back()

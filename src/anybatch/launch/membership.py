@@ -464,9 +464,10 @@ def _take_device(membership: Membership) -> None:
     import torch
 
     visible = torch.cuda.device_count()
-    # Slurm may show each task its own device alone.
-    own = membership.launcher == "slurm" and "SLURM_GPUS_PER_TASK" in os.environ
-    index = 0 if own else membership.local_rank
+    # Slurm and mpirun may show each rank its own devices alone, and not all ways are told.
+    few = membership.launcher in ("slurm", "mpi") and visible < membership.local_world_size
+    bound = few and (visible == 1 or "SLURM_GPUS_PER_TASK" in os.environ)
+    index = 0 if bound else membership.local_rank
     if index >= visible:
         raise InputError(
             f"{membership.local_world_size} ranks were started on this machine, where {visible} CUDA"

@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from anybatch.parallel.overwrite import overwrite
+
 Held = Callable[[nn.Module, str], Tensor | None]
 """What buffer `name` of `module` held when the step began. Its result is only read."""
 
@@ -376,8 +378,7 @@ def _given_by(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor | None]:
-    """See `Broadcast`. Tensors cross in place where their shapes agree, as bytes, since backends do not
-    know every dtype."""
+    """See `Broadcast`. Tensors cross in place where their shapes agree."""
     forms: list[Any] = [None if t is None else _form(t) for t in mine]
     dist.broadcast_object_list(forms, group_src=rank, group=group)
     given: list[Tensor | None] = []
@@ -389,11 +390,7 @@ def _given_by(
         if own is None or _form(own) != form:
             home = device if device.type == kind else torch.device(kind)
             own = torch.empty(shape, dtype=dtype, device=home)
-        if own.numel():
-            wire = own.detach().to(device).contiguous()
-            dist.broadcast(wire.view(-1).view(torch.uint8), group_src=rank, group=group)
-            if wire.data_ptr() != own.data_ptr():
-                own.data.copy_(wire)
+        overwrite(own, rank, device, group)
         given.append(own)
     return given
 

@@ -13,6 +13,7 @@ from anybatch.oom import is_limited
 from anybatch.parallel.compress import sums_in
 from anybatch.parallel.ddp import Ddp
 from anybatch.parallel.group import Group, SingleDevice
+from anybatch.parallel.link import connect
 from anybatch.parallel.local_steps import LocalSteps
 from anybatch.parallel.replicate import Replicate
 from anybatch.parallel.reproducible import Reproducible
@@ -44,6 +45,7 @@ def group_of(plan: Plan) -> Iterator[tuple[Group, str]]:
             f" start it with `anybatch train --ranks {plan.num_ranks}` or torchrun, or plan anew."
         )
     device = _own(plan.device)
+    connect(torch.device(device))  # before memory counts
     if part is not None:
         yield _in_parts(plan, part, device), device
         return

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -58,20 +59,8 @@ def measured_link(device: torch.device) -> Link | None:
         PeerLost: a rank is gone, or does not answer.
         RankLost: this one ran out of memory while ranks spoke to each other.
     """
-    with calling("while the exchange between ranks was measured"):
-        try:
-            seen = list(_timed(device))
-        except Exception as error:
-            failure = as_memory_failure(error)
-            if failure is None:
-                raise
-            raise RankLost(
-                "memory ran out while the exchange between ranks was measured, so that the others"
-                f" wait for this one: {failure.message}"
-            ) from error
-        finally:
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+    with _together("while the exchange between ranks was measured", device):
+        seen = list(_timed(device))
     if len(seen) < 2:
         return None
     # The smallest takes no longer than others, unless it was disturbed.
@@ -79,19 +68,58 @@ def measured_link(device: torch.device) -> Link | None:
     return Link.through(least, seen[-1], dist.get_world_size())
 
 
-def _timed(device: torch.device) -> Iterator[tuple[int, float]]:
-    """(bytes, seconds) of sums, in growing sizes, alike on all ranks; none if one has no memory."""
+def connect(device: torch.device) -> None:
+    """Let NCCL connect the ranks of the default group, which call it together, for sums of all sizes.
+    It takes buffers for them, beside torch's allocator. Gloo did so when the group was made.
+
+    Raises what `measured_link` raises.
+    """
+    if device.type == "cuda":
+        with _together("while the ranks were connected", device):
+            _sums(device)
+
+
+@contextmanager
+def _together(when: str, device: torch.device) -> Iterator[None]:
+    with calling(when):
+        try:
+            yield
+        except Exception as error:
+            failure = as_memory_failure(error)
+            if failure is None:
+                raise
+            raise RankLost(
+                f"memory ran out {when}, so that the others wait for this one: {failure.message}"
+            ) from error
+        finally:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def _sums(device: torch.device) -> Sequence[Sequence[Tensor]]:
+    """What is to be added up, in growing sizes, alike on all ranks; nothing if one has no memory."""
     sizes = _SIZES[device.type]
     memory = _taken(sizes[-1], device)
     (missing,) = _of_the_slowest([float(memory is None)], device)  # and who comes last is here now
     if memory is None or missing:
-        return
+        return []
     bucket = CPU_BUCKET_BYTES if device.type == "cpu" else BUCKET_BYTES
+    sums = [memory[: size // memory.itemsize].split(bucket // memory.itemsize) for size in sizes]
+    if device.type == "cuda":
+        # NCCL connects the ranks anew for every algorithm that it uses for the first time, and chooses
+        # by size: that may take longer than all rounds of one.
+        for flats in sums:
+            _seconds_of(flats, device)
+    return sums
+
+
+def _timed(device: torch.device) -> Iterator[tuple[int, float]]:
+    """(bytes, seconds) of sums, in growing sizes, alike on all ranks; none if one has no memory."""
     left, before, expected = _SECONDS, 0.0, 0.0
-    for number, size in enumerate(sizes):
+    for number, flats in enumerate(_sums(device)):
+        size = sum(flat.nbytes for flat in flats)
         if number > 1 and expected > left:
             return  # fewer than two sizes tell nothing
-        flats = memory[: size // memory.itemsize].split(bucket // memory.itemsize)
         first = _of_the_slowest([_seconds_of(flats, device)], device)
         rounds = min(_ROUNDS, int(min(left, _SECONDS_OF_SIZE) / first[0]))
         others = [_seconds_of(flats, device) for _ in range(rounds)]

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from anybatch.compute.joint import Kinds, kinds_of, told_kinds
 from anybatch.errors import InputError
 from anybatch.parallel.group import Group
 from anybatch.parallel.norms import PassAbandoned
+from anybatch.parallel.overwrite import overwrite
 from anybatch.parallel.vote import calling
 
 _WHEN = "while encodings of samples were put together"
@@ -119,7 +119,5 @@ def _fill(
             part = tensor[starts[rank] : starts[rank + 1]]
             if rank == group.rank and mine:
                 part.copy_(mine[i])
-            if part.numel():
-                # As bytes: not every backend carries every dtype.
-                with calling(_WHEN):
-                    dist.broadcast(part.view(-1).view(torch.uint8), src=rank)
+            with calling(_WHEN):
+                overwrite(part, rank)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from anybatch.errors import PeerLost
 from anybatch.oom import is_memory_error
 from anybatch.parallel.group import NUM_FIXED, Agreed, Wish
+from anybatch.parallel.overwrite import overwrite
 
 T = TypeVar("T")
 
@@ -107,7 +108,7 @@ def same_weights(model: nn.Module) -> None:
     """Parameters and buffers of `model` become those of rank 0. Raises `PeerLost`."""
     with calling("while the weights were sent"), torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), src=0)
+            overwrite(tensor, 0)
 
 
 def leads() -> bool:
@@ -134,7 +135,8 @@ def calling(when: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if is_memory_error(error):
+        # What a kernel did wrong on this rank is told by whatever waits for the device next.
+        if is_memory_error(error) or isinstance(error, torch.AcceleratorError):
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise PeerLost(

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from anybatch.errors import InputError, listed
+from anybatch.parallel.overwrite import overwrite
 from anybatch.parallel.vote import calling
 
 
@@ -96,15 +97,9 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any] | N
 def fill(place: Tensor, whole: Tensor | None) -> None:
     """Give `place`, sharded or not, the values of `whole`, which rank 0 has."""
     if not isinstance(place, DTensor):
-        home = _home(place)
-        sent = (
-            whole.to(home, place.dtype)
-            if whole is not None
-            else torch.empty_like(place, device=home)
-        )
-        sent = sent.contiguous()
-        dist.broadcast(sent, src=0)
-        place.copy_(sent)
+        if whole is not None and whole is not place:
+            place.copy_(whole)
+        overwrite(place, 0)
         return
     mesh = place.device_mesh
     parts = mesh.size(mesh.ndim - 1)  # the last dim of a mesh is the one that shards

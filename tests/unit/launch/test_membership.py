@@ -292,3 +292,37 @@ def test_more_ranks_than_devices_are_counted():
         join(Membership(1, 2, 1, 2, "torchrun"), "cuda", timeout_seconds=1),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variables_there", "visible", "taken"),
+    [
+        ("slurm", "", 1, 0),  # --ntasks-per-gpu, --gpu-bind=single:1
+        ("slurm", "SLURM_GPUS_PER_TASK=2", 2, 0),
+        ("slurm", "SLURM_GPUS_PER_TASK=1", 4, 3),  # --gpu-bind=none
+        ("mpi", "", 1, 0),
+        ("torchrun", "", 4, 3),
+        ("torchrun", "", 1, None),
+        ("slurm", "", 2, None),
+    ],
+)
+def test_each_rank_takes_the_device_that_its_launcher_shows_it(
+    launcher, variables_there, visible, taken, monkeypatch: pytest.MonkeyPatch
+):
+    from anybatch.launch import membership
+
+    monkeypatch.delenv("SLURM_GPUS_PER_TASK", raising=False)
+    for name, value in variables(variables_there).items():
+        monkeypatch.setenv(name, value)
+    found = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", found.append)
+    last_of_four = Membership(3, 4, 3, 4, launcher)
+    if taken is None:
+        with pytest.raises(
+            InputError, match=f"4 ranks were started .* where {visible} CUDA device"
+        ):
+            membership._take_device(last_of_four)
+    else:
+        membership._take_device(last_of_four)
+        assert found == [taken]
