@@ -113,7 +113,7 @@ class Shard(Group):
                 device.type, (len(machines), self._parts), mesh_dim_names=("replicate", "shard")
             )
             self._mesh, self._across = both["shard"], both.get_group("replicate")
-        self._wire = Wire(machines, deadline)
+        self._wire = Wire(machines, deadline, device)
         self._modules: list[FSDPModule] = []
         self._root: nn.Module | None = None
         self._trained: dict[str, nn.Parameter] = {}  # the parts, by name
@@ -241,7 +241,7 @@ class Shard(Group):
 
     def close(self) -> None:
         """See `Group`. The model stays divided."""
-        self._wire.cut()
+        self._wire.close()
 
     def _divide(self, model: nn.Module) -> dict[str, Tensor]:
         """Divide `model`. Returns the whole parameters, which only rank 0 keeps."""

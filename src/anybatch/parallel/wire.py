@@ -14,6 +14,10 @@ Whoever wakes so cuts its own end too, for those that wait for it in turn.
 Shut down, not only closed: a connection ends when the last process that holds it has closed it, and
 processes that load samples were forked from a rank and hold all that it held. Gloo does not show its
 sockets, so those that appear while it connects are asked which other rank they end at.
+
+On NCCL it is the device that waits, in a kernel, and the host may be anywhere: far ahead, in the vote,
+in whatever waits for the device. So a rank that cuts its wire rings an `Alarm`, and a thread on every
+rank aborts its end of the wire: kernels of it end then, and what stands behind them goes on.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import gc
 import os
 import socket
 import stat
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -39,6 +44,10 @@ from anybatch.parallel.vote import calling, exchange
 DEADLINE = timedelta(minutes=10)
 """How long a rank waits for another inside a pass, if nobody says otherwise."""
 
+_ALARM = "wire is cut"
+_EVERY_SECONDS = 0.1
+"""Between two looks for the key: one small message to the machine that serves the store."""
+
 _Ends = tuple[tuple[str, int], tuple[str, int]]
 """Address and port of this end of a connection, and of the other."""
 
@@ -54,18 +63,26 @@ class Wire:
     Args:
         rings: all such groups, by ranks of the default group; each rank is in one of them.
         deadline: how long a rank waits inside a pass for another.
+        device: of this rank.
 
     Attributes:
         broken: how this rank found the wire broken in a pass; empty: it did not.
     """
 
-    def __init__(self, rings: Sequence[Sequence[int]], deadline: timedelta) -> None:
+    def __init__(
+        self, rings: Sequence[Sequence[int]], deadline: timedelta, device: torch.device
+    ) -> None:
         self._rings = rings
         self._deadline = deadline
+        self._device = device
         self._group: dist.ProcessGroup | None = None
         self._lines: list[socket.socket] = []
+        self._alarm: Alarm | None = None
         self.broken: str = ""
         self.lay()
+        if device.type == "cuda":  # its buffers are there before memory counts
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+            torch.cuda.synchronize(device)
 
     def lay(self) -> None:
         """A new wire in place of the old one. Every rank of the default group calls it."""
@@ -76,17 +93,36 @@ class Wire:
             group: Any = dist.new_group(list(ring), timeout=self._deadline)
             if dist.get_rank() in ring:
                 self._group = group
-        self._lines = _between_ranks(fd for fd, _ in _sockets() - before)
+        if self._device.type == "cuda":
+            assert self._group is not None
+            self._alarm = Alarm(self._group)
+        else:
+            self._lines = _between_ranks(fd for fd, _ in _sockets() - before)
 
     def cut(self) -> None:
         """Wake whoever waits for this rank inside a pass. No pass goes through until `lay`."""
+        if self._alarm is not None:
+            self._alarm.ring()
+        self.close()
+
+    def close(self) -> None:
+        """No pass goes through any more. On gloo it wakes the others; over NCCL nothing under way is
+        waited for."""
         for line in self._lines:
             with suppress(OSError):  # it has been cut at the other end
                 line.shutdown(socket.SHUT_RDWR)
             line.close()
         self._lines = []
+        aborts = self._alarm is not None
+        if self._alarm is not None:
+            self._alarm.end()
+            self._alarm = None
         if self._group is not None:
-            dist.destroy_process_group(self._group)
+            if aborts:
+                # To destroy it would be to wait for what others will never join.
+                dist.distributed_c10d._abort_process_group(self._group)
+            else:
+                dist.destroy_process_group(self._group)
             self._group = None
             gc.collect()  # its threads end, and its sockets close, with the last reference to it
 
@@ -102,7 +138,7 @@ class Wire:
     @contextmanager
     def speaking(self, when: str) -> Iterator[dist.ProcessGroup]:
         """Around a collective of a pass. Raises `PassAbandoned` if another rank has left the pass."""
-        if self._group is None:
+        if self._group is None or (self._alarm is not None and self._alarm.has_rung):
             raise PassAbandoned("this rank has left the pass that the other ranks are in")
         try:
             with calling(when):
@@ -112,6 +148,50 @@ class Wire:
         if self.broken:
             self.cut()  # not inside `except`: the error holds the group
             raise PassAbandoned(self.broken)
+
+
+@final
+class Alarm:
+    """Aborts a group on all its ranks when one of them rings: by a key in the store of the group, and a
+    thread that looks for it.
+
+    Args:
+        group: of this rank, over NCCL.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        store: Any = dist.distributed_c10d._get_process_group_store(group)
+        self._store = store.clone()  # a thread that waits in one would keep others out
+        self._ended = threading.Event()
+        self._rung = threading.Event()
+        self._listener = threading.Thread(target=self._listen, name="wire alarm", daemon=True)
+        self._listener.start()
+
+    @property
+    def has_rung(self) -> bool:
+        """Whether the group is aborted on this rank, or about to be."""
+        return self._rung.is_set()
+
+    def ring(self) -> None:
+        """Abort the group on every rank."""
+        self._rung.set()
+        with suppress(RuntimeError):  # nobody serves the store any more: the run is over
+            self._store.set(_ALARM, "1")
+        self._group.abort()
+
+    def end(self) -> None:
+        """Nobody listens any more on this rank."""
+        self._ended.set()
+        self._listener.join()
+
+    def _listen(self) -> None:
+        while not self._ended.wait(_EVERY_SECONDS):
+            with suppress(RuntimeError):
+                if self._store.check([_ALARM]):
+                    self._rung.set()
+                    self._group.abort()
+                    return
 
 
 class _Buffers:
