@@ -30,7 +30,7 @@ def read_loss(returned: Any, num_samples: Callable[[], int], training: bool = Tr
     if isinstance(returned, Tensor):
         _check_sum(returned, training)
         weight = num_samples()
-        return Loss(returned * weight, weight)
+        return Loss(widened(returned) * weight, weight)
     if isinstance(returned, tuple) and not isinstance(returned, Loss) and len(returned) == 2:
         returned = Loss(*returned)
     if not isinstance(returned, Loss):

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from anybatch.compute.loss import widened
 from anybatch.errors import DataError, InputError, listed
 from anybatch.mkl import free_product_buffers
 from anybatch.task import Loss
@@ -76,11 +77,11 @@ def model_loss(model: nn.Module, batch: Any) -> Loss:
     if "use_cache" not in inputs and takes_cache(model):
         inputs["use_cache"] = False  # of no use in training, and it holds keys and values
     if labels.is_floating_point() or "labels" not in inputs:
-        return Loss(_mean(model, inputs) * len(labels), len(labels))
+        return Loss(widened(_mean(model, inputs)) * len(labels), len(labels))
     ignored = _ignored(model)
     counting: Counting = "all" if labels.dim() == 1 else _counting(model, inputs, labels, ignored)
     if counting == "samples":
-        return Loss(_mean(model, inputs) * len(labels), len(labels))
+        return Loss(widened(_mean(model, inputs)) * len(labels), len(labels))
     counted = labels[..., 1:] if counting == "next" else labels
     return weighed(model, inputs, labels, (counted != ignored).sum())
 
@@ -89,7 +90,7 @@ def weighed(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, weight:
     """The mean that `model` computes with `labels`, times `weight`; where that is zero, so is the sum,
     and its gradient: the mean over nothing is not a number, so another label stands for each then."""
     labels = labels.where(weight > 0, 0)
-    return Loss(_mean(model, {**inputs, "labels": labels}) * weight, weight)
+    return Loss(widened(_mean(model, {**inputs, "labels": labels})) * weight, weight)
 
 
 def check_words(model: nn.Module, ids: Any) -> None:

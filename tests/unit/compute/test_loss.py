@@ -70,6 +70,17 @@ def test_evaluation_needs_no_graph():
     assert float(read_loss(GRAPH.detach(), lambda: 2, training=False).sum) == 4.0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "num"),
+    [(torch.bfloat16, 257), (torch.float16, 2049), (torch.float16, 70_000)],
+    ids=str,
+)
+def test_a_mean_in_half_precision_counts_every_sample(dtype, num):
+    """No half precision has a place for these numbers: the nearest ones are 256, 2048, infinity."""
+    mean = torch.ones(3, dtype=dtype, requires_grad=True).mean()
+    assert read_loss(mean, lambda: num).sum.item() == num
+
+
 # ------------------------------------------------------------------------------------- reductions
 
 OUTPUT = torch.randn(4, 3, requires_grad=True)

@@ -81,6 +81,25 @@ def test_the_weight_is_what_the_mean_is_over(mean, weight):
     torch.testing.assert_close(found.sum, sum(part.sum for part in parts))
 
 
+@pytest.mark.parametrize(
+    ("mean", "labels"),
+    [
+        (lambda logits, _: logits.square().mean(), torch.zeros(257)),
+        (lambda logits, _: logits.square().mean(), torch.zeros(257, dtype=torch.int64)),
+        (over_samples, batch(257)["labels"].clamp_min(0)),
+    ],
+    ids=["regression", "labels", "samples"],
+)
+def test_a_mean_in_half_precision_is_weighed_in_full(mean, labels):
+    """bfloat16 has no 257."""
+    model = Own(mean).eval().bfloat16()
+    ids = batch(257)["input_ids"]
+    found = ab.model_loss(model, {"input_ids": ids, "labels": labels})
+    wanted = mean(model.embed(ids), labels)
+    assert wanted.dtype == torch.bfloat16
+    assert found.sum.item() == wanted.item() * 257
+
+
 def test_the_model_is_asked_once_and_stays_as_it_is():
     model = Own(over_all)
     before = torch.random.get_rng_state()
