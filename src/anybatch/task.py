@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from numbers import Integral
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
@@ -295,12 +297,21 @@ class Task:
 
     def build_model(self) -> nn.Module:
         """The module to train, initialised under `seed`. Raises `InputError` if `model` is a function
-        that returns something else."""
+        that returns something else, or what it has kept of a trace."""
         if isinstance(self.model, nn.Module):
             return self.model
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            return self.checked_model(self.model())
+            model = self.checked_model(self.model())
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            if isinstance(tensor, FakeTensor):
+                raise InputError(
+                    f"{name!r} of the model that the function of task {self.name!r} returned was made"
+                    " when the task was planned, without values: the function keeps what it builds"
+                    " (functools.cache, say), so have it build anew each time, or call it once before"
+                    " planning."
+                )
+        return model
 
     def checked_model(self, model: object) -> nn.Module:
         """`model` as the model function returned it. Raises `InputError` if it is not a module."""

@@ -181,10 +181,11 @@ def subject_of(task: Task) -> Subject:
     else:
 
         def on_fake_tensors() -> nn.Module:
-            with converting_fake_modules():
+            with converting_fake_modules() as real:
                 made = task.checked_model(source())
-            # A function that reads weights from a file returns real ones.
-            return _unknown(made) if _is_fake(made) else fake_copy(made)
+                # A function that reads weights from a file returns real ones; those that it converted
+                # are put back, perhaps in a module that others use.
+                return _unknown(made) if _is_fake(made) and not real else fake_copy(made)
 
         build = on_fake_tensors
         fake = fake_mode()

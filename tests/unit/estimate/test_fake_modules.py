@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -66,6 +69,78 @@ def test_a_converted_model_is_planned(how: str):
     assert isinstance(model, Tied)
     assert model.head.weight is model.embedding.weight
     assert [p.dtype for p in model.parameters()] == [p.dtype for p in real.parameters()]
+
+
+class Handed(nn.Module):
+    """With a norm's buffers and the flat weights of an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.lstm(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("how", [*CONVERSIONS, "to float32"])
+def test_a_module_that_is_there_already_is_converted_for_the_trace_alone(how: str):
+    handed = Handed()
+    given = {**dict(handed.named_parameters()), **dict(handed.named_buffers())}
+    values = {name: tensor.detach().clone() for name, tensor in given.items()}
+    convert = CONVERSIONS.get(how, lambda model: model.to(torch.float32))
+
+    def build() -> nn.Module:
+        return convert(nn.Sequential(handed, nn.Linear(4, 3)))
+
+    task = ab.Task(
+        model=build,
+        loss=lambda model, batch: model(batch[0].to(model[1].weight.dtype)).square().mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train=TensorDataset(torch.randn(12, 3, 4)),
+        global_batch=4,
+        steps=1,
+    )
+    plan = ab.plan(task)
+    assert plan.prediction is not None
+    kept = {**dict(handed.named_parameters()), **dict(handed.named_buffers())}
+    assert kept.keys() == given.keys()
+    assert all(kept[name] is tensor for name, tensor in given.items())
+    assert all(torch.equal(kept[name], value) for name, value in values.items())
+    weights = list(handed.lstm.parameters())
+    assert all(a is b for a, b in zip(handed.lstm._flat_weights, weights, strict=True))
+    assert plan.task.dtypes == ab.plan(replace(task, model=build())).task.dtypes
+
+
+def test_a_module_that_is_kept_from_planning_is_not_trained():
+    made = cache(Handed)
+    task = ab.Task(
+        model=lambda: nn.Sequential(made(), nn.Linear(4, 3)),
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train=TensorDataset(torch.randn(12, 3, 4)),
+        global_batch=4,
+        steps=1,
+    )
+    told = (
+        r"'0\.lstm\.weight_ih_l0' of the model .* made when the task was planned.*functools\.cache"
+    )
+    with pytest.raises(ab.InputError, match=told):
+        ab.train(task)
+
+
+def test_a_module_of_another_thread_is_converted_as_ever():
+    other, param = nn.Linear(2, 2), nn.Linear(2, 2).weight
+    other.weight = param
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        converting_fake_modules(),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        pool.submit(other.double).result()
+    assert other.weight is param
+    assert param.dtype == torch.float64
+    assert not isinstance(param.data, FakeTensor)
 
 
 def test_modules_are_converted_as_ever_afterwards():
