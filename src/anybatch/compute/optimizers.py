@@ -91,7 +91,7 @@ def fresh_state(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
     other = _like(optimizer, {**group, "params": [twin]})
     try:
         with _compiled_here():
-            other.step()
+            unhooked_step(other)
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         raise InputError(
@@ -100,6 +100,13 @@ def fresh_state(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
             " optimizer of torch.optim."
         ) from error
     return other.state[twin]
+
+
+def unhooked_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    """The step of `optimizer` without hooks, those for all optimizers left out too."""
+    step: Any = type(optimizer).step
+    plain = step.__wrapped__ if getattr(step, "hooked", False) else step
+    plain(optimizer, *args, **kwargs)
 
 
 def state_kinds(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
@@ -113,7 +120,7 @@ def state_kinds(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
     twin = nn.Parameter(torch.zeros(2, 2, device=group["params"][0].device))
     twin.grad = torch.zeros_like(twin)
     other = _like(optimizer, {**group, "params": [twin]})
-    other.step()
+    unhooked_step(other)
     return _kinds(other.state[twin], twin)
 
 
@@ -152,7 +159,7 @@ def _fill_tables(optimizer: Optimizer) -> None:
     twin.grad = torch.zeros_like(twin)
     options = optimizer.param_groups[0]
     real = {name: torch.tensor(1e-3) for name, v in options.items() if isinstance(v, Tensor)}
-    _like(optimizer, {**options, **real, "params": [twin]}).step()
+    unhooked_step(_like(optimizer, {**options, **real, "params": [twin]}))
 
 
 def _like(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
@@ -166,7 +173,6 @@ def _like(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
         "_optimizer_step_post_hooks": OrderedDict(),
     }
     other.__dict__.update({**vars(optimizer), **others})
-    other.__dict__.pop("step", None)  # a scheduler puts one there that steps the other optimizer
     return other
 
 

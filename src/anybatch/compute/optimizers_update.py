@@ -18,15 +18,18 @@ Parts are for optimizers that treat every parameter by itself: then the result i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from anybatch.compute.optimizers import state_kinds
+from anybatch.compute.optimizers import state_kinds, unhooked_step
 from anybatch.errors import InputError
 from anybatch.plans import StatesOn, Update
 
@@ -124,11 +127,40 @@ class Updater:
 
     @torch.no_grad()
     def step(self) -> None:
-        """The update."""
+        """The update: one for hooks on the optimizer's step too, in however many parts it is done."""
         if self._update != "in parts" and self.states_on == "device":
             self._optimizer.step()
             return
-        gradients = {p: p.grad for group in self.param_groups for p in group["params"]}
+        after: OrderedDict[int, Any] = self._optimizer._optimizer_step_post_hooks  # pyright: ignore[reportAssignmentType]
+        seen: dict[Tensor, Tensor | None] = {}  # by hooks that come after
+        is_seen = bool(after) or bool(_global_optimizer_post_hooks)
+
+        def in_parts(_optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            gradients = {p: p.grad for group in self.param_groups for p in group["params"]}
+            if is_seen:
+                seen.update(gradients)
+            self._step_in_parts(gradients, partial(unhooked_step, *args, **kwargs))
+
+        def give_back(*_: Any) -> None:
+            for param, gradient in seen.items():
+                param.grad = gradient
+
+        # The last of the hooks before the step, which then finds nothing to do, and the first after it.
+        handles = [
+            self._optimizer.register_step_pre_hook(in_parts),
+            self._optimizer.register_step_post_hook(give_back),
+        ]
+        after.move_to_end(handles[1].id, last=False)
+        try:
+            self._optimizer.step()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _step_in_parts(
+        self, gradients: dict[Tensor, Tensor | None], step: Callable[[], object]
+    ) -> None:
+        """`step`s of some `gradients` after the other, which are let go."""
         devices = {param.device for param in gradients}
         for param in gradients:
             param.grad = None
@@ -137,7 +169,7 @@ class Updater:
                 param.grad = gradients.pop(param)
             if self.states_on == "host":
                 self._fetch(part)
-            self._optimizer.step()
+            step()
             if self.states_on == "host":
                 self._send(part)
             for param in part:

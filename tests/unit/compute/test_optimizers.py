@@ -6,12 +6,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook as every_step_after
+from torch.optim.optimizer import register_optimizer_step_pre_hook as every_step_before
 
 from anybatch.compute import optimizers_update
 from anybatch.compute.optimizers import is_compiled, parts_of, rehearse
@@ -94,6 +97,97 @@ def test_fused_is_the_same_but_for_rounding(small_parts, name, states_on, dtype,
     found = stepped(BY_PARAMETER[name], plain, ("fused", states_on), plain, dtype=dtype)
     for one, other in zip(found, wanted, strict=True):
         assert (one - other).norm() <= tolerance * other.norm().clamp_min(1e-3)
+
+
+def num_hooks(optimizer: Optimizer) -> tuple[int, int]:
+    return len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
+
+
+def hooked(make: Make, *way: Any) -> list[Tensor]:
+    """Parameters, their moving average and what hooks saw of three updates in this way; None: by the
+    optimizer itself. One hook clips by all gradients, one makes the average."""
+    given = parameters()
+    optimizer = make([{"params": given[:2]}, {"params": given[2:], "weight_decay": 0.1}])
+    averages = [param.detach().clone() for param in given]
+    seen: list[Tensor] = []
+
+    def clip(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        bound = torch.stack([param.grad.abs().mean() for param in given]).mean()  # pyright: ignore[reportOptionalMemberAccess]
+        for param in given:
+            assert param.grad is not None
+            param.grad.clamp_(-bound, bound)
+
+    def follow(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        for average, param in zip(averages, given, strict=True):
+            average.lerp_(param.detach(), 0.3)
+
+    def look(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        seen.extend(param.grad.clone() for param in given if param.grad is not None)
+
+    optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_post_hook(follow)
+    everywhere = [register(look) for register in (every_step_before, every_step_after)]
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # has a wrapper for the step
+    updater = Updater(optimizer)
+    try:
+        updater.take(*(way or ("as given",)))
+        updater.reserve()
+        draw = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            for param in given:
+                param.grad = torch.randn(param.shape, generator=draw, dtype=torch.float64)
+            updater.step() if way else optimizer.step()
+            scheduler.step()
+    finally:
+        for handle in everywhere:
+            handle.remove()
+    updater.close()
+    assert num_hooks(optimizer) == (1, 1)
+    assert len(seen) == 3 * 2 * len(given)
+    return [*(param.detach() for param in given), *averages, *seen]
+
+
+@pytest.mark.parametrize("states_on", ["device", "host"])
+@pytest.mark.parametrize(
+    ("name", "update"),
+    [
+        *product(("adamw", "adamw foreach", "momentum"), ("as given", "in parts")),
+        *product(("adamw", "sgd", "adagrad"), ("fused",)),
+    ],
+)
+def test_hooks_on_the_step_see_one_update(small_parts, name, update, states_on):
+    make = BY_PARAMETER[name]
+    plain = partial(make, fused=True) if update == "fused" else make
+    found = hooked(make, update, states_on)
+    assert all(map(torch.equal, found, hooked(plain)))
+
+
+def test_a_hook_that_fails_leaves_the_gradients_and_no_hook(small_parts):
+    given = parameters()
+    optimizer = torch.optim.SGD(given, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    updater = Updater(optimizer)
+    updater.take("in parts")
+    for param in given:
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ZeroDivisionError):
+        updater.step()
+    assert all(param.grad is not None for param in given)
+    assert num_hooks(optimizer) == (1, 0)
+
+
+def test_hooks_for_all_optimizers_do_not_see_a_rehearsal(compiled):
+    seen: list[Any] = []
+    handles = [
+        every_step_before(lambda *_: seen.append(1)),
+        every_step_after(lambda *_: seen.append(2)),
+    ]
+    try:
+        rehearse(compiled())
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert not seen
 
 
 def test_options_are_given_back():
