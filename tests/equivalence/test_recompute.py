@@ -148,6 +148,55 @@ def test_a_module_that_counts_counts_once_and_computes_the_same(recompute):
     assert float(again.model[0].in_place) == 16
 
 
+class Observing(nn.Module):
+    """Counts in each of the ways that modules do, but only from some step on."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(6, 6, **KIND)
+        for name in ("in_place", "replaced", "by_data"):
+            self.register_buffer(name, torch.zeros((), **KIND))
+        self.register_buffer("large", torch.zeros((1 << 17) + 1, **KIND))
+        self.register_buffer("constant", torch.ones(1, **KIND).expand(6))
+        self.register_buffer("absent", None)
+        self.is_calm = True
+
+    def forward(self, x):
+        if not self.is_calm:
+            self.in_place += 1
+            self.replaced = self.replaced * 0.5 + x.detach().mean()
+            self.by_data.data.add_(1)
+            self.large += 1
+            self.absent = x.detach().mean() if self.absent is None else self.absent * 0.5
+            x = x * self.absent.clone() + self.by_data.clone()
+        return torch.tanh(self.lin(x)) * self.in_place.clone() + self.replaced + self.constant
+
+
+@pytest.mark.parametrize(
+    "way",
+    [Recompute(blocks=("0", "1")), Recompute(blocks=(".",), nested=True)],
+    ids=["blocks", "nested"],
+)
+def test_a_module_that_begins_to_count_later_counts_once_and_computes_the_same(way):
+    def trained(recompute):
+        task = task_of(
+            lambda: nn.Sequential(Observing(), Observing(), nn.Linear(6, 3, **KIND)), steps=5
+        )
+        with ab.Session(task, plan_for(task, 4, recompute=recompute)) as session:
+            for event in session.steps():
+                for observing in session.model[:2]:
+                    observing.is_calm = event.step in (1, 4)
+            return session.model.state_dict()
+
+    found, wanted = trained(way), trained(Recompute())
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-12, atol=1e-12)
+    # Steps 3 and 4, of 6 and 12 samples, are 2 and 3 micro-batches.
+    for name in ("0.in_place", "0.by_data", "1.large"):
+        assert found[name].unique().item() == 5
+
+
 def test_a_block_that_runs_twice_counts_twice():
     class Twice(nn.Module):
         def __init__(self):

@@ -44,6 +44,9 @@ _HELD_NAMES = ("tensor", "is_output", "is_inplace_on_view")
 nobody holds them they are dropped again, and CPython makes its table of names anew after some 75,000
 checkpoints, 7 MiB at a time."""
 
+_KEPT_BYTES = 1 << 20
+"""Copies of buffers up to this size are kept for the second run in any case."""
+
 _aten = torch.ops.aten
 _MATMULS = {
     _aten.mm.default,
@@ -187,69 +190,74 @@ Place = tuple[nn.Module, str]
 class _CountingBuffers:
     """The buffers that forward changes, for both runs of a block.
 
-    Which ones change is seen whenever a block runs (by object and version), so that large constant
-    buffers (masks, rotary tables) are copied the first time only. Norms count as changing: their
-    kernels write the running statistics without a new version.
+    Which ones change may differ from run to run (observers that are enabled later, codebooks after
+    their warm-up), so all are copied whenever a block runs. Copies of large ones (masks, rotary
+    tables) are let go at the end of a first run that has not changed them.
     """
-
-    def __init__(self) -> None:
-        self._constant: set[Place] = set()
 
     def contexts(
         self, modules: Iterable[nn.Module]
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What surrounds the first run of `modules`, which begins now, and the second."""
-        places = [
+        found = _Snapshot(
             (module, name)
             for outer in modules
             for module in outer.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and (module, name) not in self._constant
-        ]
-        found = _Snapshot(places)
+            for name in module._buffers
+        )
         return self._watching(found), _AsThen(found)
 
     @contextmanager
     def _watching(self, found: _Snapshot) -> Iterator[None]:
         yield
-        self._constant.update(found.drop_unchanged())
+        found.drop_unchanged()
 
 
 class _Snapshot:
     """Buffers and what they held at one moment."""
 
     def __init__(self, places: Iterable[Place]) -> None:
-        self._held: dict[Place, tuple[Tensor, int, Tensor]] = {}
-        for place in places:
-            module, name = place
-            buffer = module._buffers[name]
+        self._held: dict[Place, tuple[Tensor | None, int, Tensor | None]] = {}
+        for module, name in dict.fromkeys(places):
+            buffer, version, value = module._buffers.get(name), 0, None
             if buffer is not None:
-                self._held[place] = (buffer, buffer._version, buffer.detach().clone())
+                version = buffer._version
+                if not _is_expanded(buffer):  # torch writes to no tensor whose elements are one
+                    value = buffer.detach().clone()
+            self._held[module, name] = buffer, version, value
 
     @property
     def places(self) -> list[Place]:
         """Where the buffers are."""
         return list(self._held)
 
-    def drop_unchanged(self) -> list[Place]:
-        """Keep only buffers that were written or replaced since; returns the others."""
-        unchanged = [
-            (module, name)
-            for (module, name), (buffer, version, _) in self._held.items()
-            if not isinstance(module, nn.modules.batchnorm._NormBase)
-            and module._buffers.get(name) is buffer
-            and buffer._version == version
-        ]
-        for place in unchanged:
-            del self._held[place]
-        return unchanged
+    def drop_unchanged(self) -> None:
+        """Let go of large buffers that were neither written nor replaced since. Some writes give no new
+        version: those of the kernels of norms, and those by way of `.data`."""
+        for (module, name), (buffer, version, _) in list(self._held.items()):
+            if (
+                buffer is not None
+                and buffer.numel() * buffer.itemsize > _KEPT_BYTES
+                and not isinstance(module, nn.modules.batchnorm._NormBase)
+                and module._buffers.get(name) is buffer
+                and buffer._version == version
+            ):
+                del self._held[module, name]
 
     def put_back(self) -> None:
         """Make every place hold what it held."""
         for (module, name), (buffer, _, value) in self._held.items():
-            # Through .data: the version stays, since backward may have saved this buffer.
-            buffer.data.copy_(value)
+            if buffer is not None and value is not None:
+                # Through .data: the version stays, since backward may have saved this buffer.
+                buffer.data.copy_(value)
             module._buffers[name] = buffer
+
+
+def _is_expanded(buffer: Tensor) -> bool:
+    is_strided = buffer.layout == torch.strided
+    return is_strided and any(
+        size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
+    )
 
 
 class _AsThen(AbstractContextManager[None]):
