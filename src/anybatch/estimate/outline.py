@@ -7,6 +7,7 @@ any time later as it was planned first.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.estimate.subject import fake_copy
+from anybatch.estimate.untraced import NoOptimizer
+from anybatch.estimate.values import UNKNOWN
 
 
 class Outline:
@@ -25,22 +28,55 @@ class Outline:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        wrapped = _wrapped(optimizer)
         with torch.device("meta"):
             try:
                 self.model: nn.Module = fake_copy(model)
             except Exception:  # nor can it be copied in a trace, where why not will be told
                 self.model = model
-            self._groups = _groups_on(optimizer.param_groups, model, self.model)
-        self._kind: Any = type(optimizer)
+            self._groups = _groups_on(wrapped.param_groups, model, self.model)
+        self._kind: Any = type(wrapped)
+        self._arguments = _arguments(wrapped)
+        if (
+            wrapped is not optimizer
+        ):  # what is wrapped is updated as the wrapper does, not in parts, say
+            self._kind = type(self._kind.__name__, (self._kind,), {})
 
     def build(self) -> nn.Module:
         """The model on fake tensors; called inside a trace."""
         return fake_copy(self.model)
 
     def optimizer_on(self, fake: nn.Module) -> Optimizer:
-        """An optimizer like the outlined one on the parameters of `fake`; called inside a trace."""
-        # torch's optimizers take their groups alone; the options are in them.
-        return self._kind(_groups_on(self._groups, self.model, fake))
+        """An optimizer like the outlined one on the parameters of `fake`; called inside a trace.
+
+        Raises `NoOptimizer` if its class cannot be called.
+        """
+        groups = _groups_on(self._groups, self.model, fake)
+        try:
+            return self._kind(groups, **self._arguments)
+        except UNKNOWN:  # numbers that can be followed
+            raise
+        except Exception as error:
+            raise NoOptimizer(self._kind.__name__) from error
+
+
+def _wrapped(optimizer: Optimizer) -> Optimizer:
+    """What `optimizer` leaves the update to, if it is a wrapper, as that of accelerate."""
+    inner = vars(optimizer).get("optimizer")
+    return _wrapped(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def _arguments(optimizer: Optimizer) -> dict[str, Any]:
+    """What the class of `optimizer` has to be given beside the parameter groups. torch's optimizers
+    take these alone, since the options are in them."""
+    others = list(inspect.signature(type(optimizer)).parameters.values())[1:]
+    known = {**vars(optimizer), **optimizer.defaults}
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return {
+        one.name: known[one.name]
+        for one in others
+        if one.kind in named and one.default is one.empty and one.name in known
+    }
 
 
 def _groups_on(

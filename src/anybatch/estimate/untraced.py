@@ -20,10 +20,27 @@ _NOT_THE_USER_S = tuple(
 _STANDARD = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
 
 
+class NoOptimizer(RuntimeError):
+    """An optimizer could not be made anew for a trace; its cause tells why.
+
+    Attributes:
+        name: of its class.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name: str = name
+
+
 def why_untraced(error: BaseException) -> str:
     """Sentences on `error`, which was raised on fake tensors: what, where, and what to do."""
-    lines = str(error).strip().splitlines()
-    what = type(error).__name__ + (f": {lines[0].removesuffix('.')}" if lines else "")
+    cause = error.__cause__
+    if isinstance(error, NoOptimizer) and cause is not None:
+        return (
+            f"The optimizer {error.name} could not be made anew for the estimate ({_what(cause)}): let"
+            " its class be called with parameter groups alone, or with what stands in its `defaults`"
+            " under the names of its arguments."
+        )
     place = place_of(error)
     remedy = (
         "A size there depends on data that no estimate has: write it for fixed sizes (each expert a"
@@ -32,9 +49,14 @@ def why_untraced(error: BaseException) -> str:
         else "If the model runs on real tensors, plan on the device itself, where passes are measured."
     )
     return (
-        f"The model could not be traced on fake tensors ({what}"
+        f"The model could not be traced on fake tensors ({_what(error)}"
         f"{f', at {place}' if place else ''}). {remedy}"
     )
+
+
+def _what(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return type(error).__name__ + (f": {lines[0].removesuffix('.')}" if lines else "")
 
 
 def place_of(error: BaseException) -> str:
