@@ -1,7 +1,8 @@
 """Eager: what a user has compiled by `torch.compile` runs as it is written while it is traced.
 
 The compiler would else compile what traces, with warnings for each limit that this meets, and its time
-would be spent on tensors that hold no numbers.
+would be spent on tensors that hold no numbers. Nor does torch's anomaly mode look for NaN among these:
+it would find some.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import torch
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """Nothing is compiled inside, and nothing that was compiled runs."""
+    """Nothing is compiled inside, nothing that was compiled runs, and gradients are not looked at."""
     with warnings.catch_warnings():
         # Of the hooks by which a trace knows whose an operation is.
         warnings.filterwarnings(
             "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
         )
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), torch.autograd.set_detect_anomaly(False):
             yield

@@ -100,3 +100,10 @@ def test_one_that_cannot_be_made_anew_is_named():
     assert "The optimizer Secretive could not be made anew for the estimate (TypeError:" in told
     assert "parameter groups alone" in told
     assert "model could not" not in told
+
+
+def test_a_model_is_planned_while_torch_looks_for_nan():
+    with torch.autograd.set_detect_anomaly(True):
+        plan, _ = stepped(torch.optim.AdamW)
+        assert torch.is_anomaly_enabled()
+    assert plan.prediction is not None
