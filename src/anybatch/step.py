@@ -42,9 +42,10 @@ from anybatch.compute import (
     find_chains,
     kernel_choices,
 )
-from anybatch.compute.averages import warn_of_statistics
+from anybatch.compute.averages import warn_of_left_out, warn_of_statistics
 from anybatch.compute.building import check_needs_no_closure
 from anybatch.compute.precision import check_available
+from anybatch.compute.several import as_one
 from anybatch.data import (
     Bad,
     Place,
@@ -126,7 +127,8 @@ class Step:
 
     Args:
         model: on the device where it is to be trained; with several ranks as it is, not wrapped.
-        optimizer: on parameters of `model`, all or some, and perhaps of the loss beside them.
+        optimizer: on parameters of `model`, all or some, and perhaps of the loss beside them; or a list
+            of optimizers with parameters of their own (Muon for the matrices, AdamW for the rest).
         loss: `(model, batch) -> Loss`, or a plain mean; see `Task`.
         memory: budget of each rank, as `train` takes it; held from the first call until `close`.
             None: plan for what is free.
@@ -151,7 +153,7 @@ class Step:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         loss: LossFunction,
         memory: str | int | None = None,
         *,
@@ -164,10 +166,12 @@ class Step:
         compile: Compile = False,
         sinks: Sequence[Sink] = (),
     ) -> None:
+        optimizer = as_one(optimizer)
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
             raise InputError(
                 f"Step takes a model and an optimizer, not {type(model).__name__} and"
-                f" {type(optimizer).__name__}: give a torch.nn.Module and a torch.optim.Optimizer."
+                f" {type(optimizer).__name__}: give a torch.nn.Module and a torch.optim.Optimizer, or a"
+                " list of such."
             )
         _check_unwrapped(model)
         if parse_compile(compile) == "if-faster":
@@ -201,6 +205,7 @@ class Step:
             )
         check_needs_no_closure(optimizer)
         _check_of(model, optimizer)
+        warn_of_left_out(model, optimizer, loss)
         self._device = homes.pop()
         kernel_choices.check_available(KernelChoices(compile=bool(compile)), self._device)
         self._where = Machine.here(memory, str(self._device)).device

@@ -206,7 +206,8 @@ class Task:
         loss: `(model, batch) -> Loss`. A scalar tensor is taken as the plain mean over the samples
             of the batch it was given and weighed by their number; `(sum, weight)` is a `Loss` too.
             One that compares samples with each other is a `JointLoss`.
-        optimizer: parameters (or parameter groups, as `parameters` returns them) to an optimizer.
+        optimizer: parameters (or parameter groups, as `parameters` returns them) to an optimizer, or a
+            list of optimizers with parameters of their own (Muon for the matrices, AdamW for the rest).
         train: map-style data set (with `__len__` and `__getitem__`, and `__getitems__` where it
             has it), or an iterable one.
         valid: held-out data set, evaluated at the end of each epoch (or every `evaluate_every`
@@ -253,7 +254,7 @@ class Task:
 
     model: nn.Module | Callable[[], nn.Module]
     loss: LossFunction
-    optimizer: Callable[[Any], Optimizer]
+    optimizer: Callable[[Any], Optimizer | Sequence[Optimizer]]
     train: Any
     valid: Any = None
     global_batch: int

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from anybatch.compute.several import as_one, parts_of
 from anybatch.errors import InputError
 from anybatch.task import parameters_in
 
@@ -31,10 +32,11 @@ def place(model: nn.Module, device: torch.device) -> nn.Module:
 
 def checked_optimizer(optimizer: object, model: nn.Module) -> Optimizer:
     """`optimizer`, if it is one on parameters of `model`. Raises `InputError` otherwise."""
+    optimizer = as_one(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise InputError(
             f"the optimizer function returned a value of type {type(optimizer).__name__}: return a"
-            " torch.optim.Optimizer made from the parameters it was given."
+            " torch.optim.Optimizer made from the parameters it was given, or a list of such."
         )
     own = {id(p) for p in model.parameters()}
     foreign = [p for p in parameters_in(optimizer.param_groups) if id(p) not in own]
@@ -52,12 +54,13 @@ def checked_optimizer(optimizer: object, model: nn.Module) -> Optimizer:
 def check_needs_no_closure(optimizer: Optimizer) -> None:
     """Raises `InputError` if `optimizer.step` cannot be called without a closure that computes the
     loss: a step of many passes has none to give."""
-    # Of its class: a scheduler puts a function of its own in the place of the optimizer's method.
-    _own, *wanted = inspect.signature(type(optimizer).step).parameters.values()
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    if any(one.default is one.empty and one.kind not in kinds for one in wanted):
-        raise InputError(
-            f"the optimizer is {type(optimizer).__name__}, which computes the loss itself through a"
-            " closure, several times per step perhaps: give one that takes a gradient, such as SGD or"
-            " AdamW."
-        )
+    for part in parts_of(optimizer):
+        # Of its class: a scheduler puts a function of its own in the place of the method.
+        _own, *wanted = inspect.signature(type(part).step).parameters.values()
+        if any(one.default is one.empty and one.kind not in kinds for one in wanted):
+            raise InputError(
+                f"the optimizer is {type(part).__name__}, which computes the loss itself through a"
+                " closure, several times per step perhaps: give one that takes a gradient, such as SGD"
+                " or AdamW."
+            )

@@ -44,7 +44,7 @@ _HELD_NAMES = ("tensor", "is_output", "is_inplace_on_view")
 nobody holds them they are dropped again, and CPython makes its table of names anew after some 75,000
 checkpoints, 7 MiB at a time."""
 
-_KEPT_BYTES = 1 << 20
+_KEPT_BYTES = 64 << 10
 """Copies of buffers up to this size are kept for the second run in any case."""
 
 _aten = torch.ops.aten

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from anybatch.compute.several import as_one, parts_of
 from anybatch.estimate.subject import fake_copy
 from anybatch.estimate.untraced import NoOptimizer
 from anybatch.estimate.values import UNKNOWN
@@ -28,19 +29,12 @@ class Outline:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        wrapped = _wrapped(optimizer)
         with torch.device("meta"):
             try:
                 self.model: nn.Module = fake_copy(model)
             except Exception:  # nor can it be copied in a trace, where why not will be told
                 self.model = model
-            self._groups = _groups_on(wrapped.param_groups, model, self.model)
-        self._kind: Any = type(wrapped)
-        self._arguments = _arguments(wrapped)
-        if (
-            wrapped is not optimizer
-        ):  # what is wrapped is updated as the wrapper does, not in parts, say
-            self._kind = type(self._kind.__name__, (self._kind,), {})
+            self._parts = [_OneOptimizer(part, model, self.model) for part in parts_of(optimizer)]
 
     def build(self) -> nn.Module:
         """The model on fake tensors; called inside a trace."""
@@ -51,7 +45,26 @@ class Outline:
 
         Raises `NoOptimizer` if its class cannot be called.
         """
-        groups = _groups_on(self._groups, self.model, fake)
+        return as_one([part.made_for(self.model, fake) for part in self._parts])
+
+
+class _OneOptimizer:
+    """How to make an optimizer like `optimizer`, on parameters like those of `other`, a copy of
+    `model`."""
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module, other: nn.Module) -> None:
+        wrapped = _wrapped(optimizer)
+        self._groups = _groups_on(wrapped.param_groups, model, other)
+        self._arguments = _arguments(wrapped)
+        self._kind: Any = type(wrapped)
+        if (
+            wrapped is not optimizer
+        ):  # updated as the wrapper does, which may look at all parameters
+            self._kind = type(self._kind.__name__, (self._kind,), {})
+
+    def made_for(self, model: nn.Module, fake: nn.Module) -> Optimizer:
+        """The same on the parameters of `fake`, a copy of `model`."""
+        groups = _groups_on(self._groups, model, fake)
         try:
             return self._kind(groups, **self._arguments)
         except UNKNOWN:  # numbers that can be followed

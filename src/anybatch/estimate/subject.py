@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from anybatch.compute import DEFAULT_GHOST_BATCH, batch_norms, find_blocks, find_chains
 from anybatch.compute.ghost import depends_on_cut
+from anybatch.compute.several import as_one
 from anybatch.data import (
     lengths_of,
     map_leaves,
@@ -205,7 +206,7 @@ def subject_of(task: Task) -> Subject:
     return Subject(
         identity=identity,
         build_model=build,
-        make_optimizer=lambda fake: task.optimizer(task.parameters_of(fake)),
+        make_optimizer=lambda fake: as_one(task.optimizer(task.parameters_of(fake))),
         loss=task.loss,
         template=template,
         num_valid=_num_valid(task),

@@ -15,6 +15,7 @@ from anybatch.compute import Replica, chunked_loss
 from anybatch.compute.calm import calm
 from anybatch.compute.doubles import InDoubles
 from anybatch.compute.joint import Ask, Rows
+from anybatch.compute.several import as_one
 from anybatch.data import ghosts
 from anybatch.plans import Choice, Recompute
 from anybatch.proof.sample import Sample
@@ -62,7 +63,7 @@ class Runs:
         task, model = self.task, copy.deepcopy(self.model).to(self.dtype)
         replica = Replica(
             model,
-            lambda: task.optimizer(task.parameters_of(model)),
+            lambda: as_one(task.optimizer(task.parameters_of(model))),
             loss or task.loss,
             Choice(
                 micro_batch=1,
