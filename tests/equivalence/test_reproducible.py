@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from tests.equivalence.reference import plan_for, train_plainly
-from tests.equivalence.reproducible import digest, task_of
+from tests.equivalence.reproducible import digest, loss, task_of
 from tests.equivalence.worlds import World
 from tests.equivalence.worlds import task_of as task_of_world
 from tests.multiprocess.failing import RunsOut
@@ -162,6 +162,49 @@ def test_memory_that_runs_out_alone():
     found = trained({}, (1.0,), {"ladder": (choice,)}, failing=("backward", True))
     assert any(isinstance(event, OutOfMemory) for event in found[2])
     assert found[:2] == alone()
+
+
+HALVED = {"reproducible": ab.Grains(samples=4, parts=8), "global_batch": 32, "steps": 2}
+"""Two ranks have four parts each, of one pass: in the middle of them more sums wait than at the end."""
+
+
+def out_of_memory_in(passes):
+    """`HALVED` on one rank; memory runs out in passes of these numbers."""
+    num_passes = 0
+
+    def failing(model, batch):
+        nonlocal num_passes
+        num_passes += 1
+        if num_passes in passes:
+            raise torch.OutOfMemoryError("tried to allocate more than there is")
+        return loss(model, batch)
+
+    return {**HALVED, "loss": failing}
+
+
+def failing_in_turn(rank, size, bad_rank):
+    """What comes of it and the number of failures told, for each pass in which memory runs out: in the
+    first attempt, and in the second one too."""
+    choices = tuple(
+        Choice(micro_batch=GRAIN, evaluation_batch=GRAIN, recompute=WAYS[way])
+        for way in ("blocks", "nested")
+    )
+    found = []
+    for number in range(1, 5):
+        for passes in ({number}, {number, 2 * number}):
+            options = out_of_memory_in(passes if rank == bad_rank else ())
+            result = on_rank(rank, size, options, (1.0,) * size, {"ladder": choices})
+            failures = [event for event in result[2] if isinstance(event, OutOfMemory)]
+            found.append((result[:2], len(failures)))
+    return found
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_memory_that_runs_out_in_any_pass_once_or_twice(crew, bad_rank):
+    first, second = crew(2, failing_in_turn, bad_rank)
+    undisturbed = trained(HALVED, (1.0,), {})[:2]
+    assert first == [(undisturbed, 1), (undisturbed, 2)] * 4
+    assert [one for one, _ in second] == [undisturbed] * 8
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 1), (2, 3)])

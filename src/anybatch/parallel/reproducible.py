@@ -138,9 +138,11 @@ class Reproducible(Group):
             layout = [nodes_of(parts, self._there) for parts in self._ranges]
             slots = max(len(nodes) for nodes in layout)
             for number, flat in enumerate(self._buckets.flats):
-                # A rank that failed has perhaps no sums, and sends what there is: nothing will count.
-                mine = [value[number] for _, value in self._sums]
-                mine += [flat] * (len(layout[self.rank]) - len(mine))
+                # A rank that failed has too few sums, or more that are not joined yet, and sends what
+                # there is: nothing will count.
+                num_nodes = len(layout[self.rank])
+                mine = [value[number] for _, value in self._sums[:num_nodes]]
+                mine += [flat] * (num_nodes - len(mine))
                 length = self.size * piece_of(flat, self.size)
                 for start in range(0, len(flat), length):
                     piece = slice(start, min(start + length, len(flat)))
