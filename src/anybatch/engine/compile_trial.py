@@ -124,7 +124,7 @@ class CompileTrial:
 
     def _unfit(self) -> str:
         """What in the plan speaks against a trial, or against compiling."""
-        if not runs_apart(self._group):
+        if not runs_apart(self._group, self._plan):
             return "the ranks cannot run passes each by itself, so none can be timed"
         return self._held()
 

@@ -85,7 +85,7 @@ class Trial:
         self._engine = engine
         self._group = group
         self._sink = sink
-        found = affordable(plan, num_steps) if runs_apart(group) else None
+        found = affordable(plan, num_steps) if runs_apart(group, plan) else None
         self.pays: bool = found is not None
         self._rivals, self._rounds = found or ((), 0)
         self._choices = [plan.choice, *(rival.choice for rival in self._rivals)]
@@ -171,9 +171,11 @@ class Trial:
         )
 
 
-def runs_apart(group: Group) -> bool:
-    """Whether its ranks can run passes by themselves, so that they can be timed."""
-    return not (group.lockstep or group.diverges or group.in_one_process)
+def runs_apart(group: Group, plan: Plan) -> bool:
+    """Whether the ranks can run passes of `plan` by themselves, so that they can be timed. Where norms
+    meet inside passes, a rank that ends one early leaves the others waiting."""
+    meets = group.lockstep or group.diverges or group.in_one_process
+    return plan.norms == "ghosts" and not meets
 
 
 def typical(seconds: Sequence[float]) -> float:

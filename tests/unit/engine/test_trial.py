@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 import anybatch as ab
 from anybatch.engine.trial import affordable
 from anybatch.estimate import subject_of
-from anybatch.events import OutOfMemory, Replanned, Tried
-from anybatch.plans import Rival
+from anybatch.events import CompileDecided, OutOfMemory, Replanned, Tried
+from anybatch.plans import KernelChoices, Rival
 
 
 @pytest.fixture
@@ -210,6 +210,52 @@ def on_a_rank(seconds, rank, size):
     with pytest.MonkeyPatch.context() as patch:
         state, _, followed = run(patch, task, plan, seconds[rank])
     return followed.choice.micro_batch, state["weight"]
+
+
+def test_ranks_whose_norms_meet_in_passes_have_no_trial(crew):
+    """A pass that fails on one of them alone would leave the other waiting in the middle of its own."""
+    first, second = crew(2, normalised)
+    events, weight = first
+    assert not of_kind(events, Tried)
+    (decision,) = of_kind(events, CompileDecided)
+    assert decision.reason == "the ranks cannot run passes each by itself, so none can be timed"
+    (failure,) = of_kind(events, OutOfMemory)
+    assert (failure.step, failure.rank) == (1, 0)
+    assert torch.equal(weight, second[1])
+
+
+def normalised(rank, size):
+    """The events of a run with synchronised norms, and a weight. In the second pass memory runs out on
+    rank 0."""
+    num_passes = 0
+
+    def failing(model, batch):
+        nonlocal num_passes
+        num_passes += 1
+        if (rank, num_passes) == (0, 2):
+            raise MemoryError
+        return loss(model, batch)
+
+    draw = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(48, 4, generator=draw), torch.randn(48, 3, generator=draw))
+    task = ab.Task(
+        model=lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)),
+        loss=failing,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+        train=data,
+        global_batch=16,
+        ghost_batch=16,
+        steps=1200,
+    )
+    plan = plan_for(task, 8, parallel="replicate", shares=(1.0, 1.0), norms="synchronised")
+    leaner = plan.choice.model_copy(update={"micro_batch": 4})
+    kernels = KernelChoices(compile_if_faster="open")
+    plan = plan.model_copy(update={"ladder": (leaner,), "prediction": told(), "kernels": kernels})
+    events = []
+    with ab.Session(task, plan, [events.append], trial=True) as session:
+        for _, _ in zip(range(3), session.steps(), strict=False):
+            pass
+        return events, session.model[1].weight.detach().clone()
 
 
 def test_where_samples_differ_in_length_a_step_is_predicted_by_its_padded_size(monkeypatch):
