@@ -3,12 +3,16 @@
 Reading a number from a GPU waits for all that was queued before it, so losses, weights and metrics are
 only gathered here, and read together, once, when the ranks agree. On the CPU there is nothing to wait
 for: numbers are read and added up as they come.
+
+Ranks add up their metrics by place. So they lie in the order of their names, which is the same in every
+process (that of a set of strings is not), and a mark of the names crosses with them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +24,8 @@ from anybatch.parallel import NUM_FIXED, Agreed, Group
 from anybatch.task import Loss
 
 _CHUNK = 256
+
+_MARKS = NUM_FIXED - 2  # where they stand among the totals
 
 
 class Totals:
@@ -60,20 +66,22 @@ class Totals:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the metrics, in the order of `tensor`."""
+        """Names of the metrics, in the order in which the loss gives them."""
         return tuple(self._metrics or ())
 
     def tensor(self) -> Tensor:
         """float64 `[(NUM_FIXED + 2 * num_metrics) * num_parts]`: loss sum, weight, number of negative
-        weights, what is known of first micro-batches (see `_first`), and the sum and weight of each
-        metric; each of all parts, one after the other."""
-        pairs = [series for pair in (self._metrics or {}).values() for series in pair]
+        weights, what is known of first micro-batches (see `_first`), what tells whether ranks have the
+        same metrics (see `_marks`), and the sum and weight of each metric, in the order of their names;
+        each of all parts, one after the other."""
+        metrics = self._metrics or {}
+        pairs = [series for name in _in_order(metrics) for series in metrics[name]]
         negative = self._weights.num_negative()
         sums = [*self._losses.totals(), *self._weights.totals(), *negative]
         for series in pairs:
             sums += series.totals()
         at = 3 * self._num_parts
-        sums[at:at] = self._first(any(isinstance(one, Tensor) for one in sums))
+        sums[at:at] = [*self._first(any(isinstance(one, Tensor) for one in sums)), *self._marks()]
         if not any(isinstance(one, Tensor) for one in sums):
             return torch.tensor(sums, dtype=torch.float64, device=self._device)
         return torch.stack([self._placed(one) for one in sums])
@@ -100,6 +108,14 @@ class Totals:
             found = (float(norm) ** 2 / heavy, heavy, 1.0) if heavy > 0 else (0.0, 0.0, 0.0)
         sums[part :: self._num_parts] = found
         return sums
+
+    def _marks(self) -> list[float]:
+        """The mark of the metrics' names, and its square, once and not by part. If `n` ranks have
+        metrics, `n` times the sum of the squares is the square of the sum just where all marks are the
+        same (Cauchy-Schwarz), and all ranks see it."""
+        mark = float(_mark(self.names))
+        others = [0.0] * (self._num_parts - 1)
+        return [mark, *others, mark**2, *others]
 
     def _placed(self, value: Tensor | float) -> Tensor:
         """On the device, without waiting for it, as the copy of a number would."""
@@ -138,17 +154,25 @@ class Names:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._known: tuple[str, ...] | None = None
+        self._known: tuple[float, tuple[str, ...]] | None = None  # with their mark
 
     def common(self, own: tuple[str, ...], agreed: Agreed) -> tuple[str, ...]:
-        """The names that go with `agreed.totals`. Ranks speak to each other once, when a rank lacks
-        names for the first time: all of them see the same lengths, so all of them know when."""
-        longest = max(agreed.lengths)
-        if min(agreed.lengths) == longest:
+        """The names that go with `agreed.totals`. Ranks speak to each other only when one lacks names
+        that it has not heard of yet: all of them see the same totals, so all of them know when.
+
+        Raises `LossError`, on all ranks, if they have metrics of different names.
+        """
+        having = sum(length > NUM_FIXED for length in agreed.lengths)
+        if not having:
+            return ()
+        marks, squares = agreed.totals[_MARKS:NUM_FIXED]
+        if having * int(squares) != int(marks) ** 2:
+            raise LossError(_differing(self._group.exchange(own)))
+        if having == len(agreed.lengths):
             return own
-        if self._known is None or len(self._known) * 2 + NUM_FIXED != longest:
-            self._known = max(self._group.exchange(own), key=len)
-        return self._known
+        if self._known is None or self._known[0] != marks / having:
+            self._known = marks / having, max(self._group.exchange(own), key=len)
+        return self._known[1]
 
 
 class Means:
@@ -158,9 +182,10 @@ class Means:
         self.loss_sum: float = values[0]
         self.weight: float = values[1]
         self.num_negative: float = values[2]
-        self._squares, self._part_weights, self._num_parts = values[3:NUM_FIXED]
-        rest = values[NUM_FIXED:]
-        self._pairs = {n: (rest[2 * i], rest[2 * i + 1]) for i, n in enumerate(names)}
+        self._squares, self._part_weights, self._num_parts = values[3:_MARKS]
+        pairs = zip(values[NUM_FIXED::2], values[NUM_FIXED + 1 :: 2], strict=True)
+        found = dict(zip(_in_order(names), pairs, strict=True))
+        self._pairs = {name: found[name] for name in names}
 
     @property
     def loss(self) -> float:
@@ -245,6 +270,27 @@ class _Series:
             return self._chunks
         joined = torch.stack([t.to(self._device).reshape(()) for t in self._tensors])
         return [*self._chunks, (self._part, joined)]
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """The order in which metrics lie in totals."""
+    return sorted(names, key=str)  # whatever they are: nobody has looked at them
+
+
+def _mark(names: Iterable[str]) -> int:
+    """A number that stands for these names, whatever their order: of 20 bits, so that the sum of its
+    squares is exact over thousands of ranks."""
+    return zlib.crc32("\0".join(map(str, _in_order(names))).encode()) >> 12
+
+
+def _differing(everyone: Sequence[tuple[str, ...]]) -> str:
+    """The sentence for ranks that have metrics of different names."""
+    (one, first), *others = [(rank, _in_order(n)) for rank, n in enumerate(everyone) if n]
+    other, second = next(found for found in others if found[1] != first)
+    return (
+        f"the metrics {first} of rank {one} are not the metrics {second} of rank {other}: return the"
+        " same names on every rank, with (0, 0) for what has nothing to count there."
+    )
 
 
 def _pair(name: str, value: Any, weight: Any) -> tuple[Any, Any]:

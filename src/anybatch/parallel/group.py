@@ -29,7 +29,7 @@ from anybatch.parallel.told import together
 
 T = TypeVar("T")
 
-NUM_FIXED = 6
+NUM_FIXED = 8
 """Totals of every rank that has any; the metrics of the task follow. The second is the weight."""
 
 

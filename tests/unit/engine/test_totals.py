@@ -62,6 +62,16 @@ def test_metrics_are_weighed_by_the_loss_or_by_themselves():
     assert found.metrics == {"a": 0.5, "b": 0.5}
 
 
+def test_metrics_stay_in_the_order_in_which_they_are_given():
+    found = means(
+        [
+            Loss(torch.tensor(1.0), 1, {"b": 2.0, "a": (1.0, 2.0), "c": 3.0}),
+            Loss(torch.tensor(1.0), 1, {"c": 5.0, "b": 4.0, "a": (3.0, 2.0)}),
+        ]
+    )
+    assert list(found.metrics.items()) == [("b", 3.0), ("a", 1.0), ("c", 4.0)]
+
+
 def test_nothing_weighed_is_no_number():
     found = means([Loss(torch.tensor(0.0), 0, {"a": (0.0, 0.0)})])
     assert found.loss != found.loss
