@@ -89,6 +89,13 @@ def test_a_short_last_step_may_leave_a_rank_without_samples(crew):
     assert deviation(ranks[0].parameters, imitate(world, (1.0, 1.0), 4, None)) < 1e-9
 
 
+def test_it_may_do_so_where_the_loss_is_scaled(crew):
+    world = dataclasses.replace(WORLD, num_samples=33, dtype=torch.float32)
+    ranks = crew(2, as_ranks, world, 3, (1.0, 1.0), {**local(4), "precision": "fp16"})
+    assert alike(ranks)
+    assert deviation(ranks[0].parameters, imitate(world, (1.0, 1.0), 4, None)) < 2.0**-8
+
+
 @pytest.mark.parametrize("every", [2, 6])
 def test_nothing_crosses_within_a_round(crew, every):
     exact, _ = crew(2, as_ranks, WORLD, 3, (1.0, 1.0), {"parallel": "replicate"})

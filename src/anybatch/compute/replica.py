@@ -337,11 +337,11 @@ class Replica:
         them is not.
         """
         self.phase = "update"
+        if not self._has_gradients:
+            return torch.zeros(())
         if self._numerics.scaler is not None:
             self._numerics.scaler.unscale_(self.updater)  # pyright: ignore[reportArgumentType]
         gradients = [_own(p.grad) for p in self.parameters if p.grad is not None]
-        if not gradients:
-            return torch.zeros(())
         divisor = total_weight * self._numerics.gradient_factor
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             torch._foreach_div_(gradients, divisor)  # else the norm might leave the range
@@ -362,7 +362,7 @@ class Replica:
         the range of float16.
         """
         scaler = self._numerics.scaler
-        if scaler is None:
+        if scaler is None or not self._has_gradients:  # a scaler takes that for a mistake
             self.updater.step()
         else:
             before = scaler.get_scale()
@@ -374,6 +374,11 @@ class Replica:
         self._numerics.publish()
         self.drop()
         return True
+
+    @property
+    def _has_gradients(self) -> bool:
+        """Whether any parameter has one. None has where a rank takes a step without samples."""
+        return any(param.grad is not None for param in self.parameters)
 
     def part_bytes(self) -> list[int]:
         """Bytes of each parameter, or of the part of it that is here."""
