@@ -14,7 +14,9 @@ from torch.utils.data import default_collate
 
 import anybatch as ab
 from anybatch.data import Steps
+from anybatch.errors import LossError
 from anybatch.events import OutOfMemory, Replanned
+from anybatch.keeping import Every, kept
 from anybatch.plans import Exchange
 
 WORLD = World(loss="weighted", optimizer="adamw", clip_norm=0.1, sometimes=True, global_batch=5)
@@ -132,6 +134,37 @@ def test_memory_that_runs_out_on_one_rank_leaves_all_in_step(crew, bad_rank, whe
     told = [e for e in ranks[0].events if isinstance(e, OutOfMemory | Replanned)]
     assert [type(e) for e in told] == [OutOfMemory, Replanned]
     assert (told[0].rank, told[0].step) == (bad_rank, 3)
+
+
+def with_a_refused_step(rank, size, folder):
+    """The loss of step 5 is not finite on rank 1. What ends the run, the weights that it leaves, and those
+    of one that goes on from what it has saved."""
+    task, num_done = task_of(WORLD), 0
+    plan = plan_for(task, 3, shares=(1.0,) * size, **STALE)
+
+    def loss(model, batch):
+        found = task.loss(model, batch)
+        broken = num_done == 5 and rank == 1
+        return dataclasses.replace(found, sum=found.sum * float("nan")) if broken else found
+
+    with ab.Session(dataclasses.replace(task, loss=loss), plan, checkpoints=folder) as session:
+        with pytest.raises(LossError) as caught, kept(session, Every()) as steps:
+            for _ in steps:
+                num_done += 1
+        left = Ran({n: t.detach().clone() for n, t in session.model.state_dict().items()})
+    with ab.Session(task, plan, checkpoints=folder) as session:
+        assert session.resume()
+        gone_on = [step.loss for step in session.steps()]
+    return str(caught.value), left, Ran(dict(session.model.state_dict()), gone_on)
+
+
+def test_a_step_that_is_refused_leaves_the_gradient_under_way_as_it_was(crew, tmp_path):
+    short, whole = imitate(dataclasses.replace(WORLD, steps=5)), imitate(WORLD, (5,))
+    for error, left, gone_on in crew(2, with_a_refused_step, tmp_path):
+        assert error.startswith("the loss of step 5 is nan")
+        assert deviation(left.parameters, short.parameters) < 1e-9
+        assert gone_on.losses == pytest.approx(whole.losses[5:], rel=1e-9)
+        assert deviation(gone_on.parameters, whole.parameters) < 1e-9
 
 
 def test_it_may_be_compressed(crew):

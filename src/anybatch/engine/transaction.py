@@ -288,9 +288,11 @@ class Transactions:
                     first_error(wrong, everyone, self._step)
                     return Again(everyone, by_rank(told.bad for told in everyone))
                 agreed = over_parts(agreed, self._group.num_parts)
-                names = self._names.common(staged.totals.names, agreed)
-            means = Means(agreed.totals, names)
-            if not self._judge.accepts(means):
+                means = Means(agreed.totals, self._names.common(staged.totals.names, agreed))
+                accepted = self._judge.accepts(means)
+                if accepted:
+                    self._group.accepted(agreed)
+            if not accepted:
                 self._put_back()
                 return self._judge.totals(means, staged)
             with self._limit.waived(), self._room.opened():

@@ -9,6 +9,7 @@ does not come.
     last_pass, part_staged, staged    in every attempt: this rank's own part
     gather, agree                     in every attempt: the sums and the vote
     exchange                          when the vote has shown that there is something to tell
+    accepted                          when there is something to learn from what was agreed on
     committed                         after the update
 """
 
@@ -166,6 +167,9 @@ class Group(ABC):
 
         Raises `PeerLost` if a rank is gone.
         """
+
+    def accepted(self, agreed: Agreed) -> None:  # noqa: B027
+        """All ranks go on to the update, by what they `agreed` on. Raises `PeerLost` if one is gone."""
 
     def committed(self, replica: Replica) -> None:  # noqa: B027
         """After the update of a step: what else has to be made the same on all ranks."""

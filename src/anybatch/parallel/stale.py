@@ -9,7 +9,8 @@ inside a step reaches only for the last backward pass. The gradient that updates
 computed on those of one update before (delay 1; Lian et al. 2015, "Asynchronous parallel stochastic
 gradient for nonconvex optimization"). What is delayed is the gradient alone: the vote of a step is
 still held in that step, so a rank that runs out of memory is heard at once, all redo the step, and the
-gradients under way, which lie in storage of their own, are not touched by it.
+gradients under way, which lie in storage of their own, are not touched by it. Nor are they by a step
+that is refused, since its loss is not finite say: those of a step are sent off once it is accepted.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Stale(Group):
         self._device = device
         self._vote = Vote(device)
         self._sums = sums
-        self._within_step = False
+        self._is_some_unused = False  # a parameter, on some rank, in the step that was voted on last
         self._buffers: BuffersOverGroup | None = None
         self._buckets: Buckets | None = None
         self._crossing: list[Tensor] = []
@@ -83,10 +84,6 @@ class Stale(Group):
         self._buffers = BuffersOverGroup(replica.model, self._device)
         self._crossing = [torch.zeros_like(flat) for flat in self._buckets.flats]
         self._sums.reserve(self._crossing)
-
-    def begin(self) -> None:
-        """See `Group`."""
-        self._within_step = True
 
     def staged(self, held: Held) -> None:
         """See `Group`."""
@@ -107,16 +104,21 @@ class Stale(Group):
     def agree(
         self, totals: Tensor | None, note: float = 0.0, wish: Wish = Wish.NOTHING
     ) -> Agreed | None:
-        """The vote. If no rank failed, the gradients of this step are sent off and those of the step
-        before take their place, in the scale of this one: the engine divides by its weight."""
+        """See `Group`."""
+        unused = self._buckets is not None and not all(self._buckets.used)
+        agreed, (num_unused,) = self._vote.hold(totals, note, (unused,), wish=wish)
+        self._is_some_unused = num_unused > 0
+        return agreed
+
+    def accepted(self, agreed: Agreed) -> None:
+        """The gradients of this step are sent off, and those of the step before take their place, in the
+        scale of this one: the engine divides by its weight."""
         buckets = self._buckets
-        unused = self._within_step and buckets is not None and not all(buckets.used)
-        agreed, (unused,) = self._vote.hold(totals, note, (unused,), wish=wish)
-        if agreed is None or buckets is None or not self._within_step:
-            return agreed
-        self._within_step = False
+        if buckets is None:
+            return
         buckets.complete()
-        used = self._vote.any_of(buckets.used) if unused else [True] * len(buckets.used)
+        everything = [True] * len(buckets.used)
+        used = self._vote.any_of(buckets.used) if self._is_some_unused else everything
         before, now = self._under_way, _UnderWay(agreed.totals[1], used)
         for gradients, crossing in zip(buckets.flats, self._crossing, strict=True):
             _swap(gradients, crossing)
@@ -129,7 +131,6 @@ class Stale(Group):
             if now.weight != before.weight:
                 torch._foreach_mul_(buckets.flats, now.weight / before.weight)
             buckets.drop_unused(before.used)
-        return agreed
 
     def committed(self, replica: Replica) -> None:
         """See `Group`: the buffers."""
