@@ -68,7 +68,9 @@ class Stale(Group):
         self._device = device
         self._vote = Vote(device)
         self._sums = sums
-        self._is_some_unused = False  # a parameter, on some rank, in the step that was voted on last
+        self._is_some_unused = (
+            False  # a parameter, on some rank, in the step that was voted on last
+        )
         self._buffers: BuffersOverGroup | None = None
         self._buckets: Buckets | None = None
         self._crossing: list[Tensor] = []
@@ -111,8 +113,8 @@ class Stale(Group):
         return agreed
 
     def accepted(self, agreed: Agreed) -> None:
-        """The gradients of this step are sent off, and those of the step before take their place, in the
-        scale of this one: the engine divides by its weight."""
+        """The gradients of this step are sent off, and those of the step before take their place, in
+        the scale of this one: the engine divides by its weight."""
         buckets = self._buckets
         if buckets is None:
             return

@@ -113,16 +113,11 @@ class Wire:
                 line.shutdown(socket.SHUT_RDWR)
             line.close()
         self._lines = []
-        aborts = self._alarm is not None
         if self._alarm is not None:
             self._alarm.end()
             self._alarm = None
         if self._group is not None:
-            if aborts:
-                # To destroy it would be to wait for what others will never join.
-                dist.distributed_c10d._abort_process_group(self._group)
-            else:
-                dist.destroy_process_group(self._group)
+            dist.destroy_process_group(self._group)
             self._group = None
             gc.collect()  # its threads end, and its sockets close, with the last reference to it
 
@@ -152,46 +147,53 @@ class Wire:
 
 @final
 class Alarm:
-    """Aborts a group on all its ranks when one of them rings: by a key in the store of the group, and a
-    thread that looks for it.
+    """Aborts a group over NCCL on all its ranks when one of them rings: by a key in the store of the
+    group, and a thread that looks for it. To destroy the group without that would be to wait for what
+    others never join.
 
     Args:
-        group: of this rank, over NCCL.
+        group: of this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         store: Any = dist.distributed_c10d._get_process_group_store(group)
         self._store = store.clone()  # a thread that waits in one would keep others out
+        self._once = threading.Lock()
         self._ended = threading.Event()
-        self._rung = threading.Event()
+        self._aborted = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="wire alarm", daemon=True)
         self._listener.start()
 
     @property
     def has_rung(self) -> bool:
         """Whether the group is aborted on this rank, or about to be."""
-        return self._rung.is_set()
+        return self._aborted.is_set()
 
     def ring(self) -> None:
         """Abort the group on every rank."""
-        self._rung.set()
         with suppress(RuntimeError):  # nobody serves the store any more: the run is over
             self._store.set(_ALARM, "1")
-        self._group.abort()
+        self._abort()
 
     def end(self) -> None:
-        """Nobody listens any more on this rank."""
+        """Abort the group on this rank, where nobody listens any more."""
         self._ended.set()
         self._listener.join()
+        self._abort()
 
     def _listen(self) -> None:
         while not self._ended.wait(_EVERY_SECONDS):
             with suppress(RuntimeError):
                 if self._store.check([_ALARM]):
-                    self._rung.set()
-                    self._group.abort()
+                    self._abort()
                     return
+
+    def _abort(self) -> None:
+        with self._once:  # a second time would end the process
+            if not self._aborted.is_set():
+                self._aborted.set()
+                self._group.abort()
 
 
 class _Buffers:
