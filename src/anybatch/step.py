@@ -84,7 +84,7 @@ from anybatch.plans import (
     parse_compile,
     parse_precision,
 )
-from anybatch.task import JointLoss, LossFunction, parameters_in
+from anybatch.task import JointLoss, LossFunction, check_shapes, parameters_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +174,7 @@ class Step:
                 " list of such."
             )
         _check_unwrapped(model)
+        check_shapes(model, "it is given to Step")
         if parse_compile(compile) == "if-faster":
             raise InputError(
                 "compile is 'if-faster', but Step does not know how many steps will follow, so not"

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
@@ -300,7 +301,7 @@ class Task:
         """The module to train, initialised under `seed`. Raises `InputError` if `model` is a function
         that returns something else, or what it has kept of a trace."""
         if isinstance(self.model, nn.Module):
-            return self.model
+            return self.checked_model(self.model)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = self.checked_model(self.model())
@@ -315,12 +316,14 @@ class Task:
         return model
 
     def checked_model(self, model: object) -> nn.Module:
-        """`model` as the model function returned it. Raises `InputError` if it is not a module."""
+        """`model` as it was given, or as the model function returned it. Raises `InputError` if it is
+        not a module, or some of its parameters have no shape yet."""
         if not isinstance(model, nn.Module):
             raise InputError(
                 f"the model function of task {self.name!r} returned {_kind(model)}:"
                 " return a torch.nn.Module."
             )
+        check_shapes(model, "it is given to the task, or in the model function")
         return model
 
     def parameters_of(self, model: nn.Module) -> Parameters:
@@ -382,6 +385,18 @@ def check_task(value: object) -> None:
     """Raises `InputError` if `value` is no task."""
     if not isinstance(value, Task):
         raise InputError(f"the task is {_kind(value)}: give an anybatch.Task.")
+
+
+def check_shapes(model: nn.Module, before: str) -> None:
+    """Raises `InputError` if a layer of `model` (`nn.LazyLinear`, say) has seen no input, which is to
+    be mended `before` something."""
+    for name, layer in model.named_modules():
+        own = chain(layer.parameters(recurse=False), layer.buffers(recurse=False))
+        if any(map(is_lazy, own)):
+            raise InputError(
+                f"the layer {name or '.'!r} of the model ({type(layer).__name__}) has seen no input,"
+                f" from which its parameters take their shapes: run one forward pass before {before}."
+            )
 
 
 def parameters_in(groups: Iterable[Any]) -> Iterable[nn.Parameter]:

@@ -47,6 +47,11 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(TensorDataset(X, Y))
 
 
+def unseen() -> nn.Module:
+    """Takes shapes from its first input."""
+    return nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(1))
+
+
 def called(loss: Any = mse, batch: Any = (X, Y), **options: Any) -> None:
     with step(loss, **options) as one:
         one(batch)
@@ -156,6 +161,24 @@ ROWS: list[tuple[str, Callable[[], object], type[Exception], tuple[str, ...]]] =
         ),
         ab.InputError,
         ("none of the 2 parameters of the optimizer (SGD)", "Linear", "model.parameters()"),
+    ),
+    (
+        "step-before-any-input",
+        lambda: ab.Step(unseen(), torch.optim.SGD(unseen().parameters(), lr=0.1), mse),
+        ab.InputError,
+        ("layer '1' of the model (LazyLinear)", "run one forward pass before", "Step"),
+    ),
+    (
+        "model-before-any-input",
+        lambda: ab.plan(task(model=unseen())),
+        ab.InputError,
+        ("layer '1' of the model (LazyLinear)", "run one forward pass before", "the task"),
+    ),
+    (
+        "model-function-without-any-input",
+        lambda: ab.plan(task(model=unseen)),
+        ab.InputError,
+        ("layer '1' of the model (LazyLinear)", "run one forward pass", "in the model function"),
     ),
     ("step-precision", lambda: step(precision="tf32"), ab.InputError, ("tf32", "use fp32")),
     (

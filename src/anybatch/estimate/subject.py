@@ -177,7 +177,7 @@ def subject_of(task: Task) -> Subject:
     source = task.model
     recall = Recall()
     if isinstance(source, nn.Module):
-        model = source
+        model = task.checked_model(source)
         build = partial(fake_copy, source)
     else:
 
