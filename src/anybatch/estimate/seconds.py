@@ -159,7 +159,8 @@ class Pace:
         self._can_part = counting.can_part
         self.compares_parameters: bool = counting.compares_parameters
         if not _are_alike(self._first, self._second):
-            self._second = work_of(subject, choice.model_copy(update={"micro_batch": many}), device)
+            other = choice.model_copy(update={"micro_batch": many})
+            self._second = subject.following(device, lambda on: work_of(subject, other, on))
         if not _are_alike(self._first, self._second):
             self._first = self._second  # the operations depend on the batch: proportional, then
         self._device = device

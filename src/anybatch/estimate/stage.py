@@ -305,6 +305,9 @@ class Stage:
         self._update()
         commit = growth(passes, end)
         whole = self._after_head([moved(block, 0) for block in self._live], passes)
+        if left is None:
+            # What the loss keeps goes once the trace is over, and did not in it.
+            whole.blocks = [moved(block, 0) for block in whole.blocks]
         traced = self._traced(whole, commit, count)
         own, later = passes.blocks[:num_blocks], passes.blocks[num_blocks:]
         if left is None or any(b.died is None for b in own):

@@ -39,6 +39,7 @@ from anybatch.estimate.values import UNKNOWN
 from anybatch.machine import Device
 from anybatch.plans import TaskIdentity
 from anybatch.task import JointLoss, LossFunction, Task, parameters_in
+from anybatch.untouched import untouched
 
 T = TypeVar("T")
 
@@ -147,15 +148,17 @@ class Subject:
 
     def followed(self, trace: Callable[[], T]) -> T:
         """What `trace` returns; where shapes depend on numbers that it does not know, it is made again,
-        and they are followed from then on."""
+        and they are followed from then on. Whatever the loss keeps between calls is as before."""
         try:
-            return trace()
+            with untouched(self.loss):
+                return trace()
         except UNKNOWN:
             if self.recall.values is not None:
                 raise
         self.recall.follow()
         self.stages.clear()
-        return trace()
+        with untouched(self.loss):
+            return trace()
 
     def batch(self, num_samples: int, device: torch.device) -> Any:
         """A batch of so many samples on fake tensors; called inside a trace. Where samples differ in
