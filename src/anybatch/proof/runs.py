@@ -20,6 +20,7 @@ from anybatch.data import ghosts
 from anybatch.plans import Choice, Recompute
 from anybatch.proof.sample import Sample
 from anybatch.task import Loss, LossFunction, Task, parameters_in
+from anybatch.untouched import untouched
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,9 @@ class Runs:
 
     @contextmanager
     def _calm(self, model: nn.Module, names: Sequence[str], still: bool = True) -> Iterator[None]:
-        """See `calm`; in float64 if that is the dtype, whatever is written into model or loss."""
-        with calm(model, names, still), self._in_dtype():
+        """See `calm`; in float64 if that is the dtype, whatever is written into model or loss. What the
+        loss keeps between calls is after it as before."""
+        with untouched(self.task.loss, aside=True), calm(model, names, still), self._in_dtype():
             yield
 
     def _in_dtype(self) -> AbstractContextManager[Any]:
