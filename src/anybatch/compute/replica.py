@@ -37,6 +37,7 @@ from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised import Exchange
 from anybatch.plans import Choice, KernelChoices
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
+from anybatch.untouched import untouched
 
 
 class Replica:
@@ -67,6 +68,7 @@ class Replica:
         self.phase: str = "setup"
         self._joint = Joint(loss) if isinstance(loss, JointLoss) else None
         self._loss: LossFunction = self._joint or loss
+        self._loss_as_given = loss
         self._is_loss_known = self.is_joint  # whether what it returns was looked at
         self._host = host or torch.device("cpu")
         warn_of_hooks(model, loss)  # before there are any of anybatch's own
@@ -165,6 +167,13 @@ class Replica:
         before = self._loss
         self._loss = replacement(before)
         self._undo.callback(lambda: setattr(self, "_loss", before))
+
+    def loss_untouched(self) -> AbstractContextManager[None]:
+        """Around passes that do not count: what the loss keeps between its calls is as before them. The
+        model and its gradients are for the caller to put back."""
+        model = self.model
+        own = (*model.modules(), *model.parameters(), *model.buffers(), *self.parameters)
+        return untouched(self._loss_as_given, aside=True, but=own)
 
     @property
     def kernels(self) -> KernelChoices:

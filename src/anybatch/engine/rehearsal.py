@@ -1,7 +1,8 @@
 """Rehearsal: passes over real samples that are timed, measured and undone.
 
-They are what a step that fails leaves behind, which is nothing: gradients are dropped, buffers are put
-back, and random state is set anew where the next step begins. Ranks do not meet in them.
+They are what a step that fails leaves behind, which is nothing: gradients are dropped, buffers and what
+the loss keeps are put back, and random state is set anew where the next step begins. Ranks do not meet
+in them.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class Rehearsal:
         before = self._replica.kernels
         self._replica.switch(choice, kernels)
         try:
-            found = self._bench.run(lambda: self._passes(source, choice, most))
+            with self._replica.loss_untouched():
+                found = self._bench.run(lambda: self._passes(source, choice, most))
         finally:
             self._replica.switch(after, before)
         if isinstance(found, MemoryFailure):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import threading
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ class Compiler:
         self.seconds, self.failing = seconds, failing
         self.now, self.num_compiled, self.num_passes = 0.0, 0, 0
         self._ran_compiled = False
+        self.lock = threading.Lock()  # what is beside one is not put back after a trial
 
     def compile(self, run, **_):
         self.num_compiled += 1
