@@ -46,6 +46,7 @@ class StepData:
         first_sample: samples of all ranks in the steps before it.
         num_samples: samples of all ranks that this step takes from the order.
         epoch_end: whether it takes the last (used) sample of an epoch.
+        next_epoch: the epoch of the sample that comes after it.
         ranges: this rank's micro-batches, as positions in the global batch, among those that are kept.
         micro_batches: the collated batches of `ranges`, in order, fetched as they are asked for.
         extent: of the samples of all ranks that are not left out.
@@ -57,6 +58,7 @@ class StepData:
     first_sample: int
     num_samples: int
     epoch_end: bool
+    next_epoch: int
     ranges: Sequence[range]
     micro_batches: Iterator[Any]
     extent: Extent
@@ -168,6 +170,7 @@ class Loader:
             first_sample=first_sample,
             num_samples=num_samples,
             epoch_end=steps.is_epoch_end(step),
+            next_epoch=steps.epoch_of(step + 1),
             ranges=ranges,
             micro_batches=self._micro_batches(step, first_sample, ranges, self._life),
             extent=extent,

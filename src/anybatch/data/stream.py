@@ -40,6 +40,7 @@ class _Held:
     samples: list[Any]
     spans: list[Span]
     epoch_end: bool
+    next_epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class StreamLoader:
             first_sample=held.first_sample,
             num_samples=len(held.samples),
             epoch_end=held.epoch_end,
+            next_epoch=held.next_epoch,
             ranges=ranges,
             micro_batches=self._micro_batches(held, ranges, self._life),
             extent=extent,
@@ -233,21 +235,22 @@ class _Reader:
         limit = self._limit(self._taken)
         samples: list[Any] = []
         spans: list[Span] = []
-        epoch_end = False
+        epoch_end, next_epoch = False, self._epoch
         while len(samples) < limit and (self._samples is not None or self._open()):
             self._fill(limit - len(samples))
             count = min(limit - len(samples), len(self._buffer))
             samples += [self._buffer.popleft() for _ in range(count)]
             spans.append(Span(self._epoch, self._position, self._position + count))
             self._position += count
+            next_epoch = self._epoch
             if self._at_end(self._taken + len(samples)):
                 self._close()
-                epoch_end = True
+                epoch_end, next_epoch = True, self._epoch + 1
                 if self._steps.last != "wrap":
                     break
         if not samples:
             return None
-        held = _Held(self.next_step, self._taken, samples, spans, epoch_end)
+        held = _Held(self.next_step, self._taken, samples, spans, epoch_end, next_epoch)
         self.next_step += 1
         self._taken += len(samples)
         return held

@@ -25,4 +25,4 @@ class Position:
         """The step of `data` is done."""
         self.step += 1
         self.samples_seen += data.num_samples
-        self.epoch = data.epoch + data.epoch_end
+        self.epoch = data.next_epoch

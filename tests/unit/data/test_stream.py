@@ -46,6 +46,7 @@ def test_steps_are_those_of_an_indexed_set(last, length, expected, ends):
         assert data.first_sample == steps.samples_before(step)
         assert data.num_samples == steps.num_samples_of(step)
         assert data.epoch_end == steps.is_epoch_end(step)
+        assert data.next_epoch == steps.epoch_of(step + 1)
 
 
 @pytest.mark.parametrize("last", ["keep", "drop", "wrap"])
@@ -57,6 +58,7 @@ def test_an_epoch_that_ends_with_a_full_step(last):
 def test_a_global_batch_larger_than_the_stream_wraps_many_times():
     found = all_steps(Stream(3), last="wrap", global_batch=8, steps=1)
     assert found[0][1] == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert [data.next_epoch for data, _ in found] == [2]
 
 
 def test_redo_gives_the_held_samples_and_a_later_start_the_same():
