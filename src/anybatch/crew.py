@@ -152,6 +152,15 @@ class Crew:
         self._ranks[0].wish = wish
 
     @property
+    def stops(self) -> bool:
+        """See `Rank`."""
+        return self._ranks[0].stops
+
+    @stops.setter
+    def stops(self, stops: bool) -> None:
+        self._ranks[0].stops = stops
+
+    @property
     def wished(self) -> Wish:
         """See `Rank`."""
         return self._ranks[0].wished

@@ -153,6 +153,7 @@ def _stopping(session: Session) -> Iterator[None]:
         yield
         return
     early.over()
+    session.stops = False
     before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         found = signal.getsignal(number)
@@ -160,7 +161,7 @@ def _stopping(session: Session) -> Iterator[None]:
             before[number] = found
 
     def ask(number: int, frame: FrameType | None) -> None:
-        session.wish |= Wish.STOP
+        session.stops = True  # written by nobody else meanwhile, so it cannot be lost
         for other, handler in before.items():
             signal.signal(other, handler or signal.SIG_DFL)
 

@@ -182,14 +182,24 @@ class Session:
 
     @property
     def wish(self) -> Wish:
-        """What this rank wishes all to do, `Wish.SAVE` or `Wish.STOP`. To be set at any time, from a
-        signal handler too; the next step's vote carries it to all ranks, and `wished` tells it there.
-        It stays until it is taken back."""
+        """What this rank wishes all to do, `Wish.SAVE` or `Wish.STOP`. To be set at any time; the next
+        step's vote carries it to all ranks, and `wished` tells it there. It stays until it is taken
+        back."""
         return self._rank.wish
 
     @wish.setter
     def wish(self, wish: Wish) -> None:
         self._rank.wish = wish
+
+    @property
+    def stops(self) -> bool:
+        """Whether this rank wishes to stop, which `wished` tells as `Wish.STOP`. For signal handlers:
+        what one adds to `wish` is lost if it comes while the loop, too, changes `wish`."""
+        return self._rank.stops
+
+    @stops.setter
+    def stops(self, stops: bool) -> None:
+        self._rank.stops = stops
 
     @property
     def wished(self) -> Wish:

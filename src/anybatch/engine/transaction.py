@@ -87,6 +87,7 @@ class Transactions:
         rehearsal: passes that are undone.
         crossing: around what ranks do together.
         wish: what this rank wishes; all know with the next step's vote.
+        stops: whether it wishes to stop, too: by itself, for a signal handler to write.
         failed_together: whether the error that `run` raised last was met by all ranks at the same
             place, so that they can still do something together.
     """
@@ -147,6 +148,7 @@ class Transactions:
             device=device,
         )
         self.wish: Wish = Wish.NOTHING
+        self.stops: bool = False
         self.failed_together: bool = False
         self._step = 0
         self._has_updated = False
@@ -273,8 +275,9 @@ class Transactions:
             with self.crossing.open():
                 try:
                     self._group.gather(failed=told.failed)
+                    wish = self.wish | Wish.STOP if self.stops else self.wish
                     agreed = self._group.agree(
-                        None if told.failed else mine, self._watch.last_seconds, self.wish
+                        None if told.failed else mine, self._watch.last_seconds, wish
                     )
                 except Exception as error:
                     if not self._is_common(error):

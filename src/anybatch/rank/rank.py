@@ -220,6 +220,15 @@ class Rank:
         self._engine.wish = wish
 
     @property
+    def stops(self) -> bool:
+        """Whether this rank wishes to stop, beside what it wishes else."""
+        return self._engine.stops
+
+    @stops.setter
+    def stops(self, stops: bool) -> None:
+        self._engine.stops = stops
+
+    @property
     def failed_together(self) -> bool:
         """Whether the error that `step` raised was met by all ranks at the same place, so that they
         can still save."""
