@@ -562,7 +562,8 @@ class Rank:
         self._starving.observe(self._position.step, seconds, waited)
         if self._skips is not None:
             self._skips.learned()
-            self._skips.done(data.num_samples, data.epoch, data.epoch_end)
+            with self._failing_together():
+                self._skips.done(data.num_samples, data.epoch, data.epoch_end)
         moved = self._pace.observe(self._position.step, source.kept, done.rank_seconds)
         if self._engine.grow() or moved or tried:
             self.begin()  # workers fetch ahead by the old choice or shares
@@ -611,10 +612,12 @@ class Rank:
     def _pass_over(self, data: StepData, num_kept: int, reason: str) -> None:
         """The step is left out whole: its samples are taken, the schedule goes on, that is all."""
         assert self._skips is not None
-        self._skips.pass_over(data.step, data.epoch, num_kept, reason)
+        with self._failing_together():
+            self._skips.pass_over(data.step, data.epoch, num_kept, reason)
         self._rates.skip(1)
         self._advance(data)
-        self._skips.done(data.num_samples, data.epoch, data.epoch_end)
+        with self._failing_together():
+            self._skips.done(data.num_samples, data.epoch, data.epoch_end)
         if self._evaluation_due(data):
             self.evaluate()
 
