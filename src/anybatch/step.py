@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -267,13 +267,11 @@ class Step:
         )
 
     def close(self) -> None:
-        """Leave the model and the process as they were found, but for the training."""
+        """Leave the model and the process as they were found, but for the training; each part of them,
+        whatever is raised while another is left."""
         if self._engine is not None:
-            self._engine.close()
             self._engine = None
-            self._group.close()
-            self._replica.close()
-            self._limit.leave()
+            self._undo.close()
 
     def __enter__(self) -> Self:
         return self
@@ -299,11 +297,12 @@ class Step:
         group.prepare(nn.ParameterList(_beside(self._model, self._optimizer)))
         # From here on memory counts, so that what speaks to the other ranks was made before.
         self._limit = make_limit(plan, self._device, counted=(self._model, self._optimizer))
-        self._meter = self._limit.enter()
-        try:
-            self._replica = together(
-                group,
-                lambda: Replica(
+        with ExitStack() as undo:  # what was done so far is undone if the rest fails
+            undo.callback(self._limit.leave)
+            self._meter = self._limit.enter()
+
+            def make() -> Replica:
+                replica = Replica(
                     self._model,
                     lambda: self._optimizer,
                     self._loss,
@@ -311,26 +310,29 @@ class Step:
                     self._device,
                     total,  # by which gradients are scaled: the same on all ranks
                     kernels=plan.kernels,
-                ),
-            )
+                )
+                undo.callback(replica.close)  # here, since on another rank this may fail
+                return replica
+
+            self._replica = together(group, make)
             with self._limit.lifted():  # a compiler is no part of training
                 together(group, self._replica.rehearse)
+            undo.callback(group.close)
             together(group, lambda: group.adopt(self._replica))
-        except BaseException:
-            self._limit.leave()
-            raise
-        self._engine = Transactions(
-            self._replica,
-            group,
-            plan,
-            randomness=Ambient(self._device),
-            limit=self._limit,
-            meter=self._meter,
-            device=self._device,
-            sink=self._emit,
-            clip_norm=self._clip_norm,
-            commit_bytes=to_reserve(plan),
-        )
+            self._engine = Transactions(
+                self._replica,
+                group,
+                plan,
+                randomness=Ambient(self._device),
+                limit=self._limit,
+                meter=self._meter,
+                device=self._device,
+                sink=self._emit,
+                clip_norm=self._clip_norm,
+                commit_bytes=to_reserve(plan),
+            )
+            undo.callback(self._engine.close)
+            self._undo = undo.pop_all()
         return self._engine
 
     def _begin_anew(self, batch: Any) -> None:

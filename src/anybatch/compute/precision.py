@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -92,14 +92,18 @@ class Numerics:
         self.scaler: torch.amp.GradScaler | None = (
             torch.amp.GradScaler(device.type) if scaled else None
         )
-        if precision == "fp8":
-            self._undo.append(_float8(model))
-        if device.type == "cuda" and precision in ("fp32", "tf32"):
-            self._undo.append(_tensor_float32(precision == "tf32"))
-        # A model that is divided over ranks keeps its masters itself: see `parallel.Shard`.
-        divided = any(isinstance(p, DTensor) for p in model.parameters())
-        if self._format.weights is not None and not (divided and self._format.masters):
-            self._halve(self._format.weights)
+        try:
+            if precision == "fp8":
+                self._undo.append(_float8(model))
+            if device.type == "cuda" and precision in ("fp32", "tf32"):
+                self._undo.append(_tensor_float32(precision == "tf32"))
+            # A model that is divided over ranks keeps its masters itself: see `parallel.Shard`.
+            divided = any(isinstance(p, DTensor) for p in model.parameters())
+            if self._format.weights is not None and not (divided and self._format.masters):
+                self._halve(self._format.weights)
+        except BaseException:
+            self.undo()
+            raise
 
     def expect(self, global_batch: int) -> None:
         """Between two steps: take `gradient_factor` for steps of so many samples from now on."""
@@ -145,8 +149,9 @@ class Numerics:
 
     def undo(self) -> None:
         """Give the model back in the dtype it came in, from the masters where there are any."""
-        for undo in reversed(self._undo):
-            undo()
+        with ExitStack() as last_first:
+            for undo in self._undo:
+                last_first.callback(undo)
         self._undo.clear()
 
     def _halve(self, dtype: torch.dtype) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -22,6 +24,7 @@ def build(
     plan: Plan,
     group: Group,
     device: torch.device,
+    undo: ExitStack,
     frozen: dict[str, int] | None = None,
 ) -> Replica:
     """The replica of this rank, with the same weights as on all others. All ranks call it.
@@ -31,6 +34,7 @@ def build(
         plan: how.
         group: the ranks.
         device: of this rank.
+        undo: closes the replica.
         frozen: on rank 0, filled with checksums of the parameters that nothing trains, as they were
             built; None: nobody needs them.
 
@@ -53,6 +57,10 @@ def build(
 
     def make() -> Replica:
         size, kernels = task.global_batch, plan.kernels
-        return Replica(model, make_optimizer, task.loss, plan.choice, device, size, kernels=kernels)
+        replica = Replica(
+            model, make_optimizer, task.loss, plan.choice, device, size, kernels=kernels
+        )
+        undo.callback(replica.close)  # here, since on another rank this may fail
+        return replica
 
     return together(group, make)

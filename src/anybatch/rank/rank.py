@@ -155,35 +155,25 @@ class Rank:
         together(group, lambda: kernel_choices.check_available(plan.kernels, device))
         # From here on memory counts, so that what speaks to the other ranks was made before.
         self._limit = make_limit(plan, device, counted=(task.model,))
-        self._meter: Meter = self._limit.enter()
-        self._kernels = ExitStack()
-        if plan.task.grain is None:
-            self._randomness = Keyed(task.seed, group.rank, device)
-        else:
-            self._kernels.enter_context(deterministic(device))
-            self._randomness = KeyedByGrain(task.seed, device)
-        try:
-            self._set_up(checkpoints)
+        with ExitStack() as undo:  # what was done so far is undone if the rest fails
+            undo.callback(self._limit.leave)
+            self._meter: Meter = self._limit.enter()
+            if plan.task.grain is None:
+                self._randomness = Keyed(task.seed, group.rank, device)
+            else:
+                undo.enter_context(deterministic(device))
+                self._randomness = KeyedByGrain(task.seed, device)
+            undo.callback(self._randomness.close)
+            self._set_up(checkpoints, undo)
             self._check_single_sample()
-        except BaseException:
-            self._kernels.close()
-            self._limit.leave()
-            raise
-        self._aside = SetAside()
+            undo.callback(SetAside().end)
+            self._undo = undo.pop_all()
 
     @_at_work("closing")
     def close(self) -> None:
-        """Leave the model and the process as they were found, but for the training."""
-        self._aside.end()
-        if self._archive is not None:
-            self._archive.close()
-        self._engine.close()
-        self._loader.close()
-        self._group.close()
-        self._replica.close()
-        self._randomness.close()
-        self._kernels.close()
-        self._limit.leave()
+        """Leave the model and the process as they were found, but for the training; each part of them,
+        whatever is raised while another is left."""
+        self._undo.close()
 
     @property
     def plan(self) -> Plan:
@@ -395,14 +385,16 @@ class Rank:
         """Give `event` to the readers."""
         self._sink(event)
 
-    def _set_up(self, checkpoints: Checkpoints | None) -> None:
+    def _set_up(self, checkpoints: Checkpoints | None, undo: ExitStack) -> None:
         task, plan, group, device = self._task, self._given, self._group, self._device
         frozen: dict[str, int] = {}
-        self._replica = build(task, plan, group, device, None if checkpoints is None else frozen)
+        keeps = checkpoints is not None
+        self._replica = build(task, plan, group, device, undo, frozen if keeps else None)
         self.model: nn.Module = self._replica.model
         self.pulse.follow(self._replica)
         with self._limit.lifted():  # a compiler is no part of training
             together(group, self._replica.rehearse)
+        undo.callback(group.close)
         together(group, lambda: group.adopt(self._replica))
         self._rates = LearningRate(self._replica.optimizer, task.schedule, task.scheduler)
         self._steps, self._loader = open_training(
@@ -411,6 +403,7 @@ class Rank:
             by_length=plan.task.ghost_batch is None,
             beside=self._limit.beside,
         )
+        undo.callback(self._loader.close)
         epoch = None if self._steps.num_samples is None else self._steps.epoch_samples
         held_out = None if task.valid is None else num_samples_of(task.valid)
         skips = task.bad_data == "skip"
@@ -429,6 +422,7 @@ class Rank:
             blame=OneByOne(self._replica, group, task.loss),
             skips=self._skips,
         )
+        undo.callback(self._engine.close)
         self._reads = isinstance(self._loader, StreamLoader)
         self._alone_on_cpu = device.type == "cpu" and group.size == 1
         self._batches = Batches(
@@ -466,6 +460,7 @@ class Rank:
                 stages=device.type != "cpu" or not plan.enforced,
                 sink=self._sink,
             )
+            undo.callback(self._archive.close)
         if not self.model.training:  # else each part is in the mode that the task left it in
             self.model.train()
 
