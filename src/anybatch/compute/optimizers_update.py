@@ -106,12 +106,11 @@ class Updater:
         self.keep_states(states_on)
 
     def keep_states(self, where: StatesOn) -> None:
-        """Bring the states there."""
-        moving = where != self.states_on
-        self.states_on = where
-        if moving:
+        """Bring the states there. Raises what the allocator raises; then they are where they were."""
+        if where != self.states_on:
             parameters = [p for group in self.param_groups for p in group["params"]]
             self._send(parameters) if where == "host" else self._fetch(parameters)
+            self.states_on = where
 
     def reserve(self) -> None:
         """Have room in host memory for states that are to lie there, while failing is harmless. Raises
@@ -186,18 +185,22 @@ class Updater:
         self._homes.clear()
 
     def _fetch(self, parameters: Sequence[Tensor]) -> None:
-        for param, key, value in self._moving(parameters):
+        moving = list(self._moving(parameters))
+        # Room for all of them first: if there is none, nothing has moved.
+        rooms = [torch.empty_like(value, device=param.device) for param, _, value in moving]
+        for (param, key, value), room in zip(moving, rooms, strict=True):
             self._homes[param, key] = value
-            copy = torch.empty_like(value, device=param.device)
-            self._optimizer.state[param][key] = copy.copy_(value, non_blocking=True)
+            self._optimizer.state[param][key] = room.copy_(value, non_blocking=True)
 
     def _send(self, parameters: Sequence[Tensor]) -> None:
-        for param, key, value in self._moving(parameters):
-            home = self._homes.get((param, key))
-            if home is None:
-                home = _on_host(value)
-            home.copy_(value, non_blocking=True)
-            self._optimizer.state[param][key] = home
+        moving = list(self._moving(parameters))
+        homes = [self._homes.get((param, key)) for param, key, _ in moving]
+        rooms = [
+            _on_host(value) if home is None else home
+            for (_, _, value), home in zip(moving, homes, strict=True)
+        ]
+        for (param, key, value), room in zip(moving, rooms, strict=True):
+            self._optimizer.state[param][key] = room.copy_(value, non_blocking=True)
 
     def _moving(self, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, str, Tensor]]:
         for param in parameters:

@@ -185,31 +185,27 @@ class Transactions:
             if isinstance(result, PassedOver):
                 return result
             if any(told.failure for told in result.told):
-                self._make_room(result.told)
+                self._make_room(result.told, step)
             if result.bad and not self._leave_out(result.bad, source):
                 return PassedOver("each of its samples is bad")
             self._randomness.redo(step)
 
     def follow(self, plan: Plan, step: int, reason: str) -> None:
-        """From `step` on, follow `plan`, and none of those that were left before. Told, if its choice
-        is another."""
+        """From `step` on, follow `plan`, and none of those that were left before; all ranks do. Told,
+        if its choice is another."""
         self._ladder = Ladder()
-        if plan.choice == self.plan.choice:
-            self.plan = plan
-            self._replica.switch(plan.choice, plan.kernels)
-        else:
-            self._change(plan, step, reason)
+        self._change(plan, step, reason)
 
     def grow(self) -> bool:
-        """Between two steps: take the plan again that ran out of memory, if it is time to. All ranks
-        do, or none. Whether the plan has changed."""
+        """Between two steps: take the plan again that ran out of memory, if it is time to, and there is
+        room for what it keeps. All ranks do, or none. Whether the choice has changed."""
         before = self.plan
         found = self._ladder.up(before)
         if found is None:
             return False
         plan, num_steps = found
         self._change(plan, self._step + 1, f"tried again after {num_steps} steps")
-        return True
+        return self.plan.choice != before.choice
 
     def settle(self) -> None:
         """Bring the weights to where all ranks have the same ones and no gradient is under way.
@@ -472,15 +468,15 @@ class Transactions:
         self._replica.drop()
         self._buffers.put_back()
 
-    def _make_room(self, everyone: Sequence[Told]) -> None:
-        """Go on under the next leaner plan, on all ranks alike."""
+    def _make_room(self, everyone: Sequence[Told], step: int) -> None:
+        """Go on in `step` under the next leaner plan, on all ranks alike."""
         mine = everyone[self._group.rank].failure
         if mine is not None:
             self.bench.recover(mine, self._limit)
         before = self.plan
         found = self._ladder.down(before)
         then = "" if found is None else found[0].choice.describe()
-        for event in memory_events(everyone, self._step, before.choice.micro_batch, before, then):
+        for event in memory_events(everyone, step, before.choice.micro_batch, before, then):
             self._sink(event)
         worst = next(told for told in everyone if told.failure)
         assert worst.failure is not None
@@ -491,22 +487,46 @@ class Transactions:
         if leaner is before:
             time.sleep(seconds)
         else:
-            self._change(leaner, self._step, f"memory ran out in {worst.phase}")
+            self._change(leaner, step, f"memory ran out in {worst.phase}")
 
     def _change(self, plan: Plan, step: int, reason: str) -> None:
+        """Follow `plan` from `step` on; or the next leaner one, if on any rank there is no room for the
+        optimizer's states where it has them. All ranks call it."""
         before, self.plan = self.plan, plan
         self._replica.switch(plan.choice, plan.kernels)
-        self._replica.updater.keep_states(plan.choice.optimizer_states)
-        self._sink(
-            Replanned(
-                time=time.time(),
-                step=step,
-                reason=reason,
-                before=before.choice.describe(),
-                after=plan.choice.describe(),
-                plan=plan.model_dump(mode="json"),
+        everyone = self._move_states(plan, step)
+        if plan.choice != before.choice:
+            self._sink(
+                Replanned(
+                    time=time.time(),
+                    step=step,
+                    reason=reason,
+                    before=before.choice.describe(),
+                    after=plan.choice.describe(),
+                    plan=plan.model_dump(mode="json"),
+                )
             )
-        )
+        if any(told.failure for told in everyone):
+            self._make_room(everyone, step)
+
+    def _move_states(self, plan: Plan, step: int) -> Sequence[Told]:
+        """Bring the optimizer's states to where `plan` has them. What all ranks tell of it."""
+        told, wrong = Told(), None
+        try:
+            self._replica.updater.keep_states(plan.choice.optimizer_states)
+            self._replica.updater.reserve()
+        except Exception as error:
+            told = Told.of(error, "update", self._meter)
+            wrong = None if told.can_be_mended else error
+        if self._group.diverges:  # the others change their plans when they have to
+            everyone = [
+                told if rank == self._group.rank else Told() for rank in range(self._group.size)
+            ]
+        else:
+            with self.crossing.open():
+                everyone = self._group.exchange(told)
+        first_error(wrong, everyone, step)
+        return everyone
 
 
 def _of_its_sample(error: DataError, source: Source, number: int) -> DataError:

@@ -1,0 +1,129 @@
+"""States of the optimizer that were to come back to the device, and found no room there, ended the run.
+
+Symptom: a run that had moved them to host memory ended with the bare error of the allocator, some steps
+later, when it tried the faster plan again.
+
+Mechanism: plans are changed between two attempts, where nothing catches a lack of memory and no rank
+hears of it from another; and a part of the states had moved, while all were taken to have.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from tests.equivalence.reference import deviation, plan_for, train_plainly
+from tests.equivalence.worlds import World, task_of
+
+import anybatch as ab
+from anybatch.compute import Replica
+from anybatch.compute.optimizers_update import Updater
+from anybatch.engine import ladder
+from anybatch.errors import NoPlanFits
+from anybatch.events import OutOfMemory, Replanned
+
+KEEP = Updater.keep_states
+EMPTY_LIKE = torch.empty_like
+
+
+@pytest.fixture
+def scarce(monkeypatch):
+    """Have the second allocation of a move to `where` refused, so many times: on a rank in the main
+    thread, or in another."""
+
+    def plant(where, times=1, elsewhere=False):
+        left, calls = [times], []
+
+        def empty_like(*args, **options):
+            calls.append(args)
+            if len(calls) == 2:
+                raise MemoryError("you tried to allocate 5 bytes")
+            return EMPTY_LIKE(*args, **options)
+
+        def keep_states(self, to):
+            here = threading.current_thread() is threading.main_thread()
+            if to == self.states_on or to != where or not left[0] or here == elsewhere:
+                return KEEP(self, to)
+            left[0] -= 1
+            calls.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "empty_like", empty_like)
+                return KEEP(self, to)
+
+        monkeypatch.setattr(Updater, "keep_states", keep_states)
+
+    return plant
+
+
+def trained(monkeypatch, rungs=("host",), ranks=1):
+    """A task; its session, after 9 steps, of which the second runs out of memory at first; the events
+    of recovery."""
+    monkeypatch.setattr(ladder, "STEPS", 2)
+    accumulate, passes = Replica.accumulate, []
+
+    def failing(self, *args):
+        passes.append(self)
+        if len(passes) == ranks + 1:
+            raise MemoryError("you tried to allocate 7 bytes")
+        return accumulate(self, *args)
+
+    task = task_of(World(optimizer="adamw", steps=9))
+    layout = {"parallel": "in-process", "devices": ("cpu",) * ranks, "shares": (1.0,) * ranks}
+    plan = plan_for(task, 16, **layout if ranks > 1 else {})
+    choices = tuple(plan.choice.model_copy(update={"optimizer_states": where}) for where in rungs)
+    events = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Replica, "accumulate", failing)
+        plan = plan.model_copy(update={"ladder": choices})
+        with ab.Session(task, plan, [events.append]) as session:
+            for _ in session.steps():
+                pass
+    return task, session, [e for e in events if isinstance(e, OutOfMemory | Replanned)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_faster_plan_is_left_again_by_all_ranks_and_tried_later(monkeypatch, scarce, ranks):
+    scarce("device", elsewhere=ranks > 1)
+    task, session, events = trained(monkeypatch, ranks=ranks)
+    told = [
+        (event.step, event.rank, event.phase) if isinstance(event, OutOfMemory) else event.step
+        for event in events
+    ]
+    assert told == [(1, 0, "loading"), 1, 3, (3, ranks - 1, "update"), 3, 7]
+    assert session.plan.choice.optimizer_states == "device"
+    assert deviation(session.model, train_plainly(task).model) < 1e-6
+
+
+def test_states_for_which_the_host_has_no_room_stay_where_they_are(monkeypatch, scarce):
+    scarce("host")
+    task, session, events = trained(monkeypatch, rungs=("host", "device"))
+    assert [type(event) for event in events[:4]] == [OutOfMemory, Replanned] * 2
+    assert events[2].phase == "update"
+    assert deviation(session.model, train_plainly(task).model) < 1e-6
+
+
+def test_when_there_is_room_nowhere_it_is_said_so(monkeypatch, scarce):
+    scarce("host", times=100)
+    with pytest.raises(NoPlanFits, match="update"):
+        trained(monkeypatch)
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_move_that_fails_leaves_all_states_where_they_were(scarce, where):
+    param = torch.nn.Parameter(torch.ones(3))
+    other = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([param, other])
+    param.grad, other.grad = torch.ones(3), torch.ones(2)
+    optimizer.step()
+    updater = Updater(optimizer)
+    before = "device" if where == "host" else "host"
+    updater.keep_states(before)
+    states = {id(value) for state in optimizer.state.values() for value in state.values()}
+    scarce(where)
+    with pytest.raises(MemoryError):
+        updater.keep_states(where)
+    assert updater.states_on == before
+    assert states == {id(v) for state in optimizer.state.values() for v in state.values()}
+    updater.keep_states(where)
+    assert updater.states_on == where
