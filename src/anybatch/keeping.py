@@ -19,7 +19,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import final
 from anybatch import early
 from anybatch.errors import InputError, Stopped
 from anybatch.events import StepDone
+from anybatch.interrupts import Handler, handle
 from anybatch.parallel import Wish
 from anybatch.session import Session
 from anybatch.units import parse_seconds
@@ -154,7 +155,7 @@ def _stopping(session: Session) -> Iterator[None]:
         return
     early.over()
     session.stops = False
-    before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+    before: dict[int, Handler] = {}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         found = signal.getsignal(number)
         if number in (signal.SIGTERM, signal.SIGINT) or found is signal.SIG_DFL:
@@ -163,7 +164,7 @@ def _stopping(session: Session) -> Iterator[None]:
     def ask(number: int, frame: FrameType | None) -> None:
         session.stops = True  # written by nobody else meanwhile, so it cannot be lost
         for other, handler in before.items():
-            signal.signal(other, handler or signal.SIG_DFL)
+            handle(other, handler)
 
     for number in before:
         signal.signal(number, ask)
@@ -171,4 +172,4 @@ def _stopping(session: Session) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+            handle(number, handler)

@@ -236,7 +236,8 @@ class Step:
             PeerFailed: another rank raised an error.
             PeerLost: another rank is gone, or did not call.
 
-        Whatever is raised, parameters, optimizer and buffers are as before the call.
+        Whatever is raised, parameters, optimizer and buffers are as before the call. Only an interrupt
+        (Ctrl-C) that comes during the update is raised when the step is done.
         """
         begun = time.perf_counter()
         if self._engine is not None and self._replica.is_outdated:
@@ -250,11 +251,12 @@ class Step:
         else:
             engine.grow()
         engine.wish = Wish.PLAN if self._largest > self._planned_for else Wish.NOTHING
-        done = engine.run(self._num_steps, source, _nothing)
-        assert isinstance(done, Committed)  # steps are left out only where it was asked for
-        self._num_steps += 1
-        self._is_outgrown = Wish.PLAN in done.wished
-        self.plan = engine.plan
+        with ExitStack() as whole:
+            done = engine.run(self._num_steps, source, _nothing, whole)
+            assert isinstance(done, Committed)  # steps are left out only where it was asked for
+            self._num_steps += 1
+            self._is_outgrown = Wish.PLAN in done.wished
+            self.plan = engine.plan
         return Outcome(
             loss=done.loss,
             weight=done.weight,

@@ -1,4 +1,4 @@
-"""Where steps are computed, and how that place is cleaned after a failure.
+"""Where steps are computed, how that place is cleaned after a failure, and how an interrupt gets there.
 
 A step that fails leaves two things behind in the thread that computed it:
 
@@ -9,6 +9,13 @@ A step that fails leaves two things behind in the thread that computed it:
    of any step: tasks of newer ones go first.
 2. The mark of oneDNN (see `anybatch.oom`): new kernels fail in this thread from then on. A thread that
    was never marked computes on.
+
+Ctrl-C reaches the main thread alone. If that is where a step is computed, the passes end at once, and
+from the vote on the interrupt waits until the step is done. If it waits for another thread:
+
+    main thread    waits ............ Ctrl-C, waits ............. raises KeyboardInterrupt
+    other thread   pass | pass | pass | gives up                     before it was sure of the step
+                   pass | pass | sure | vote | update | done         after
 """
 
 from __future__ import annotations
@@ -17,13 +24,15 @@ import gc
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import torch
 
 from anybatch.engine.limit import Limit
+from anybatch.interrupts import held
 from anybatch.oom import MemoryFailure
 from anybatch.threads import begin
 
@@ -51,6 +60,20 @@ class Bench:
     def run(self, work: Callable[[], T]) -> T:
         """The result of `work()`, or the error that it raised."""
         return work() if self._helper is None else self._helper.run(work)
+
+    def look(self) -> None:
+        """Between two passes of the work. Raises `KeyboardInterrupt` if an interrupt has come to the
+        thread that waits for it."""
+        if self._helper is not None:
+            self._helper.look()
+
+    def sure(self) -> AbstractContextManager[None]:
+        """Around what the work then does whole, to its end: an interrupt waits for it. Raises
+        `KeyboardInterrupt`, as `look`, if one has come before."""
+        if self._helper is None:
+            return held()
+        self._helper.be_sure()
+        return nullcontext()
 
     def clear(self) -> None:
         """Drop what a failed backward pass left in the queue of this thread."""
@@ -81,12 +104,38 @@ class Bench:
             self._helper = None
 
 
+@final
+class _Task:
+    """Work for a helper, and its result.
+
+    Attributes:
+        decided: taken by the one who decides whether the work is done whole: the helper, when it is
+            sure, or before that an interrupt, which gives it up.
+    """
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work: Callable[[], Any] = work
+        self.future: Future[Any] = Future()
+        self.decided: threading.Lock = threading.Lock()
+
+    def interrupted(self) -> None:
+        """Wait for the end of the work, if it has begun. A second interrupt is not waited with if the
+        first has given it up: there may be no next place where it looks."""
+        if self.future.cancel() or self.decided.acquire(blocking=False):
+            wait([self.future])
+        else:
+            with held():
+                wait([self.future])
+
+
+@final
 class _Helper:
     """A thread that works for the one that made it. Raises `MemoryError` if there is no room for it for
     a while."""
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._current: _Task | None = None
         for _ in range(_TRIES):
             self._ended = begin(self._serve)
             if self._ended is not None:
@@ -95,13 +144,28 @@ class _Helper:
         raise MemoryError("no room for another thread")
 
     def run(self, work: Callable[[], T]) -> T:
-        """The result of `work()`, or the error that it raised."""
-        future: Future[T] = Future()
-        self._tasks.put((future, work))
+        """The result of `work()`, or the error that it raised. After an interrupt of this thread the
+        work is over, too, before that is raised."""
+        task = _Task(work)
         try:
-            return future.result()
+            self._tasks.put(task)
+            result: T = task.future.result()
+            return result
+        except BaseException:
+            task.interrupted()  # or it has ended, with this error
+            raise
         finally:
-            del future  # it holds the error, and that this frame
+            del task  # it holds the error, and that this frame
+
+    def look(self) -> None:
+        """See `Bench`."""
+        if self._current is not None and self._current.decided.locked():
+            raise KeyboardInterrupt
+
+    def be_sure(self) -> None:
+        """See `Bench.sure`."""
+        if self._current is not None and not self._current.decided.acquire(blocking=False):
+            raise KeyboardInterrupt
 
     def close(self) -> None:
         """End the thread when its work is done."""
@@ -111,9 +175,15 @@ class _Helper:
 
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
-            future, work = task
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-            del task, future, work  # nothing of a step stays here while the next one is waited for
+            if task.future.set_running_or_notify_cancel():
+                self._current = task
+                try:
+                    result = task.work()
+                except BaseException as error:
+                    self._current = None
+                    task.future.set_exception(error)
+                else:
+                    self._current = None
+                    task.future.set_result(result)
+                    del result
+            del task  # nothing of a step stays here while the next one is waited for

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -44,6 +44,7 @@ from anybatch.engine.totals import Means, Names, Totals, over_parts
 from anybatch.engine.watch import Watch
 from anybatch.errors import DataError, InputError, LossError, NoPlanFits, PeerLost, RankLost
 from anybatch.events import Overflowed, Replanned, Sink
+from anybatch.interrupts import held
 from anybatch.oom import as_memory_failure, is_limited
 from anybatch.parallel import Agreed, Group, PassAbandoned, Wish
 from anybatch.parallel.told import Told, first_error, memory_events
@@ -152,10 +153,12 @@ class Transactions:
         self.failed_together: bool = False
         self._step = 0
         self._has_updated = False
+        self._is_applied = False  # the update of the attempt that is under way
+        self._committed: Committed | None = None  # what came of the step that was run last
         self._is_tidy = device.type != "cuda"  # see `_reserve`
 
     def run(
-        self, step: int, source: Source, before_update: Callable[[], None]
+        self, step: int, source: Source, before_update: Callable[[], None], whole: ExitStack
     ) -> Committed | PassedOver:
         """Do global step `step`, however many attempts it takes. Only where bad samples are skipped it
         may be left out.
@@ -164,6 +167,8 @@ class Transactions:
             step: its number, from 0.
             source: its samples.
             before_update: called right before the update (to set the learning rate).
+            whole: to be closed when the step has been counted. That raises the interrupt (Ctrl-C), if
+                one came when the step was sure to be committed.
 
         Raises:
             NoPlanFits: memory ran out under the leanest plan.
@@ -175,20 +180,18 @@ class Transactions:
         Whatever is raised, parameters, optimizer and buffers are those of the step before.
         """
         self._step = step
+        self._committed = None
         self.failed_together = False
         self._randomness.begin(step)
-        while True:
-            result = self.bench.run(lambda: self._attempt(source, before_update))
-            if isinstance(result, Committed):
-                self._ladder.committed()
-                return result
-            if isinstance(result, PassedOver):
-                return result
-            if any(told.failure for told in result.told):
-                self._make_room(result.told, step)
-            if result.bad and not self._leave_out(result.bad, source):
-                return PassedOver("each of its samples is bad")
-            self._randomness.redo(step)
+        try:
+            return self._done(source, before_update, whole)
+        except BaseException as error:
+            if self._committed is None:
+                raise
+            # This thread was interrupted while another one had the step done.
+            whole.enter_context(held())
+            whole.callback(_raise, error)
+            return self._committed
 
     def follow(self, plan: Plan, step: int, reason: str) -> None:
         """From `step` on, follow `plan`, and none of those that were left before; all ranks do. Told,
@@ -208,10 +211,20 @@ class Transactions:
         return self.plan.choice != before.choice
 
     def settle(self) -> None:
-        """Bring the weights to where all ranks have the same ones and no gradient is under way.
+        """Bring the weights to where all ranks have the same ones and no gradient is under way. An
+        interrupt waits for it.
 
         Raises `LossError` if the last gradient is not finite, `PeerLost` if a rank is gone.
         """
+        with held():
+            self._settle()
+
+    def close(self) -> None:
+        """No further step will be run."""
+        self.crossing.close()
+        self.bench.close()
+
+    def _settle(self) -> None:
         with self.crossing.open():
             weight = self._group.settle(self._replica)
         if not weight:
@@ -225,13 +238,22 @@ class Transactions:
             )
         self._replica.apply()
 
-    def close(self) -> None:
-        """No further step will be run."""
-        self.crossing.close()
-        self.bench.close()
+    def _done(
+        self, source: Source, before_update: Callable[[], None], whole: ExitStack
+    ) -> Committed | PassedOver:
+        step = self._step
+        while True:
+            result = self.bench.run(lambda: self._attempt(source, before_update, whole))
+            if not isinstance(result, Again):
+                return result
+            if any(told.failure for told in result.told):
+                self._make_room(result.told, step)
+            if result.bad and not self._leave_out(result.bad, source):
+                return PassedOver("each of its samples is bad")
+            self._randomness.redo(step)
 
     def _attempt(
-        self, source: Source, before_update: Callable[[], None]
+        self, source: Source, before_update: Callable[[], None], whole: ExitStack
     ) -> Committed | PassedOver | Again:
         """One try: the committed step, or nothing changed and what is to be done about it."""
         staged = Staged(self._step, source, Totals(self._device, self._group.num_parts))
@@ -240,6 +262,7 @@ class Transactions:
         wrong: Exception | None = None
         begun = time.perf_counter()
         self._buffers.forget()  # until this attempt has saved them, they are as they should be
+        self._is_applied = False
         self._joint.begin()
         try:
             self.crossing.reserve()
@@ -268,45 +291,53 @@ class Transactions:
         try:
             if mine is None:
                 self._joint.fail()
-            with self.crossing.open():
-                try:
-                    self._group.gather(failed=told.failed)
-                    wish = self.wish | Wish.STOP if self.stops else self.wish
-                    agreed = self._group.agree(
-                        None if told.failed else mine, self._watch.last_seconds, wish
-                    )
-                except Exception as error:
-                    if not self._is_common(error):
-                        raise
-                    agreed, told = None, Told.of(error, "reduction", self._meter)
-                voted = True
-                agreed_seconds = time.perf_counter() - begun
-                if agreed is None:
-                    self._put_back()
-                    everyone = self._group.exchange(told)
-                    first_error(wrong, everyone, self._step)
-                    return Again(everyone, by_rank(told.bad for told in everyone))
-                agreed = over_parts(agreed, self._group.num_parts)
-                means = Means(agreed.totals, self._names.common(staged.totals.names, agreed))
-                accepted = self._judge.accepts(means)
+            done: Committed | Again | _Steep | None = None
+            with ExitStack() as sure:  # no rank is interrupted when others go on to commit
+                with self.crossing.open():
+                    try:
+                        self._group.gather(failed=told.failed)
+                        sure.enter_context(self.bench.sure())
+                        wish = self.wish | Wish.STOP if self.stops else self.wish
+                        agreed = self._group.agree(
+                            None if told.failed else mine, self._watch.last_seconds, wish
+                        )
+                    except Exception as error:
+                        if not self._is_common(error):
+                            raise
+                        agreed, told = None, Told.of(error, "reduction", self._meter)
+                    voted = True
+                    agreed_seconds = time.perf_counter() - begun
+                    if agreed is None:
+                        self._put_back()
+                        everyone = self._group.exchange(told)
+                        first_error(wrong, everyone, self._step)
+                        return Again(everyone, by_rank(told.bad for told in everyone))
+                    agreed = over_parts(agreed, self._group.num_parts)
+                    means = Means(agreed.totals, self._names.common(staged.totals.names, agreed))
+                    accepted = self._judge.accepts(means)
+                    if accepted:
+                        self._group.accepted(agreed)
                 if accepted:
-                    self._group.accepted(agreed)
-            if not accepted:
+                    with self._limit.waived(), self._room.opened():
+                        done = self._commit(means, before_update, agreed)
+                if isinstance(done, Committed):
+                    self._ladder.committed()
+                    self._committed = replace(done, agreed_seconds=agreed_seconds)
+                    whole.push(sure.pop_all())
+                    return self._committed
+            if done is None:
                 self._put_back()
                 return self._judge.totals(means, staged)
-            with self._limit.waived(), self._room.opened():
-                done = self._commit(means, before_update, agreed)
             if isinstance(done, _Steep):
                 self._put_back()
                 return self._judge.gradient(done.norm, means.loss, staged)
-            if isinstance(done, Committed):
-                return replace(done, agreed_seconds=agreed_seconds)
             return done
         except BaseException as error:
             self._put_back()
             failure = as_memory_failure(error)
             alone = self._group.diverges or isinstance(error, PeerLost) or failure is not None
-            self.failed_together = voted and isinstance(error, Exception) and not alone
+            together = voted and not self._is_applied
+            self.failed_together = together and isinstance(error, Exception) and not alone
             if failure is None:
                 raise
             raise RankLost(too_late(self._step, voted, failure)) from error
@@ -357,6 +388,7 @@ class Transactions:
                         self._buffers.put_back()
                 del micro, ask  # so that they are gone while the next one is loaded
                 group.between_passes()
+                self.bench.look()
                 replica.phase = "loading"
 
     def _passes(self, staged: Staged) -> Iterator[tuple[MicroBatch, Ask | None]]:
@@ -401,7 +433,7 @@ class Transactions:
         self._randomness.begin_update(self._step)
         before_update()
         if replica.apply():
-            self._has_updated = True
+            self._has_updated = self._is_applied = True
             self._group.committed(replica)
             return Committed(
                 means.loss,
@@ -466,7 +498,8 @@ class Transactions:
     def _put_back(self) -> None:
         self._clear()
         self._replica.drop()
-        self._buffers.put_back()
+        if not self._is_applied:  # else they go with the parameters as they are by now
+            self._buffers.put_back()
 
     def _make_room(self, everyone: Sequence[Told], step: int) -> None:
         """Go on in `step` under the next leaner plan, on all ranks alike."""
@@ -527,6 +560,10 @@ class Transactions:
                 everyone = self._group.exchange(told)
         first_error(wrong, everyone, step)
         return everyone
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _of_its_sample(error: DataError, source: Source, number: int) -> DataError:

@@ -29,6 +29,7 @@ from anybatch.data import (
     open_training,
 )
 from anybatch.engine import (
+    Committed,
     CompileTrial,
     Evaluation,
     Keyed,
@@ -517,16 +518,35 @@ class Rank:
         if tried:
             begun, reading, source.waited_seconds = time.perf_counter(), 0.0, 0.0
         watch = Stopwatch()
-        done = self._engine.run(data.step, source, partial(self._rates.before_update, progress))
-        # A rank among several waits for the others too, and a host for its device.
-        idle = watch.idle_seconds() - source.waited_seconds if self._alone_on_cpu else 0.0
-        if isinstance(done, PassedOver):
-            self._pass_over(data, source.kept.num_samples, done.reason)
-            return None
+        before_update = partial(self._rates.before_update, progress)
+        with ExitStack() as whole:
+            done = self._engine.run(data.step, source, before_update, whole)
+            # A rank among several waits for the others too, and a host for its device.
+            idle = watch.idle_seconds() - source.waited_seconds if self._alone_on_cpu else 0.0
+            if isinstance(done, PassedOver):
+                self._pass_over(data, source.kept.num_samples, done.reason)
+                return None
+            event, moved = self._counted(data, source, done, begun, reading, idle)
+        if self._engine.grow() or moved or tried:
+            self.begin()  # workers fetch ahead by the old choice or shares
+        if self._evaluation_due(data):
+            self.evaluate()
+        return event
+
+    def _counted(
+        self,
+        data: StepData,
+        source: GlobalStep,
+        done: Committed,
+        begun: float,
+        reading: float,
+        idle: float,
+    ) -> tuple[StepDone, bool]:
+        """The step that is committed, told and in all books; and whether the shares are others now."""
+        self._advance(data)
         self.wished = done.wished
         rate = self._rates.current
         self._rates.after_update()
-        self._advance(data)
         seconds, waited = time.perf_counter() - begun, reading + source.waited_seconds
         self._record.took(seconds, waited, max(0.0, idle), source.kept.num_samples)
         if self._group.size > 1 and not self._group.diverges:  # else ranks meet now and then only
@@ -559,12 +579,7 @@ class Rank:
             self._skips.learned()
             with self._failing_together():
                 self._skips.done(data.num_samples, data.epoch, data.epoch_end)
-        moved = self._pace.observe(self._position.step, source.kept, done.rank_seconds)
-        if self._engine.grow() or moved or tried:
-            self.begin()  # workers fetch ahead by the old choice or shares
-        if self._evaluation_due(data):
-            self.evaluate()
-        return event
+        return event, self._pace.observe(self._position.step, source.kept, done.rank_seconds)
 
     def _source(self, data: StepData) -> GlobalStep:
         return GlobalStep(self._loader, data, self._cutting.passes, self._device, self.pulse)

@@ -1,0 +1,232 @@
+"""Ctrl-C while a step was committed left half of it.
+
+Symptom: after a KeyboardInterrupt during the update the parameters were those after the step, buffers
+and the position those before it: a loop that was begun again, in a notebook say, made the same update
+twice. And where steps were computed in another thread (after oneDNN ran out of memory), the step went
+on behind the back of who was interrupted, and was committed some time later.
+
+Mechanism: Python raises KeyboardInterrupt between any two instructions of the main thread, and only
+there. What had been staged was dropped and buffers were put back whatever had been done by then.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from tests.equivalence.reference import plan_for
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import anybatch as ab
+from anybatch.errors import Stopped
+from anybatch.events import StepDone
+from anybatch.keeping import Every, kept
+
+NUMBERS = signal.SIGINT, signal.SIGTERM
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_fresh_process():
+    own = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler or signal.SIG_DFL)
+
+
+class Strikes:
+    """Sends this process a signal at the n-th passing of a place."""
+
+    def __init__(self, place="", at=0, number=signal.SIGINT):
+        self.place, self.at, self.number = place, at, number
+        self.passed = 0
+
+    def __call__(self, place):
+        if place == self.place:
+            self.passed += 1
+            if self.passed == self.at:
+                os.kill(os.getpid(), self.number)
+
+
+class SGD(torch.optim.SGD):
+    """Passes a place before its update, and one after it."""
+
+    def __init__(self, parameters, strikes):
+        super().__init__(parameters, lr=0.5, momentum=0.9)
+        self.strikes = strikes
+
+    def step(self, closure=None):
+        self.strikes("before")
+        result = super().step(closure)
+        self.strikes("after")
+        return result
+
+
+def model_of():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+
+
+def loss(strikes, model, batch):
+    strikes("loss")
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+X = torch.randn(64, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(3, (64,), generator=torch.Generator().manual_seed(1))
+
+
+def task_of(strikes):
+    def schedule(progress):
+        strikes("schedule")
+        return 1 / (1 + progress.step)
+
+    return ab.Task(
+        model=model_of,
+        loss=partial(loss, strikes),
+        optimizer=partial(SGD, strikes=strikes),
+        train=torch.utils.data.TensorDataset(X, Y),
+        global_batch=16,
+        steps=6,
+        ghost_batch=4,
+        schedule=schedule,
+    )
+
+
+def plan_of(task, ranks):
+    if ranks == 1:
+        return plan_for(task, 16)
+    layout = {"parallel": "in-process", "devices": ("cpu",) * ranks, "shares": (1.0,) * ranks}
+    return plan_for(task, 16, **layout)
+
+
+def trained(strikes, ranks=1):
+    """State of the model after all steps, the steps that were told, and after how many there was an
+    interrupt. The loop is begun again then."""
+    task = task_of(strikes)
+    events, interrupted = [], []
+    with ab.Session(task, plan_of(task, ranks), [events.append]) as session:
+        while session.num_steps < 6:
+            try:
+                for _ in session.steps():
+                    pass
+            except KeyboardInterrupt:
+                interrupted.append(session.num_steps)
+        state = {name: value.clone() for name, value in session.model.state_dict().items()}
+    return state, [e.step for e in events if isinstance(e, StepDone)], interrupted
+
+
+def same(one, other):
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+PLACES = {"loss": 2, "schedule": 3, "before": 3, "after": 3}  # and the steps that are done by then
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_session_goes_on_from_where_it_says_that_it_is(place, rank, ranks):
+    at = 2 * ranks + rank + 1  # in the third step
+    wanted, steps, none = trained(Strikes(), ranks)
+    assert not none
+    strikes = Strikes(place, at)
+    found, told, interrupted = trained(strikes, ranks)
+    assert strikes.passed > at
+    assert interrupted == [PLACES[place]]
+    assert told == steps == [1, 2, 3, 4, 5, 6]
+    assert same(found, wanted)
+
+
+def stepped(strikes, moved=False):
+    """State of the model after three calls of a `Step`, one more if there was an interrupt that left
+    no trace; and whether that was so."""
+    model = model_of()
+    optimizer = SGD(model.parameters(), strikes)
+    undone = None
+    with ab.Step(model, optimizer, partial(loss, strikes), ghost_batch=4) as step:
+        done = 0
+        while done < 3:
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            part = slice(16 * done, 16 * done + 16)
+            try:
+                step((X[part], Y[part]))
+                done += 1
+            except KeyboardInterrupt:
+                undone = same(before, model.state_dict())
+                done += not undone
+            if moved:
+                step._engine.bench.renew()  # as after oneDNN ran out of memory
+    return {name: value.clone() for name, value in model.state_dict().items()}, undone
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["this thread", "another thread"])
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_step_is_done_whole(place, moved):
+    wanted, _ = stepped(Strikes())
+    found, undone = stepped(Strikes(place, at=2), moved)
+    assert undone is False
+    assert same(found, wanted)
+
+
+def test_a_step_in_another_thread_is_over_when_the_interrupt_is_raised():
+    wanted, _ = stepped(Strikes())
+    model = model_of()
+    ended = []
+
+    def slow(model, batch):
+        if threading.current_thread() is not threading.main_thread() and not ended:
+            os.kill(os.getpid(), signal.SIGINT)
+            task = step._engine.bench._helper._current
+            deadline = time.monotonic() + 60.0
+            while not task.decided.locked() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            ended.append(task)
+        return cross_entropy(model(batch[0]), batch[1])
+
+    with ab.Step(model, SGD(model.parameters(), Strikes()), slow, ghost_batch=4) as step:
+        step((X[:16], Y[:16]))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        step._engine.bench.renew()
+        with pytest.raises(KeyboardInterrupt):
+            step((X[16:32], Y[16:32]))
+        assert [task.future.done() for task in ended] == [True]
+        assert same(before, model.state_dict())
+        step((X[16:32], Y[16:32]))
+        step((X[32:48], Y[32:48]))
+    assert same(wanted, model.state_dict())
+
+
+@pytest.mark.parametrize("place", ["loss", "before", "after"])
+def test_a_signal_to_stop_is_answered_after_the_step(place, tmp_path):
+    task = task_of(Strikes(place, at=3))
+    with (
+        ab.Session(task, plan_of(task, 1), checkpoints=tmp_path) as session,
+        pytest.raises(Stopped, match=f"after step {4 if place != 'loss' else 3};"),
+        kept(session, Every()) as steps,
+    ):
+        list(steps)
+    assert [signal.getsignal(n) for n in NUMBERS] == [signal.default_int_handler, signal.SIG_DFL]
+
+
+@pytest.mark.parametrize("first", NUMBERS)
+def test_a_second_signal_during_the_update_waits_for_the_step_alone(first, tmp_path):
+    wanted, _, _ = trained(Strikes())
+    signals = Strikes("before", 6, first), Strikes("after", 6)
+
+    def strikes(place):
+        for one in signals:
+            one(place)
+
+    task = task_of(strikes)
+    with ab.Session(task, plan_of(task, 1), checkpoints=tmp_path) as session:
+        with pytest.raises(KeyboardInterrupt), kept(session, Every()) as steps:
+            list(steps)
+        assert session.num_steps == 6
+        assert same(wanted, session.model.state_dict())
+    assert [signal.getsignal(n) for n in NUMBERS] == [signal.default_int_handler, signal.SIG_DFL]
