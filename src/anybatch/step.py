@@ -64,6 +64,7 @@ from anybatch.engine import (
     held_bytes,
     make_limit,
     to_reserve,
+    uncounted,
 )
 from anybatch.errors import DataError, InputError, NoPlanFits
 from anybatch.estimate import Outline, Subject, dtypes_of
@@ -131,7 +132,8 @@ class Step:
             of optimizers with parameters of their own (Muon for the matrices, AdamW for the rest).
         loss: `(model, batch) -> Loss`, or a plain mean; see `Task`.
         memory: budget of each rank, as `train` takes it; held from the first call until `close`.
-            None: plan for what is free.
+            None: plan for what is free. Of several steps at once the strictest budget holds, for what all
+            of them take.
         precision: see `plans.Precision`.
         micro_batch: largest number of samples per forward pass; None: found.
         recompute: what to recompute; None: found.
@@ -291,7 +293,9 @@ class Step:
         group = self._group = self._joined()
         self._check_alike(group)
         self._outline = Outline(self._model, self._optimizer)
-        self._plans = group.exchange(together(group, lambda: self._first_plan(batch)))
+        with uncounted():  # planning is no part of what another Step trains
+            first = together(group, lambda: self._first_plan(batch))
+        self._plans = group.exchange(first)
         plan, total = _agreed_plan(group, self._plans)
         if group.size > 1 or plan.choice.micro_batch < self._planned_for:
             warn_of_statistics(self._model, self._loss)

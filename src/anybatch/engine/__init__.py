@@ -10,6 +10,7 @@ from anybatch.engine.learning_rate import LearningRate as LearningRate
 from anybatch.engine.limit import Limit as Limit
 from anybatch.engine.limit import held_bytes as held_bytes
 from anybatch.engine.limit import make_limit as make_limit
+from anybatch.engine.limit import uncounted as uncounted
 from anybatch.engine.meter import Meter as Meter
 from anybatch.engine.outcome import Committed as Committed
 from anybatch.engine.outcome import PassedOver as PassedOver

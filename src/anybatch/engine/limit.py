@@ -14,6 +14,9 @@ One thing must not meet the limit: the generator of oneDNN's kernels, which does
 refused memory (see `anybatch.oom`; some kernels then jump to address zero). Kernels are generated when
 a shape is computed with for the first time. So the first passes of each shape run with the limit
 lifted, and are measured instead: one that went over the budget counts as out of memory all the same.
+
+A process may hold several budgets, as two `Step`s that take turns do. Each counts what the process has
+taken since it was entered, whoever took it; the strictest holds, and to lift one is to lift all.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -44,6 +48,7 @@ from anybatch.engine.process import (
     status,
     trim,
 )
+from anybatch.engine.strictest import Strictest
 from anybatch.mkl import free_product_buffers
 from anybatch.plans import Plan
 from anybatch.units import format_bytes
@@ -85,10 +90,9 @@ class Limit(ABC):
         """
         return nullcontext()
 
-    @contextmanager
-    def lifted(self) -> Iterator[None]:
+    def lifted(self) -> AbstractContextManager[None]:
         """What is taken inside, and stays, does not count."""
-        yield
+        return nullcontext()
 
     def waived(self) -> AbstractContextManager[None]:
         """Around what must not be refused memory, though what it takes and keeps does count."""
@@ -110,7 +114,8 @@ class Unlimited(Limit):
         """See `Limit`."""
         if self._device.type == "cuda":
             return CudaMeter(self._device)
-        _warm_up_once()
+        with uncounted():
+            _warm_up_once()
         free_product_buffers()
         trim()
         return CpuMeter()
@@ -125,6 +130,7 @@ class CudaLimit(Limit):
     def __init__(self, device: torch.device, budget_bytes: int) -> None:
         self._device = device
         self._budget = budget_bytes
+        self._fraction: Strictest[CudaLimit] | None = None
 
     def enter(self) -> Meter:
         """See `Limit`."""
@@ -132,12 +138,25 @@ class CudaLimit(Limit):
         meter = CudaMeter(self._device)
         _, total = torch.cuda.mem_get_info(self._device)
         fraction = (self._budget - meter.beside_bytes) / total
-        torch.cuda.set_per_process_memory_fraction(min(max(fraction, 0.0), 1.0), self._device)
+        index = self._device.index
+        self._fraction = _fraction_of(torch.cuda.current_device() if index is None else index)
+        self._fraction.hold(self, min(max(fraction, 0.0), 1.0))
         return meter
 
     def leave(self) -> None:
         """See `Limit`."""
-        torch.cuda.set_per_process_memory_fraction(1.0, self._device)
+        if self._fraction is not None:
+            self._fraction.give_up(self)
+
+
+@functools.cache
+def _fraction_of(index: int) -> Strictest[CudaLimit]:
+    """What the allocator may have of the device with that number."""
+
+    def write(fraction: float) -> None:
+        torch.cuda.set_per_process_memory_fraction(fraction, index)
+
+    return Strictest(lambda: torch.cuda.get_per_process_memory_fraction(index), write)
 
 
 class ProcessLimit(Limit):
@@ -154,7 +173,6 @@ class ProcessLimit(Limit):
     def __init__(self, budget_bytes: int, counted_bytes: int = 0) -> None:
         self._budget = budget_bytes
         self._counted = counted_bytes
-        self._before: tuple[int, int] | None = None
         self._soft = 0
         self._spare = 0
         self._beside = self._most_beside = 0  # bytes for other processes: now, and so far
@@ -163,25 +181,23 @@ class ProcessLimit(Limit):
 
     def enter(self) -> Meter:
         """See `Limit`."""
-        warm_up()
-        free_product_buffers()
-        give_freed_memory_back()
-        gc.collect()
-        hold_object_arenas(OBJECT_BYTES)
+        with uncounted():
+            warm_up()
+            free_product_buffers()
+            give_freed_memory_back()
+            gc.collect()
+            hold_object_arenas(OBJECT_BYTES)
         held = status("VmRSS")
         trim()
         # Room that the heap had before is no part of what training adds.
         self._spare = max(0, held - status("VmRSS"))
         self._meter = CpuMeter(self._counted)
-        self._before = resource.getrlimit(resource.RLIMIT_DATA)
         self._set(status("VmData") + self._budget - self._counted)
         return self._meter
 
     def leave(self) -> None:
         """See `Limit`."""
-        if self._before is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, self._before)
-            self._before = None
+        _DATA.give_up(self)
 
     def first_pass(self, kind: object, batch: Any) -> AbstractContextManager[None]:
         """See `Limit`."""
@@ -193,22 +209,23 @@ class ProcessLimit(Limit):
         self._meter.begin_lap()
         code, hollow = generated_code_bytes(), hollow_bytes()
         before = self._meter.used_bytes()
-        self._let_go()
-        try:
-            with new_peak_of_addresses():
-                size = status("VmPeak")
-                yield
-        except BaseException:  # what it holds yet may be filled: of addresses only those of code go
-            self._set(self._soft + generated_code_bytes() - code)
-            raise
-        # Addresses that a library does not fill hold nothing: each generated kernel reserves 256 KiB
-        # for a few KiB, and MKL's buffers for a product of 1024 x 256 x 4000 are 8 MiB for 4. Of those
-        # that come and go, such as 15 of the 22 MiB of an LSTM's backward, what fits has to fit again.
-        used, reached = self._meter.lap_bytes(), status("VmPeak")
-        kept = max(0, hollow_bytes() - hollow)
-        passing = (reached - size) - (used - before) - kept
-        more, self._passing = max(0, passing - self._passing), max(passing, self._passing)
-        self._set(self._soft + kept + more)
+        with _let_go():
+            try:
+                with new_peak_of_addresses():
+                    size = status("VmPeak")
+                    yield
+            except (
+                BaseException
+            ):  # what it holds yet may be filled: of addresses only those of code go
+                _grow(generated_code_bytes() - code)
+                raise
+            # Addresses that a library does not fill hold nothing: each generated kernel reserves
+            # 256 KiB for a few KiB, and MKL's buffers for a product of 1024 x 256 x 4000 are 8 MiB for
+            # 4. Of those that come and go, such as 15 of the 22 MiB of an LSTM's backward, what fits
+            # has to fit again.
+            used, reached = self._meter.lap_bytes(), status("VmPeak")
+            kept = max(0, hollow_bytes() - hollow)
+            _grow(kept, passing=(reached - size) - (used - before) - kept)
         if used > self._budget + self._spare:
             self._meter.drop_lap()
             raise MemoryError(
@@ -217,59 +234,108 @@ class ProcessLimit(Limit):
             )
         self._measured_passes[shape] += 1
 
-    @contextmanager
-    def lifted(self) -> Iterator[None]:
+    def lifted(self) -> AbstractContextManager[None]:
         """See `Limit`."""
-        before = status("VmData")
-        self._let_go()
-        try:
-            yield
-        finally:
-            self._set(self._soft + max(0, status("VmData") - before))
+        return uncounted()
 
-    @contextmanager
-    def waived(self) -> Iterator[None]:
+    def waived(self) -> AbstractContextManager[None]:
         """See `Limit`."""
-        self._let_go()
-        try:
-            yield
-        finally:
-            self._apply(self._soft)
+        return _let_go()
 
-    @contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self) -> AbstractContextManager[None]:
         """See `Limit`. May stand inside anything, and inside itself: an iterator that is let go of ends
         its processes wherever the program is."""
-        if self._before is None:
-            yield
-            return
-        now, before = resource.getrlimit(resource.RLIMIT_DATA), status("VmData")
-        resource.setrlimit(resource.RLIMIT_DATA, self._before)
-        try:
-            yield
-        finally:
-            if now != self._before:  # else inside itself
-                # Threads and their stacks come and go: room that was given once is there for the next.
-                self._beside = max(0, self._beside + status("VmData") - before)
-                more = max(0, self._beside - self._most_beside)
-                self._most_beside += more
-                self._soft += more
-                self._apply(now[0] + more)
+        return _BESIDE.entered(_DATA.before)
 
-    def _let_go(self) -> None:
-        """Lift the limit to what the machine has: going on there would wake the killer of processes."""
-        if self._before is not None:
-            self._apply(status("VmData") + int(psutil.virtual_memory().available * 0.9))
+    def grow(self, kept: int, passing: int = 0) -> None:
+        """Count `kept` bytes no more, nor `passing` bytes of addresses without memory that come and
+        go."""
+        more, self._passing = max(0, passing - self._passing), max(passing, self._passing)
+        self._set(self._soft + kept + more)
+
+    def grow_beside(self, taken: int) -> None:
+        """What it takes to speak to other processes has become so much more, or less."""
+        # Threads and their stacks come and go: room that was given once is there for the next.
+        self._beside = max(0, self._beside + taken)
+        more = max(0, self._beside - self._most_beside)
+        self._most_beside += more
+        self._set(self._soft + more)
 
     def _set(self, soft: int) -> None:
         self._soft = soft
-        self._apply(soft)
+        _DATA.hold(self, soft)
 
-    def _apply(self, soft: int) -> None:
-        if self._before is not None:
-            hard = self._before[1]
-            soft = soft if hard < 0 else min(soft, hard)
-            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+def uncounted() -> AbstractContextManager[None]:
+    """What is taken inside, and stays, counts for no limit that this process is held to by `Limit`s."""
+    return _LIFTED.entered(None if _DATA.before is None else _most())
+
+
+def _let_go() -> AbstractContextManager[None]:
+    return nullcontext() if _DATA.before is None else _DATA.instead(_most())
+
+
+def _most() -> int:
+    """What the machine has: going on there would wake the killer of processes."""
+    return status("VmData") + int(psutil.virtual_memory().available * 0.9)
+
+
+def _grow(kept: int, passing: int = 0) -> None:
+    for limit in _DATA.holders:
+        limit.grow(kept, passing)
+
+
+def _grow_beside(taken: int) -> None:
+    for limit in _DATA.holders:
+        limit.grow_beside(taken)
+
+
+def _read() -> int:
+    return resource.getrlimit(resource.RLIMIT_DATA)[0]
+
+
+def _write(soft: float) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (int(soft if hard < 0 else min(soft, hard)), hard))
+
+
+class _Region:
+    """Where something else is in place of the limits. Regions may lie within each other, and in several
+    threads.
+
+    Args:
+        grow: told of the bytes that were taken from the first one's begin to the last one's end, and
+            stay.
+    """
+
+    def __init__(self, grow: Callable[[int], None]) -> None:
+        self._grow = grow
+        self._depth = self._start = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def entered(self, value: float | None) -> Iterator[None]:
+        """Around a region, where `value` is in place of the limits; None: there is none."""
+        if value is None:
+            yield
+            return
+        with self._lock:
+            if self._depth == 0:
+                self._start = status("VmData")
+            self._depth += 1
+        with _DATA.instead(value):
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._depth -= 1
+                    if self._depth == 0:
+                        self._grow(status("VmData") - self._start)
+
+
+_DATA: Strictest[ProcessLimit] = Strictest(_read, _write)
+_LIFTED = _Region(lambda taken: _grow(max(0, taken)))
+_BESIDE = _Region(_grow_beside)
 
 
 def make_limit(plan: Plan, device: torch.device, counted: Iterable[object] = ()) -> Limit:
