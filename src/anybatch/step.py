@@ -37,13 +37,13 @@ from torch.optim import Optimizer
 from anybatch.compute import (
     DEFAULT_GHOST_BATCH,
     Replica,
-    batch_norms,
     find_blocks,
     find_chains,
     kernel_choices,
 )
 from anybatch.compute.averages import warn_of_left_out, warn_of_statistics
 from anybatch.compute.building import check_needs_no_closure
+from anybatch.compute.ghost import batch_norms, looks_across_samples
 from anybatch.compute.precision import check_available
 from anybatch.compute.several import as_one
 from anybatch.data import (
@@ -124,7 +124,12 @@ class Step:
     The plan is made by the first batch, and anew when a batch is larger than any that was planned for:
     before its step, or with several ranks, which learn of it by that step, before the next one. The
     same where the optimizer has other parameters than before (of layers that are unfrozen on the way,
-    say), with several ranks on all of them in the same call.
+    say), or other BatchNorm layers are in training mode, with several ranks on all of them in the same
+    call.
+
+    Modes are the script's: what of the model is in evaluation mode is trained in it. So BatchNorm that
+    was put into it (in a frozen backbone) keeps to its running statistics, and is cut into no ghost
+    batches.
 
     Args:
         model: on the device where it is to be trained; with several ranks as it is, not wrapped.
@@ -132,15 +137,15 @@ class Step:
             of optimizers with parameters of their own (Muon for the matrices, AdamW for the rest).
         loss: `(model, batch) -> Loss`, or a plain mean; see `Task`.
         memory: budget of each rank, as `train` takes it; held from the first call until `close`.
-            None: plan for what is free. Of several steps at once the strictest budget holds, for what all
-            of them take.
+            None: plan for what is free. Of several steps at once the strictest budget holds, for what
+            all of them take.
         precision: see `plans.Precision`.
         micro_batch: largest number of samples per forward pass; None: found.
         recompute: what to recompute; None: found.
         chunked_loss: see `plan`; None: found.
         clip_norm: largest 2-norm of the mean gradient, of what the optimizer trains.
-        ghost_batch: samples over which BatchNorm normalises; None: 32 where the model has BatchNorm.
-            Each rank cuts its own part.
+        ghost_batch: samples over which BatchNorm normalises; None: 32 where the model has BatchNorm in
+            training mode. Each rank cuts its own part.
         compile: compile the blocks of the model; then a budget on a CPU is not enforced.
             `"if-faster"` is refused: whether the time to compile is worth it depends on how many calls
             will follow, which only the script knows.
@@ -199,7 +204,7 @@ class Step:
             shapes_vary=True,
         )
         self._clip_norm = clip_norm
-        self._ghost = (ghost_batch or DEFAULT_GHOST_BATCH) if batch_norms(model) else None
+        self._ghost_batch = ghost_batch or DEFAULT_GHOST_BATCH
         self._sinks = tuple(sinks)
         homes = {p.device for p in model.parameters()}
         if len(homes) != 1:
@@ -242,7 +247,8 @@ class Step:
         (Ctrl-C) that comes during the update is raised when the step is done.
         """
         begun = time.perf_counter()
-        if self._engine is not None and self._replica.is_outdated:
+        is_outdated = self._engine is not None and self._replica.is_outdated
+        if self._engine is not None and (is_outdated or self._normalising() != self._cut):
             self._begin_anew(batch)
         engine = self._engine or self._begin(batch)
         # Looks at the batch inside the step, where a rank that cannot use it does not leave the others.
@@ -291,6 +297,9 @@ class Step:
     def _begin(self, batch: Any) -> Transactions:
         """Plan by the first batch, and set up."""
         group = self._group = self._joined()
+        self._norms = tuple(batch_norms(self._model).values())
+        self._cut = self._normalising()
+        self._ghost = self._ghost_batch if any(self._cut) else None
         self._check_alike(group)
         self._outline = Outline(self._model, self._optimizer)
         with uncounted():  # planning is no part of what another Step trains
@@ -341,8 +350,14 @@ class Step:
             self._undo = undo.pop_all()
         return self._engine
 
+    def _normalising(self) -> list[bool]:
+        """Which BatchNorm layers normalise over ghost batches now: those in training mode, since the
+        modes are the script's."""
+        return [looks_across_samples(norm, norm.training) for norm in self._norms]
+
     def _begin_anew(self, batch: Any) -> None:
-        """The optimizer has other parameters than so far: plan and set up for these. All ranks do."""
+        """The optimizer has other parameters than so far, or other norms are in training mode: plan and
+        set up for these. All ranks do."""
         scaler = self._replica.scaler_state()
         self.close()
         _check_of(self._model, self._optimizer)

@@ -235,7 +235,9 @@ class Task:
             into the next epoch.
         shuffle: a new order each epoch, a function of (seed, epoch, number of samples) alone.
         ghost_batch: samples over which BatchNorm computes its statistics in training. Belongs to the
-            task since it changes the result. None: 32 where the model has BatchNorm.
+            task since it changes the result. None: 32 where the model has BatchNorm that is trained.
+            A part of the model that comes in evaluation mode, in a model that does not, stays in it,
+            and its BatchNorm keeps to its running statistics.
         num_workers: processes that load samples; 0 loads in the training process. What they take is no
             part of a CPU's budget.
         bad_data: what to do about samples that cannot be loaded, or have a loss or a gradient that is

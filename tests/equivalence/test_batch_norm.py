@@ -146,6 +146,41 @@ def test_a_frozen_norm_uses_and_keeps_its_statistics():
     assert torch.equal(ours.model.body[1][1].running_mean, frozen().body[1][1].running_mean)
 
 
+class Frozen(Images):
+    """All but the head frozen, as a backbone is."""
+
+    def __init__(self):
+        super().__init__()
+        self.body.requires_grad_(False).eval()
+        for layer in self.body:
+            layer[1].running_mean.fill_(0.3)
+
+
+def test_a_frozen_backbone_keeps_to_its_statistics_and_is_cut_anywhere():
+    task = dataclasses.replace(
+        task_of(Frozen, ghost_batch=None), parameters=lambda model: model.head.parameters()
+    )
+    plan = ab.plan(task, micro_batch=3)
+    assert plan.task.ghost_batch is None
+    assert not any("BatchNorm" in notice for notice in plan.notices)
+    with ab.Session(task, plan) as session:
+        losses = [done.loss for done in session.steps()]
+        assert not session.model.body.training
+        statistics = session.model.body[1][1].running_mean
+        assert torch.equal(statistics, Frozen().body[1][1].running_mean)
+        plain = train_plainly(task)
+        assert losses == pytest.approx(plain.losses, rel=1e-9)
+        assert deviation(session.model, plain.model) < 1e-9
+    assert ab.verify(task, plan, samples=8).exact
+
+
+def test_a_model_that_is_in_evaluation_mode_as_a_whole_is_trained_as_a_whole():
+    """As it comes from a library."""
+    task = task_of(lambda: Images().eval())
+    assert ab.plan(task).task.ghost_batch == 4
+    assert_equal(train(task, 8), train_plainly(task), 1e-9)
+
+
 def test_a_single_value_per_channel_is_named():
     class Flat(nn.Module):
         def __init__(self):

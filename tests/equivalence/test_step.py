@@ -482,6 +482,49 @@ def test_what_was_frozen_is_counted_in_the_plan_once_it_is_trained():
         assert step.plan.task.trainable_parameters == 83
 
 
+def test_norms_in_evaluation_mode_are_not_cut_and_modes_may_change_between_steps(monkeypatch):
+    sizes = planned_sizes(monkeypatch)
+    model, other = Net(), Net()
+    other.load_state_dict(model.state_dict())
+    optimizer, plain, passes, losses, expected = sgd(model), sgd(other), [], [], []
+    with ab.Step(model, optimizer, loss, micro_batch=8, ghost_batch=4) as step:
+        for number, frozen in enumerate([True, True, False, False, True]):
+            batch = batch_of(16, number)
+            for one in (model, other):
+                one.eval()  # between two steps, as to evaluate
+                assert torch.isfinite(one(batch["x"])).all()
+                one.train()
+                one.body.train(not frozen)
+            before = model.body[1].running_mean.clone()
+            outcome = step(batch)
+            losses.append(outcome.loss)
+            passes.append(outcome.num_micro_batches)
+            assert torch.equal(before, model.body[1].running_mean) == frozen
+            assert step.plan.task.ghost_batch == (None if frozen else 4)
+            assert model.training
+            assert model.body.training != frozen
+            expected += plainly(other, plain, [batch], size=lambda batch: len(batch["x"]))
+            del other.body[1].forward
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert deviation(model, other) < 1e-9
+    assert passes == [2] * 5
+    assert sizes == [16] * 3  # anew where the norms changed their mode, and only there
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 7])
+def test_a_frozen_backbone_may_be_cut_below_a_ghost_batch(micro_batch):
+    model, other = Net(), Net()
+    other.load_state_dict(model.state_dict())
+    for one in (model, other):
+        one.body.requires_grad_(False).eval()
+    batches = [batch_of(n, n) for n in (16, 5)]
+    with ab.Step(model, sgd(model), loss, micro_batch=micro_batch) as step:
+        outcomes = [step(batch) for batch in batches]
+    assert outcomes[0].num_micro_batches == -(-16 // micro_batch)
+    assert [o.loss for o in outcomes] == pytest.approx(plainly(other, sgd(other), batches), rel=1e-9)
+    assert deviation(model, other) < 1e-9
+
+
 def test_what_the_user_has_compiled_is_not_compiled_while_it_is_planned(recwarn):
     compiled = []
 

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from anybatch.compute.modes import into_training
+
 
 @contextmanager
 def calm(model: nn.Module, names: Sequence[str], still: bool) -> Iterator[None]:
-    """The model in training mode, but for the modules named; `still`: with random draws held still."""
-    model.train()
+    """The model in training mode, as far as its user left it in that, but for the modules named;
+    `still`: with random draws held still."""
+    into_training(model)
     for name, module in model.named_modules():
         if name in names:
             module.eval()

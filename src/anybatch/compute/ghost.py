@@ -25,6 +25,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from anybatch.compute.modes import trains
 from anybatch.compute.patch import replace_forward
 from anybatch.compute.synchronised import Exchange, OverRanks, SingleValue
 from anybatch.errors import InputError
@@ -37,6 +38,20 @@ def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     return {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
 
 
+def cut_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Those of `batch_norms` that ghost batches are cut for once `model` is trained. One that its user
+    put into evaluation mode (of a frozen part) normalises by its running statistics, whatever the
+    cut."""
+    return {
+        n: m for n, m in batch_norms(model).items() if looks_across_samples(m, trains(model, m))
+    }
+
+
+def looks_across_samples(norm: _BatchNorm, training: bool) -> bool:
+    """Whether `norm`, in that mode, normalises by statistics of the pass at hand."""
+    return training or norm.running_mean is None or norm.running_var is None
+
+
 def depends_on_cut(model: nn.Module, drawn: bool = True) -> tuple[str, ...]:
     """What in `model` no plan can make independent of the cut into micro-batches, a sentence each.
 
@@ -46,9 +61,8 @@ def depends_on_cut(model: nn.Module, drawn: bool = True) -> tuple[str, ...]:
     """
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        # One that is in evaluation mode as a whole is put into training mode.
-        trains = drawn and (module.training or not model.training)
-        if (why := _why_it_depends(module, trains)) is not None:
+        random = drawn and trains(model, module)
+        if (why := _why_it_depends(module, random)) is not None:
             found.setdefault(why, []).append(name)
     return tuple(
         why.format(names=_some(names), s="s" if len(names) == 1 else "")
@@ -116,7 +130,7 @@ class _GhostForward:
 
     def __call__(self, input: Tensor) -> Tensor:
         norm = self._norm
-        if not norm.training and norm.running_mean is not None and norm.running_var is not None:
+        if not looks_across_samples(norm, norm.training):
             return self._whole(input)
         sizes = self._rows(input)
         if len(sizes) == 1:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from anybatch.compute.loss import widened
+from anybatch.compute.modes import evaluating
 from anybatch.errors import DataError, InputError, listed
 from anybatch.mkl import free_product_buffers
 from anybatch.task import Loss
@@ -129,15 +130,12 @@ def takes_cache(model: nn.Module) -> bool:
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """In evaluation mode, with modes and random numbers as before in the end. What MKL packed is given
     back: products of growing sizes would each leave a buffer, which no plan knows of."""
-    modes = [(module, module.training) for module in model.modules()]
     others = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(others, device_type=device.type if others else "cuda"):
-        model.eval()
+    forked = torch.random.fork_rng(others, device_type=device.type if others else "cuda")
+    with forked, evaluating(model):
         try:
             yield
         finally:
-            for module, training in modes:
-                module.training = training
             free_product_buffers()
 
 

@@ -21,8 +21,8 @@ import torch
 
 from anybatch.compute import Replica
 from anybatch.compute.joint import encodings_of
+from anybatch.compute.modes import evaluating
 from anybatch.data import Bad, Place
-from anybatch.engine.evaluation import evaluating
 from anybatch.engine.source import Source
 from anybatch.parallel import Group
 from anybatch.parallel.told import first_line

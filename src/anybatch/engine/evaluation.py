@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from anybatch.compute import Replica
 from anybatch.compute.joint import tensors_in, with_tensors
+from anybatch.compute.modes import evaluating
 from anybatch.data import Bad, BadSamples, to_device
 from anybatch.data.evaluation import join, turns
 from anybatch.engine.bench import Bench
@@ -93,19 +93,6 @@ class _Part:
     samples: int
     more: Any
     names: tuple[str, ...] = ()
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards each module is in the mode it was in (a part that the
-    user froze stays frozen)."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 class Evaluation:

@@ -143,7 +143,6 @@ class Counting:
             )
             self.update: Update = leanest_update(self._replica.optimizer, model, device.kind)
             self._replica.updater.take(self.update)
-            model.train()
             self._make_gradients()
             self._apply()  # makes the optimizer's state
 

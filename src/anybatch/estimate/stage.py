@@ -26,6 +26,7 @@ from torch import nn
 
 from anybatch.compute.joint import Ask, Comparison, rows_like
 from anybatch.compute.lm_loss import few_chunks
+from anybatch.compute.modes import evaluating
 from anybatch.compute.optimizers import is_compiled, parts_of, uncompiled
 from anybatch.estimate.cuda import laid_over
 from anybatch.estimate.fake_modules import without_fused_layers
@@ -119,7 +120,6 @@ class Stage:
         with self._open():
             found = set_up(subject, plain, device, tracer, layout)
             self._replica, self._owners, self._copies = found
-            self._replica.model.train()
             self._bucketed = bucketed_bytes(self._replica, self._owners) if subject.flat else {}
             before = _kept(self._kernels)
             self._make_gradients()
@@ -180,15 +180,13 @@ class Stage:
         passes = self._begin()
         with self._open():
             self._replica.switch(choice.model_copy(update={"recompute": Recompute()}))
-            model.eval()
-            with without_fused_layers():
+            with evaluating(model), without_fused_layers():
                 if self._replica.is_joint:
                     self._evaluate_together(size)
                 else:
                     for batch in self._batches(size, 2):
                         self._replica.evaluate(self._subject.loss, batch, size)
                         del batch
-            model.train()
             self._replica.switch(self._plain)
         left = self._left_by(passes)
         self.reusable = left is not None and not any(left.signature)

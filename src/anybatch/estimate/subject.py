@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from anybatch.compute import DEFAULT_GHOST_BATCH, batch_norms, find_blocks, find_chains
-from anybatch.compute.ghost import depends_on_cut
+from anybatch.compute import DEFAULT_GHOST_BATCH, find_blocks, find_chains
+from anybatch.compute.ghost import cut_norms, depends_on_cut
+from anybatch.compute.modes import into_training
 from anybatch.compute.several import as_one
 from anybatch.data import (
     lengths_of,
@@ -50,7 +51,8 @@ class Subject:
 
     Attributes:
         identity: by which plans recognise the task.
-        build_model: makes the model on fake tensors; called inside a trace.
+        build_model: makes the model on fake tensors, in the modes it is trained in; called inside a
+            trace.
         make_optimizer: fake model to optimizer.
         loss: the task's loss.
         template: a small batch as `collate` makes it.
@@ -208,7 +210,7 @@ def subject_of(task: Task) -> Subject:
     template, uneven = template_of(task)
     return Subject(
         identity=identity,
-        build_model=build,
+        build_model=lambda: into_training(build()),
         make_optimizer=lambda fake: as_one(task.optimizer(task.parameters_of(fake))),
         loss=task.loss,
         template=template,
@@ -257,8 +259,8 @@ def dtypes_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def ghost_batch_of(task: Task, model: nn.Module) -> int | None:
-    """Samples per ghost batch of BatchNorm, or None for a model without BatchNorm."""
-    if not batch_norms(model):
+    """Samples per ghost batch of BatchNorm, or None for a model without BatchNorm that is trained."""
+    if not cut_norms(model):
         return None
     return task.ghost_batch or DEFAULT_GHOST_BATCH
 

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anybatch.compute import batch_norms
 from anybatch.compute.dividing import check_divisible
+from anybatch.compute.ghost import cut_norms
 from anybatch.compute.optimizers import check_whole
 from anybatch.data import divided_ghosts, ghosts, share
 from anybatch.estimate import Subject, sums_of
@@ -186,7 +186,7 @@ def norms_that_meet(subject: Subject) -> int | None:
     """How many norms the model has that can be synchronised over ranks; None if one of them computes
     its statistics in a way of its own."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        norms = batch_norms(subject.build_model()).values()
+        norms = cut_norms(subject.build_model()).values()
     known = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
     return len(norms) if all(type(norm).forward in known for norm in norms) else None
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from anybatch.compute import batch_norms
 from anybatch.data import micro_batches
 from anybatch.errors import InputError
 from anybatch.estimate import identify
@@ -133,7 +132,7 @@ def _notes(runs: Runs, whole: Sequence[Tensor], drawn: bool) -> Iterator[str]:
             "The model draws random numbers in training (dropout, say), anew for each micro-batch. Each"
             " draw is as good as another, so this is no error; here all draws are held still."
         )
-    if runs.ghost and batch_norms(runs.model):
+    if runs.ghost:
         plain = runs.gradient(runs.whole, ghosts_kept=False, still=drawn)
         yield (
             f"BatchNorm normalises over ghost batches of {runs.ghost} samples. That belongs to"

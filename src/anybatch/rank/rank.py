@@ -18,6 +18,7 @@ from torch import nn
 
 from anybatch.compute import kernel_choices
 from anybatch.compute.determinism import deterministic
+from anybatch.compute.modes import into_training
 from anybatch.compute.precision import check_available
 from anybatch.compute.synchronised import SingleValue
 from anybatch.data import (
@@ -462,8 +463,7 @@ class Rank:
                 sink=self._sink,
             )
             undo.callback(self._archive.close)
-        if not self.model.training:  # else each part is in the mode that the task left it in
-            self.model.train()
+        into_training(self.model)
 
     def _check_single_sample(self) -> None:
         """Raises `InputError` if there will be a step of one sample, and BatchNorm cannot do it: now

@@ -1,0 +1,39 @@
+"""Modes: what of a model is in training mode, and what in evaluation mode, as its user left it.
+
+A part that was put into evaluation mode (a frozen backbone) stays in it while the rest is trained: its
+dropout draws nothing, and its BatchNorm keeps to its running statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torch import nn
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def into_training(model: Model) -> Model:
+    """`model`, in training mode as a whole if it is in evaluation mode as a whole; else each part stays
+    in the mode that it is in."""
+    return model if model.training else model.train()
+
+
+def trains(model: nn.Module, part: nn.Module) -> bool:
+    """Whether `part` of `model` is in training mode after `into_training`."""
+    return part.training or not model.training
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterwards each module is in the mode it was in (a part that the
+    user froze stays frozen)."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
