@@ -34,9 +34,7 @@ class Trained:
 
 def train_plainly(task: ab.Task) -> Trained:
     """`task`, trained as one would by hand with memory for any batch."""
-    model = (
-        copy.deepcopy(task.model) if isinstance(task.model, nn.Module) else task.build_model()
-    )
+    model = copy.deepcopy(task.model) if isinstance(task.model, nn.Module) else task.build_model()
     if not model.training:  # else what its user put into evaluation mode stays in it
         model.train()
     ghost = imitate_ghost_batches(model, task.ghost_batch or 32)

@@ -521,7 +521,9 @@ def test_a_frozen_backbone_may_be_cut_below_a_ghost_batch(micro_batch):
     with ab.Step(model, sgd(model), loss, micro_batch=micro_batch) as step:
         outcomes = [step(batch) for batch in batches]
     assert outcomes[0].num_micro_batches == -(-16 // micro_batch)
-    assert [o.loss for o in outcomes] == pytest.approx(plainly(other, sgd(other), batches), rel=1e-9)
+    assert [o.loss for o in outcomes] == pytest.approx(
+        plainly(other, sgd(other), batches), rel=1e-9
+    )
     assert deviation(model, other) < 1e-9
 
 

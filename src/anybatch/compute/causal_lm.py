@@ -148,7 +148,7 @@ def _through_head(
         # In place of logits: a zero for each token, and a way for backward into the model's end.
         return (found[0].sum * 0).expand(*hidden.shape[:-1], 1)
 
-    undo = replace_forward(head, at_head)
+    undo = replace_forward(head, lambda _: at_head)
     try:
         output = model(**inputs)
     finally:
@@ -228,7 +228,7 @@ def _check(model: nn.Module, head: nn.Module, ids: Tensor) -> Way:
         inputs["use_cache"] = False
     with ExitStack() as stack:
         stack.enter_context(unchanged(model, ids.device))
-        stack.callback(replace_forward(head, at_head))
+        stack.callback(replace_forward(head, lambda _: at_head))
         output = model(**inputs)
     logits = _logits_of(model, output).float()
     plain = F.cross_entropy(logits[0, :-1], ids[0, 1:])

@@ -72,7 +72,7 @@ def install(model: nn.Module, name: str) -> tuple[ChunkedHead, Callable[[], None
         )
     if isinstance(head, nn.Linear):
         layer = _Layer(head)
-        return layer, replace_forward(head, layer)
+        return layer, replace_forward(head, layer.over)
     assert isinstance(head, nn.Embedding)
     return _Weight(model, head.weight), lambda: None
 
@@ -113,12 +113,11 @@ def _left_out(
 
 
 class _Layer(ChunkedHead):
-    """The `forward` of a linear layer. An object rather than a closure, so that a deep copy of the
-    model has its own."""
+    """The `forward` of a linear layer."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self._layer = layer
-        self._run = layer.forward
+        self._run: Callable[[Tensor], Tensor] = layer.forward
         self._active: tuple[bool, ...] = ()  # of the pass around: whether gradients are on
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -126,6 +125,11 @@ class _Layer(ChunkedHead):
         if self._active:
             found = _left_out(hidden, self._layer.weight, self._layer.bias, *self._active)
         return self._run(hidden) if found is None else found
+
+    def over(self, run: Callable[[Tensor], Tensor]) -> _Layer:
+        """This one, with `run` where the product is not left out."""
+        self._run = run
+        return self
 
     @contextmanager
     def active(self) -> Iterator[None]:

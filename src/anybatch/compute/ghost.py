@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,14 +78,14 @@ class GhostBatches:
     Attributes:
         sizes: samples per ghost batch of this rank's pass, in order; empty outside a pass.
         exchange: the way to the other ranks, where each pass holds this rank's part of one ghost
-            batch; None: ghost batches lie whole on one rank. Copies of the model have none.
+            batch; None: ghost batches lie whole on one rank.
     """
 
     def __init__(self, model: nn.Module, exchange: Exchange | None = None) -> None:
         self.sizes: Sequence[int] = ()
         self.exchange: Exchange | None = exchange
         self._undos = [
-            replace_forward(norm, _GhostForward(norm, name, place, self))
+            replace_forward(norm, partial(_GhostForward, norm, name, place, self))
             for place, (name, norm) in enumerate(batch_norms(model).items())
         ]
 
@@ -110,17 +110,21 @@ class GhostBatches:
         for undo in self._undos:
             undo()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """All but the exchange: a copy of the model is not one of the ranks."""
-        return {**vars(self), "exchange": None}
-
 
 class _GhostForward:
-    """The `forward` of one BatchNorm layer."""
+    """The `forward` of one BatchNorm layer, which does `whole` for each ghost batch. Where other ghost
+    batches are cut below, they are not while these are: there is one cut at a time."""
 
-    def __init__(self, norm: _BatchNorm, name: str, place: int, ghosts: GhostBatches) -> None:
-        self._whole: Callable[[Tensor], Tensor] = norm.forward
-        if getattr(norm.forward, "__func__", None) is nn.SyncBatchNorm.forward:
+    def __init__(
+        self,
+        norm: _BatchNorm,
+        name: str,
+        place: int,
+        ghosts: GhostBatches,
+        whole: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._whole: Callable[[Tensor], Tensor] = whole
+        if getattr(whole, "__func__", None) is nn.SyncBatchNorm.forward:
             # It would speak to all ranks behind the plan's back, and refuses CPU tensors.
             self._whole = MethodType(_BatchNorm.forward, norm)
         self._norm = norm

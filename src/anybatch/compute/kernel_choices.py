@@ -71,7 +71,7 @@ def compile_blocks(
         if or_else_plainly:
             undo.callback(_SUPPRESS_ERRORS.hold(lambda _: True))
         for unit in units.values():
-            undo.callback(replace_forward(unit, _Compiled(unit.forward)))
+            undo.callback(replace_forward(unit, _Compiled))
         return undo.pop_all().close
 
 
@@ -127,8 +127,7 @@ def _channels_last(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]
 
 
 class _Compiled:
-    """The `forward` of a block, compiled. An object rather than a function, so that a deep copy of the
-    model compiles its own."""
+    """The `forward` of a block, compiled when it is first run."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
@@ -138,9 +137,6 @@ class _Compiled:
         if self._run is None:
             self._run = torch.compile(self._forward, options={"fallback_random": True})
         return self._run(*args, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_forward": self._forward, "_run": None}
 
 
 class _Setting:

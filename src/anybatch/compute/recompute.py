@@ -77,10 +77,10 @@ def install(model: nn.Module, recompute: Recompute) -> Callable[[], None]:
     undos: list[Callable[[], None]] = []
     for block in blocks.values():
         if recompute.nested and isinstance(block, nn.Sequential):
-            forward = _Tree(block)
+            tree = _Tree(block)  # runs the layers, not the forward of their chain
+            undos.append(replace_forward(block, lambda _, tree=tree: tree))
         else:
-            forward = _Checkpointed(block, recompute.keep)
-        undos.append(replace_forward(block, forward))
+            undos.append(replace_forward(block, partial(_Checkpointed, block, recompute.keep)))
 
     def undo() -> None:
         for one in undos:
@@ -99,12 +99,11 @@ def keeping(
 
 
 class _Checkpointed:
-    """The `forward` of a block that is recomputed whole. An object rather than a closure, so that a
-    deep copy of the model calls its own block."""
+    """The `forward` of a block that is recomputed whole."""
 
-    def __init__(self, block: nn.Module, keep: str) -> None:
+    def __init__(self, block: nn.Module, keep: str, run: Callable[..., Any]) -> None:
         self._block = block
-        self._run = block.forward
+        self._run = run
         self._buffers = _CountingBuffers()
         self._keep = keep
 

@@ -133,10 +133,6 @@ class NormExchange:
             if not any(one.failed for one in headers) and _parted(headers) is None:
                 self._watch(headers)
 
-    def __deepcopy__(self, memo: object) -> NormExchange:
-        """The ranks are there once."""
-        return self
-
     def _announce(self, header: _Header) -> list[_Header]:
         theirs = torch.empty(self._size, 6, dtype=torch.int64)
         dist.all_gather(list(theirs.unbind()), header.tensor(), group=self._headers)
