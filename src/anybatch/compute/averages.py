@@ -39,7 +39,6 @@ def warn_of_reduction(function: LossFunction, returned: Any, num_samples: int) -
     """
     if num_samples < 2:
         return
-    name = getattr(function, "__qualname__", type(function).__qualname__)
     plain = isinstance(returned, Tensor)
     total = returned if plain else _sum_of(returned)
     reduction = getattr(getattr(total, "grad_fn", None), "_saved_reduction", None)
@@ -67,7 +66,13 @@ def warn_of_reduction(function: LossFunction, returned: Any, num_samples: int) -
         told = (_told(node, plain, num_samples) for node in _likelihoods(total))
         sentence = next(filter(None, told), None)
     if sentence:
-        _warn(f"the loss function {name!r} {sentence}", *_place_of(function))
+        warn_of(function, sentence)
+
+
+def warn_of(function: LossFunction, sentence: str) -> None:
+    """Warn, once, of what is true of a loss function: `sentence`, of which it is the subject."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    _warn(f"the loss function {name!r} {sentence}", *_place_of(function))
 
 
 def _sum_of(returned: Any) -> Any:

@@ -33,6 +33,7 @@ from anybatch.compute.joint import Ask, Comparison, Joint, naming_divided
 from anybatch.compute.loss import naming_lost_graphs, read_loss, widened
 from anybatch.compute.optimizers import check_whole, rehearse
 from anybatch.compute.optimizers_update import Updater
+from anybatch.compute.outside import NormsOutside
 from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised import Exchange
 from anybatch.plans import Choice, KernelChoices
@@ -70,6 +71,7 @@ class Replica:
         self._loss: LossFunction = self._joint or loss
         self._loss_as_given = loss
         self._is_loss_known = self.is_joint  # whether what it returns was looked at
+        self._outside = NormsOutside(model, loss)
         self._host = host or torch.device("cpu")
         warn_of_hooks(model, loss)  # before there are any of anybatch's own
         with ExitStack() as undo:  # what was put on the model comes off if the rest fails
@@ -285,6 +287,8 @@ class Replica:
                 naming_ids(self.model),
                 self._numerics.region(),
                 recompute.keeping(self._recompute, self.model, self._host),
+                # A compiler would compile for the sake of the watch.
+                nullcontext() if self._kernels.compile else self._outside.watched(),
             ):
                 returned = self._loss(self.model, batch)
                 if not self._is_loss_known and num_samples > 1:
@@ -427,6 +431,7 @@ class Replica:
 
     def drop(self) -> None:
         """Forget the gradients."""
+        self._outside.begin_step()
         for param in self._with_gradient:
             param.grad = None
         if self._buckets is not None:
