@@ -41,7 +41,7 @@ from anybatch.compute import (
     find_chains,
     kernel_choices,
 )
-from anybatch.compute.averages import warn_of_left_out, warn_of_statistics
+from anybatch.compute.averages import warn_of_statistics
 from anybatch.compute.building import check_needs_no_closure
 from anybatch.compute.ghost import batch_norms, looks_across_samples
 from anybatch.compute.precision import check_available
@@ -213,7 +213,6 @@ class Step:
             )
         check_needs_no_closure(optimizer)
         _check_of(model, optimizer)
-        warn_of_left_out(model, optimizer, loss)
         self._device = homes.pop()
         kernel_choices.check_available(KernelChoices(compile=bool(compile)), self._device)
         self._where = Machine.here(memory, str(self._device)).device

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -307,6 +308,8 @@ class Task:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = self.checked_model(self.model())
+        if detect_fake_mode() is not None:  # a model function that is traced builds by another task
+            return model
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             if isinstance(tensor, FakeTensor):
                 raise InputError(

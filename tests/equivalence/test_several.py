@@ -154,12 +154,6 @@ def test_one_of_one_is_itself_and_a_parameter_belongs_to_one():
         ab.Step(model, [lbfgs, torch.optim.SGD(model[2].parameters(), lr=0.1)], loss)
 
 
-def test_parameters_that_no_optimizer_has_are_told():
-    model = build()
-    with pytest.warns(UserWarning, match=r"\(Muon\) leaves out 2 of .* first is '0.bias'"):
-        ab.Step(model, both(model.parameters())[0], lambda m, b: loss(m, b))
-
-
 def test_a_plan_is_made_for_the_parts():
     plan = ab.plan(dataclasses.replace(make_task(), valid=None), memory="64MiB")
     assert plan.prediction is not None

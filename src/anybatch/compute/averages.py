@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from anybatch.compute.ghost import depends_on_cut
-from anybatch.task import Loss, LossFunction, parameters_in
+from anybatch.task import Loss, LossFunction
 
 _MEAN, _SUM = 1, 2  # what torch calls its reductions in the graph
 
@@ -147,19 +146,6 @@ def warn_of_hooks(model: nn.Module, function: LossFunction) -> None:
             )
             _warn(sentence, *_place_of(function))
             return
-
-
-def warn_of_left_out(model: nn.Module, optimizer: Optimizer, function: LossFunction) -> None:
-    """Warn of parameters of `model` that train and that `optimizer` does not have; said of the loss."""
-    own = set(parameters_in(optimizer.param_groups))
-    names = [name for name, p in model.named_parameters() if p.requires_grad and p not in own]
-    if names:
-        _warn(
-            f"the optimizer ({type(optimizer).__name__}) leaves out {len(names)} of the model's"
-            f" parameters that train (the first is {names[0]!r}), whose gradients are not kept: if"
-            " another optimizer is to update them by this loss, give a list of both.",
-            *_place_of(function),
-        )
 
 
 def warn_of_statistics(model: nn.Module, function: LossFunction) -> None:

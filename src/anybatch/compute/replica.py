@@ -287,8 +287,7 @@ class Replica:
                 naming_ids(self.model),
                 self._numerics.region(),
                 recompute.keeping(self._recompute, self.model, self._host),
-                # A compiler would compile for the sake of the watch.
-                nullcontext() if self._kernels.compile else self._outside.watched(),
+                self._outside.watched(),
             ):
                 returned = self._loss(self.model, batch)
                 if not self._is_loss_known and num_samples > 1:

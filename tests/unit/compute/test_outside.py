@@ -1,5 +1,6 @@
 """BatchNorm that a loss runs and the model does not hold."""
 
+import functools
 import warnings
 
 import pytest
@@ -54,12 +55,51 @@ def test_each_remedy_ends_it(held):
     assert told(model, fooled, size, parameters=made.parameters()) == []
 
 
-def test_one_that_nobody_names_is_told_by_its_class():
+class Objective:
+    """A loss that is an object, with what it uses in a list."""
+
+    def __init__(self, judge):
+        self.judges = [judge]
+
+    def __call__(self, model, noise):
+        return scored(self.judges[0], model(noise))
+
+
+def scored(judge, made):
+    return F.softplus(-judge(made)).mean()
+
+
+def by_helper(made, judge):
+    def score(images):
+        return scored(judge, images)
+
+    return lambda model, noise: score(model(noise))
+
+
+def by_partial(made, judge):
+    return functools.partial(lambda judge, model, noise: scored(judge, model(noise)), judge)
+
+
+WAYS = {
+    "object": lambda made, judge: Objective(judge),
+    "method": lambda made, judge: Objective(judge).__call__,
+    "helper": by_helper,
+    "partial": by_partial,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_found_however_the_loss_has_it(way):
     made, judge = networks()
-    judges = [judge]
+    (sentence,) = told(made, WAYS[way](made, judge))
+    assert "(BatchNorm1d), which is in training mode and no part of the model" in sentence
+
+
+def test_nothing_is_said_of_one_that_the_loss_has_and_does_not_run():
+    made, judge = networks()
 
     def fooled(model, noise):
-        return F.softplus(-judges[0](model(noise))).mean()
+        return model(noise).square().mean() + 0 * len(list(judge.parameters()))
 
-    (sentence,) = told(made, fooled)
-    assert "runs a BatchNorm1d, which is in training mode" in sentence
+    assert told(made, fooled) == []
+    assert not any(module._forward_pre_hooks for module in judge.modules())
