@@ -94,7 +94,7 @@ def plan(
             is divided over the ranks; None: the first, unless ranks would be idle so and the second is
             faster.
         balance: `"measured"`: shares follow the ranks' measured speed; `"fixed"`: they stay; None:
-            measured on GPUs.
+            measured on GPUs, but for local steps.
         compile: compile the blocks of the model by `torch.compile`. Then a budget on a CPU is planned
             with and not enforced. `"if-faster"`: the run decides, by passes before its first step; a
             budget on a CPU that is given stays enforced, and nothing is compiled.
@@ -111,6 +111,8 @@ def plan(
     parse_norms(norms)
     parse_balance(balance)
     parse_compile(compile)
+    if balance is None and exchange is not None and exchange.every > 1:
+        balance = "fixed"  # ranks that take steps by themselves do not tell their times
     is_reproducible = task.grains is not None
     if is_reproducible:
         _check_reproducible(

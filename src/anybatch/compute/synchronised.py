@@ -184,8 +184,9 @@ class _Normalise(torch.autograd.Function):
         count = input.numel() // input.size(1)
         dy_xhat = dy_sum = torch.zeros_like(mean)
         if count:  # the kernel crashes on an empty input
+            unused = mean.new_empty(0)  # of this pass, where CUDA's kernel takes no None
             _, dy_xhat, dy_sum = torch.ops.aten.native_batch_norm_backward(
-                dy, input, one, mean, variance, None, None, False, ctx.eps, [False, True, True]
+                dy, input, one, mean, variance, unused, unused, False, ctx.eps, [False, True, True]
             )
         dx = None
         if ctx.needs_input_grad[0]:

@@ -126,3 +126,12 @@ def test_the_balance_that_was_asked_for_is_in_the_plan(balance):
     assert ab.plan(images(), here, balance=balance).balance == balance
     assert ab.plan(images(), here).balance == "fixed"
     assert ab.plan(images(), FOUR).balance == "measured"
+
+
+def test_ranks_on_gpus_that_take_local_steps_keep_their_shares():
+    machine = Machine.describe("2 x 24GiB")
+    assert ab.plan(images(), machine).balance == "measured"
+    plan = ab.plan(images(), machine, exchange=Exchange(every=2))
+    assert (plan.balance, plan.exchange.every) == ("fixed", 2)
+    with pytest.raises(ab.InputError, match="balance is 'measured'"):
+        ab.plan(images(), machine, exchange=Exchange(every=2), balance="measured")
