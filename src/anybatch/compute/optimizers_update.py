@@ -52,6 +52,15 @@ _FUSED: dict[type[Optimizer], tuple[str, ...]] = {
 """Optimizers that have a fused kernel, and where."""
 
 
+_FUSED_DIVIDED = torch.optim.Adam, torch.optim.AdamW
+"""Those of them whose kernel torch runs on parameters that are divided over ranks."""
+
+
+def fuses_divided(optimizer: Optimizer) -> bool:
+    """Whether its fused kernel takes parameters that are divided over ranks."""
+    return type(optimizer) in _FUSED_DIVIDED
+
+
 def can_part(optimizer: Optimizer) -> bool:
     """Whether its parameters may be updated some at a time."""
     return type(optimizer) in _BY_PARAMETER

@@ -156,6 +156,7 @@ class Pace:
         device = subject.as_traced(device)
         self._stands_in = is_overlaid(device)
         self.update: Update = counting.update
+        self.fuses_divided: bool = counting.fuses_divided
         self._can_part = counting.can_part
         self.compares_parameters: bool = counting.compares_parameters
         if not _are_alike(self._first, self._second):

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from anybatch.compute import Replica
 from anybatch.compute.joint import Share, nobody, rows_like
 from anybatch.compute.optimizers import is_compiled, uncompiled
-from anybatch.compute.optimizers_update import can_part, leanest_update
+from anybatch.compute.optimizers_update import can_part, fuses_divided, leanest_update
 from anybatch.estimate.cuda import laid_over
 from anybatch.estimate.layout import layout_on
 from anybatch.estimate.recall import READ, Recall, fake_mode
@@ -142,6 +142,7 @@ class Counting:
                 kernels=layout,
             )
             self.update: Update = leanest_update(self._replica.optimizer, model, device.kind)
+            self.fuses_divided: bool = fuses_divided(self._replica.optimizer)
             self._replica.updater.take(self.update)
             self._make_gradients()
             self._apply()  # makes the optimizer's state

@@ -16,7 +16,7 @@ from anybatch.planner.exchange import seconds_of_exchange
 from anybatch.planner.reserve import reserve_of
 from anybatch.planner.setting import Setting
 from anybatch.planner.sizes import Sizes, first_evaluation_batch
-from anybatch.plans import Choice, Parallel, Recompute, StatesOn
+from anybatch.plans import Choice, Parallel, Recompute, StatesOn, Update
 
 
 class Untraceable(Exception):
@@ -62,6 +62,9 @@ class Costs:
         self.head = head
         self.setting = setting
         self.states_on: StatesOn = states_on
+        pace = setting.pace
+        whole = subject.division is None or pace.update != "fused" or pace.fuses_divided
+        self._update: Update = pace.update if whole else "as given"
         self.sizes: Sizes = Sizes.of(subject)
         budget = setting.device.budget_bytes
         free = reserve_of(budget, setting.device.kind)
@@ -81,7 +84,7 @@ class Costs:
             evaluation_batch=first_evaluation_batch(micro_batch, self.subject.num_valid),
             precision=self.setting.precision,
             recompute=way,
-            update=self.setting.pace.update,
+            update=self._update,
             optimizer_states=self.states_on,
             chunked_head=self.head.name if self.head else "",
         )

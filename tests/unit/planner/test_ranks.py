@@ -135,3 +135,13 @@ def test_ranks_on_gpus_that_take_local_steps_keep_their_shares():
     assert (plan.balance, plan.exchange.every) == ("fixed", 2)
     with pytest.raises(ab.InputError, match="balance is 'measured'"):
         ab.plan(images(), machine, exchange=Exchange(every=2), balance="measured")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "update"), [("SGD", "as given"), ("Adagrad", "as given"), ("AdamW", "fused")]
+)
+def test_a_divided_model_is_updated_by_what_torch_has_for_its_parts(optimizer, update):
+    task = images(optimizer=lambda params: getattr(torch.optim, optimizer)(params, lr=0.1))
+    here = Machine.here(device="cpu", count=2)
+    assert ab.plan(task, here, parallel="replicate").choice.update == "fused"
+    assert ab.plan(task, here, parallel="shard").choice.update == update
