@@ -24,9 +24,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.allocator.build import build
 from benchmarks.memory.models import KINDS
 from benchmarks.memory.run import BUDGET, cells_of, task_and_plan
+from tests.standin.build import build
 
 RESULTS = Path(__file__).parents[1] / "results"
 ACCOUNTS = "allocated", "reserved"

@@ -17,6 +17,9 @@ _STANDS_FOR = {  # source -> what it stands for, as torch's imports name it
     "cudnn": ("libcudnn",),
 }
 _DRIVER = re.compile(r"^cu[A-Z]\w*$")
+_ORDER = "nccl", "driver", "runtime", "cublas", "cudnn"
+"""That of nccl has functions of the runtime, which wait for collectives, and stands before it."""
+
 _NAMES = {"driver": "libcuda.so.1"}
 
 
@@ -35,7 +38,7 @@ def build(folder: Path) -> list[Path]:
     ]
     folder.mkdir(parents=True, exist_ok=True)
     made = []
-    for source in sorted(SOURCES.glob("*.cpp"), key=lambda path: path.stem != "driver"):
+    for source in sorted(SOURCES.glob("*.cpp"), key=lambda path: _ORDER.index(path.stem)):
         wanted = {
             symbol
             for symbol, library in imports
@@ -47,7 +50,7 @@ def build(folder: Path) -> list[Path]:
 
 
 def _built(source: Path, wanted: set[str], folder: Path, includes: list[Path]) -> Path:
-    compiler = ["g++", "-O1", "-fPIC", "-w", *(f"-I{path}" for path in includes)]
+    compiler = ["g++", "-std=c++17", "-O1", "-fPIC", "-w", *(f"-I{path}" for path in includes)]
     target = folder / _NAMES.get(source.stem, f"lib{source.stem}_null.so")
     object_file, rest = folder / f"{source.stem}.o", folder / f"{source.stem}_rest.c"
     subprocess.run([*compiler, "-c", source, "-o", object_file], check=True)
