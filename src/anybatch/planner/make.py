@@ -153,7 +153,7 @@ def _make(
         # One ghost batch per pass: the micro-batch is a rank's part of it.
         wishes = replace(wishes, micro_batch=pass_of(whole, layout))
     else:
-        _check(of_one_rank(subject, layout), wishes)
+        _check(of_one_rank(subject, layout), wishes, subject.identity.global_batch)
     enforced = is_enforced(device, layout, wishes, limited)
     told = [*notices, *budget_notices(device, layout, limited)]
     given = {"task": whole.identity, "enforced": enforced}
@@ -425,15 +425,19 @@ def default_ghost_notice(subject_ghost: int | None, asked: int | None) -> tuple[
     return (notice,)
 
 
-def _check(subject: Subject, wishes: Wishes) -> None:
+def _check(subject: Subject, wishes: Wishes, whole: int) -> None:
+    """Raises `InputError` for a micro-batch that the rank with most of the global batch, of `whole`
+    samples, cannot have."""
     size, identity = wishes.micro_batch, subject.identity
     if size is None:
         return
     unit = min(identity.ghost_batch or 1, identity.global_batch)
     if size < 1 or size > identity.global_batch:
+        most = identity.global_batch
+        part = "" if most == whole else f", of which a rank has {most} at most"
         raise InputError(
-            f"micro_batch is {size}, and the global batch {identity.global_batch}: give a whole number"
-            " from 1 to the global batch, or leave it out."
+            f"micro_batch is {size}, and the global batch {whole}{part}: give a whole number from 1 to"
+            f" {most}, or leave it out."
         )
     if size % unit and size != identity.global_batch:
         raise InputError(

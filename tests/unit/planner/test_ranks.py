@@ -145,3 +145,9 @@ def test_a_divided_model_is_updated_by_what_torch_has_for_its_parts(optimizer, u
     here = Machine.here(device="cpu", count=2)
     assert ab.plan(task, here, parallel="replicate").choice.update == "fused"
     assert ab.plan(task, here, parallel="shard").choice.update == update
+
+
+def test_a_micro_batch_that_no_rank_has_is_told_with_what_they_have():
+    words = "micro_batch is 64, and the global batch 64, of which a rank has 16 at most: .* 1 to 16"
+    with pytest.raises(ab.InputError, match=words):
+        ab.plan(images(norm=nn.Identity), FOUR, micro_batch=64)
