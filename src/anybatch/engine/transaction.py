@@ -197,18 +197,18 @@ class Transactions:
         """From `step` on, follow `plan`, and none of those that were left before; all ranks do. Told,
         if its choice is another."""
         self._ladder = Ladder()
-        self._change(plan, step, reason)
+        self._change(plan, step, reason, tells=plan.choice != self.plan.choice)
 
     def grow(self) -> bool:
         """Between two steps: take the plan again that ran out of memory, if it is time to, and there is
-        room for what it keeps. All ranks do, or none. Whether the choice has changed."""
+        room for what it keeps. All ranks do, or none. Whether the plan has changed."""
         before = self.plan
         found = self._ladder.up(before)
         if found is None:
             return False
         plan, num_steps = found
         self._change(plan, self._step + 1, f"tried again after {num_steps} steps")
-        return self.plan.choice != before.choice
+        return self.plan is not before
 
     def settle(self) -> None:
         """Bring the weights to where all ranks have the same ones and no gradient is under way. An
@@ -522,13 +522,13 @@ class Transactions:
         else:
             self._change(leaner, step, f"memory ran out in {worst.phase}")
 
-    def _change(self, plan: Plan, step: int, reason: str) -> None:
+    def _change(self, plan: Plan, step: int, reason: str, tells: bool = True) -> None:
         """Follow `plan` from `step` on; or the next leaner one, if on any rank there is no room for the
         optimizer's states where it has them. All ranks call it."""
         before, self.plan = self.plan, plan
         self._replica.switch(plan.choice, plan.kernels)
         everyone = self._move_states(plan, step)
-        if plan.choice != before.choice:
+        if tells:
             self._sink(
                 Replanned(
                     time=time.time(),
