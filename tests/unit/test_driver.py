@@ -36,8 +36,7 @@ def test_other_processes_are_not_taken_for_this_one(
 ):
     told(process)
     assert driver.beside_bytes(torch.device("cuda", 0)) == beside
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, lambda *_, **__: None)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
     monkeypatch.setattr("anybatch.engine.meter.release_unused", lambda device: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     assert CudaMeter(torch.device("cuda", 0)).beside_bytes == beside

@@ -82,9 +82,7 @@ def _sum_of(returned: Any) -> Any:
 
 def _no_weight(returned: Any) -> float | None:
     """The second of a pair, where it is a fraction, as an accuracy is; None otherwise."""
-    if isinstance(returned, Loss) or not isinstance(returned, tuple) or len(returned) != 2:
-        return None
-    second = returned[1]
+    second = returned[1] if isinstance(returned, tuple) and len(returned) == 2 else None
     if type(second) is not Tensor or not second.is_floating_point() or second.numel() != 1:
         return None  # nor is it read while a pass is traced without numbers
     value = float(second)

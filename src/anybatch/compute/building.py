@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 
 from anybatch.compute.several import as_one, parts_of
 from anybatch.errors import InputError
-from anybatch.task import parameters_in
+from anybatch.task import Task, parameters_in
 
 
 def place(model: nn.Module, device: torch.device) -> nn.Module:
@@ -30,9 +31,14 @@ def place(model: nn.Module, device: torch.device) -> nn.Module:
     return model.to(device)
 
 
+def optimizer_for(task: Task, model: nn.Module) -> Any:
+    """What the optimizer function of `task` returns for `model`; of several optimizers one that stands
+    for all of them. Raises `InputError` if a parameter is in two of them."""
+    return as_one(task.optimizer(task.parameters_of(model)))
+
+
 def checked_optimizer(optimizer: object, model: nn.Module) -> Optimizer:
     """`optimizer`, if it is one on parameters of `model`. Raises `InputError` otherwise."""
-    optimizer = as_one(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise InputError(
             f"the optimizer function returned a value of type {type(optimizer).__name__}: return a"

@@ -61,8 +61,8 @@ def depends_on_cut(model: nn.Module, drawn: bool = True) -> tuple[str, ...]:
     """
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        random = drawn and trains(model, module)
-        if (why := _why_it_depends(module, random)) is not None:
+        may_draw = drawn and trains(model, module)
+        if (why := _why_it_depends(module, may_draw)) is not None:
             found.setdefault(why, []).append(name)
     return tuple(
         why.format(names=_some(names), s="s" if len(names) == 1 else "")

@@ -250,6 +250,7 @@ class Updater:
 def _can_fuse(optimizer: Optimizer, group: dict[str, Any], kind: str) -> bool:
     return (
         kind in _FUSED.get(type(optimizer), ())
+        and (fuses_divided(optimizer) or not _divided(group["params"]))
         # torch's kernel has no place for a parameter whose first gradient comes later than others'.
         and not group.get("momentum")
         and not isinstance(group["lr"], Tensor)

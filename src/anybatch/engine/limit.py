@@ -214,9 +214,8 @@ class ProcessLimit(Limit):
                 with new_peak_of_addresses():
                     size = status("VmPeak")
                     yield
-            except (
-                BaseException
-            ):  # what it holds yet may be filled: of addresses only those of code go
+            except BaseException:
+                # What it holds yet may be filled: of addresses only those of code go.
                 _grow(generated_code_bytes() - code)
                 raise
             # Addresses that a library does not fill hold nothing: each generated kernel reserves

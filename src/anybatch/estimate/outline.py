@@ -57,9 +57,8 @@ class _OneOptimizer:
         self._groups = _groups_on(wrapped.param_groups, model, other)
         self._arguments = _arguments(wrapped)
         self._kind: Any = type(wrapped)
-        if (
-            wrapped is not optimizer
-        ):  # updated as the wrapper does, which may look at all parameters
+        if wrapped is not optimizer:
+            # Updated as the wrapper does, which may look at all parameters.
             self._kind = type(self._kind.__name__, (self._kind,), {})
 
     def made_for(self, model: nn.Module, fake: nn.Module) -> Optimizer:

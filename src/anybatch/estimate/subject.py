@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from anybatch.compute import DEFAULT_GHOST_BATCH, find_blocks, find_chains
+from anybatch.compute.building import optimizer_for
 from anybatch.compute.ghost import cut_norms, depends_on_cut
 from anybatch.compute.modes import into_training
-from anybatch.compute.several import as_one
 from anybatch.data import (
     lengths_of,
     map_leaves,
@@ -211,7 +211,7 @@ def subject_of(task: Task) -> Subject:
     return Subject(
         identity=identity,
         build_model=lambda: into_training(build()),
-        make_optimizer=lambda fake: as_one(task.optimizer(task.parameters_of(fake))),
+        make_optimizer=partial(optimizer_for, task),
         loss=task.loss,
         template=template,
         num_valid=_num_valid(task),

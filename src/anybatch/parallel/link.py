@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,9 @@ _SECONDS, _SECONDS_OF_SIZE = 0.5, 0.12
 _ROUNDS = 8
 """Of one size after the first, which counts only where there is no time for others: its memory is new,
 or, the other way round, what limits the rate of a cable lets the beginning through at once."""
+
+_connected: WeakSet[dist.ProcessGroup | None] = WeakSet()
+"""Groups over NCCL that have connected for sums of all sizes."""
 
 _DEADLINE = timedelta(seconds=60)
 """After which a rank that does not answer is lost: all of them were there a moment before."""
@@ -74,7 +78,7 @@ def connect(device: torch.device) -> None:
 
     Raises what `measured_link` raises.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and dist.group.WORLD not in _connected:
         with _together("while the ranks were connected", device):
             _sums(device)
 
@@ -110,6 +114,7 @@ def _sums(device: torch.device) -> Sequence[Sequence[Tensor]]:
         # by size: that may take longer than all rounds of one.
         for flats in sums:
             _seconds_of(flats, device)
+        _connected.add(dist.group.WORLD)
     return sums
 
 

@@ -68,9 +68,8 @@ class Stale(Group):
         self._device = device
         self._vote = Vote(device)
         self._sums = sums
-        self._is_some_unused = (
-            False  # a parameter, on some rank, in the step that was voted on last
-        )
+        # A parameter, on some rank, in the step that was voted on last.
+        self._is_some_unused = False
         self._buffers: BuffersOverGroup | None = None
         self._buckets: Buckets | None = None
         self._crossing: list[Tensor] = []

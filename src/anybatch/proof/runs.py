@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.compute import Replica, chunked_loss
+from anybatch.compute.building import optimizer_for
 from anybatch.compute.calm import calm
 from anybatch.compute.doubles import InDoubles
 from anybatch.compute.joint import Ask, Rows
-from anybatch.compute.several import as_one
 from anybatch.data import ghosts
 from anybatch.plans import Choice, Recompute
 from anybatch.proof.sample import Sample
@@ -64,7 +64,7 @@ class Runs:
         task, model = self.task, copy.deepcopy(self.model).to(self.dtype)
         replica = Replica(
             model,
-            lambda: as_one(task.optimizer(task.parameters_of(model))),
+            lambda: optimizer_for(task, model),
             loss or task.loss,
             Choice(
                 micro_batch=1,

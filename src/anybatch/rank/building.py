@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.compute import Replica
-from anybatch.compute.building import checked_optimizer, place
+from anybatch.compute.building import checked_optimizer, optimizer_for, place
 from anybatch.driver import take_workspaces
 from anybatch.estimate import identify
 from anybatch.parallel import Group
@@ -53,7 +53,7 @@ def build(
     model = group.build(build_model)
 
     def make_optimizer() -> Optimizer:
-        return checked_optimizer(task.optimizer(task.parameters_of(model)), model)
+        return checked_optimizer(optimizer_for(task, model), model)
 
     def make() -> Replica:
         size, kernels = task.global_batch, plan.kernels

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import threading
@@ -221,14 +222,22 @@ def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
 
 def _wait_for_collectives(devices: set[int]) -> None:
     """They write from threads of their own."""
-    library = next(
-        (p for p in os.environ.get("LD_PRELOAD", "").split(":") if p.endswith(_NCCL)), None
-    )
-    if library is not None:
-        wait = ctypes.CDLL(library).null_wait
-        wait.argtypes = [ctypes.c_void_p]
+    wait = _wait_in_nccl()
+    if wait is not None:
         for index in devices or {torch.cuda.current_device()}:
             wait(torch._C._cuda_getCurrentRawStream(index))
+
+
+@functools.cache
+def _wait_in_nccl() -> Any:
+    """The function of the stand-in for NCCL that waits for a stream; None where it is not loaded."""
+    libraries = os.environ.get("LD_PRELOAD", "").split(":")
+    path = next((path for path in libraries if path.endswith(_NCCL)), None)
+    if path is None:
+        return None
+    wait = ctypes.CDLL(path).null_wait
+    wait.argtypes = [ctypes.c_void_p]
+    return wait
 
 
 # ------------------------------------------------------------------ what a CPU has no kernel for
