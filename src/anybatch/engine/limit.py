@@ -4,7 +4,7 @@ On CUDA the caching allocator refuses beyond a fraction of the device. On Linux 
 soft `RLIMIT_DATA` counts private writable mappings, so an allocation over the budget fails at once, as
 it would on a device, instead of waking the killer of processes. glibc then must give freed memory
 back rather than keep it, or the limit would count what is no longer used; that costs page faults, so
-it is asked for only under a budget.
+it is asked for only under a budget, and taken back with the last one.
 
 What is counted on CPU is what training adds to the process as it was at `enter`. First uses that stay
 (thread pools, the parts of torch that load late) are therefore made before, with a budget and without
@@ -44,6 +44,7 @@ from anybatch.engine.process import (
     give_freed_memory_back,
     hold_object_arenas,
     hollow_bytes,
+    keep_freed_memory,
     new_peak_of_addresses,
     status,
     trim,
@@ -198,6 +199,8 @@ class ProcessLimit(Limit):
     def leave(self) -> None:
         """See `Limit`."""
         _DATA.give_up(self)
+        if not _DATA.holders:
+            keep_freed_memory()
 
     def first_pass(self, kind: object, batch: Any) -> AbstractContextManager[None]:
         """See `Limit`."""

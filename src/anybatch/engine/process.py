@@ -20,6 +20,7 @@ if sys.platform != "win32":
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 _MMAP_MAX = 1 << 16  # glibc's own
+_MOST_MMAP_THRESHOLD = 32 << 20  # on 64 bits
 _END, _LONGEST_END = 1 << 17, 1 << 26
 
 
@@ -42,6 +43,18 @@ def give_freed_memory_back() -> None:
         mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
         mallopt(_M_TRIM_THRESHOLD, MMAP_THRESHOLD)
         mallopt(_M_ARENA_MAX, 1)  # a thread with a heap of its own would keep what it frees
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed memory again, as it does in a process that has used large blocks: what was
+    told to `give_freed_memory_back` would cost whoever comes after it a page fault for each page of
+    each block. Its thresholds no longer move by themselves once they were set, so they get the values
+    up to which they would have moved (`DEFAULT_MMAP_THRESHOLD_MAX`, and twice that). Elsewhere nothing.
+    """
+    mallopt: Any = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD)
+        mallopt(_M_TRIM_THRESHOLD, 2 * _MOST_MMAP_THRESHOLD)
 
 
 def use_one_heap() -> None:

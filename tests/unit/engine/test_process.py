@@ -1,5 +1,5 @@
-"""What the process holds before a baseline is taken, so that a run does not take it by chance; and what
-is no part of a run."""
+"""What the process holds before a baseline is taken, so that a run does not take it by chance; what is
+no part of a run; and what a budget leaves behind."""
 
 from __future__ import annotations
 
@@ -70,13 +70,37 @@ with meter.aside():
 assert 8 << 20 <= meter.peak_bytes() < 12 << 20, meter.peak_bytes()
 """
 
+BUDGET = """
+import resource
+from anybatch.engine.limit import ProcessLimit
+
+
+def faults():
+    torch.empty(1 << 20).fill_(1)  # the first may take new pages
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        torch.empty(1 << 20).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+limits = [ProcessLimit(64 << 20), ProcessLimit(32 << 20)]
+for limit in limits:
+    limit.enter()
+limits[1].leave()
+assert faults() >= 10 * 4, faults()  # given back each time, if it were in pages of 1 MiB
+limits[0].leave()
+assert faults() < 10, faults()
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
-    "what", [OBJECTS, BUFFERS, FIRST_USES, ASIDE], ids=["objects", "buffers", "first uses", "aside"]
+    "what",
+    [OBJECTS, BUFFERS, FIRST_USES, ASIDE, BUDGET],
+    ids=["objects", "buffers", "first uses", "aside", "budget"],
 )
-def test_what_is_held_before_a_baseline(what: str):
+def test_what_a_process_holds(what: str):
     done = subprocess.run(
         [sys.executable, "-c", COMMON + what], capture_output=True, text=True, check=False
     )
