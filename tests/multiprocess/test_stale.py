@@ -23,8 +23,9 @@ WORLD = World(loss="weighted", optimizer="adamw", clip_norm=0.1, sometimes=True,
 STALE = {"parallel": "replicate", "exchange": Exchange(stale=True)}
 
 
-def imitate(world, settled_after=()):
-    """The same by hand, in one process and one piece: gradients wait for one step."""
+def imitate(world, settled_after=(), lost=()):
+    """The same by hand, in one process and one piece: gradients wait for one step, those of the steps
+    `lost` for ever."""
     task = task_of(world)
     model = task.build_model()
     optimizer = task.optimizer(task.parameters_of(model))
@@ -52,9 +53,10 @@ def imitate(world, settled_after=()):
         losses.append(loss.item())
         if waiting is not None:
             update(waiting)
-        waiting = now
+        waiting = None if step in lost else now
         if step + 1 in settled_after or step + 1 == task.steps:
-            update(waiting)
+            if waiting is not None:
+                update(waiting)
             waiting = None
     return Ran(model.state_dict(), losses)
 
@@ -136,16 +138,17 @@ def test_memory_that_runs_out_on_one_rank_leaves_all_in_step(crew, bad_rank, whe
     assert (told[0].rank, told[0].step) == (bad_rank, 3)
 
 
-def with_a_refused_step(rank, size, folder):
-    """The loss of step 5 is not finite on rank 1. What ends the run, the weights that it leaves, and
+def with_a_bad_step(rank, size, folder, bad_step, broken):
+    """The loss of `bad_step` is `broken` on rank 1. What ends the run, the weights that it leaves, and
     those of one that goes on from what it has saved."""
     task, num_done, error = task_of(WORLD), 0, ""
     plan = plan_for(task, 3, shares=(1.0,) * size, **STALE)
 
     def loss(model, batch):
         found = task.loss(model, batch)
-        broken = num_done == 5 and rank == 1
-        return dataclasses.replace(found, sum=found.sum * float("nan")) if broken else found
+        if num_done == bad_step and rank == 1:
+            found = dataclasses.replace(found, sum=broken(found.sum))
+        return found
 
     with ab.Session(dataclasses.replace(task, loss=loss), plan, checkpoints=folder) as session:
         try:
@@ -161,10 +164,31 @@ def with_a_refused_step(rank, size, folder):
     return error, left, Ran(dict(session.model.state_dict()), gone_on)
 
 
+def not_a_number(loss):
+    return loss * float("nan")
+
+
+def without_a_gradient(loss):
+    return loss + torch.sqrt(0 * loss)  # whose derivative is infinite there
+
+
 def test_a_step_that_is_refused_leaves_the_gradient_under_way_as_it_was(crew, tmp_path):
     short, whole = imitate(dataclasses.replace(WORLD, steps=5)), imitate(WORLD, (5,))
-    for error, left, gone_on in crew(2, with_a_refused_step, tmp_path):
+    for error, left, gone_on in crew(2, with_a_bad_step, tmp_path, 5, not_a_number):
         assert error.startswith("the loss of step 5 is nan")
+        assert deviation(left.parameters, short.parameters) < 1e-9
+        assert gone_on.losses == pytest.approx(whole.losses[5:], rel=1e-9)
+        assert deviation(gone_on.parameters, whole.parameters) < 1e-9
+
+
+def test_a_gradient_that_is_not_finite_is_told_a_step_later_and_none_is_applied_twice(
+    crew, tmp_path
+):
+    short, whole = imitate(dataclasses.replace(WORLD, steps=4)), imitate(WORLD, lost=(4,))
+    for error, left, gone_on in crew(2, with_a_bad_step, tmp_path, 4, without_a_gradient):
+        assert error.startswith(
+            "the gradient under way in step 5, that of the step before, has the"
+        )
         assert deviation(left.parameters, short.parameters) < 1e-9
         assert gone_on.losses == pytest.approx(whole.losses[5:], rel=1e-9)
         assert deviation(gone_on.parameters, whole.parameters) < 1e-9

@@ -109,6 +109,12 @@ class Judge:
     def gradient(self, norm: float, loss: float, staged: Staged) -> PassedOver | Again:
         """What becomes of a gradient whose `norm` is not finite, though its `loss` is. Raises
         `LossError` if that is the end."""
+        if self._group.delays:  # by samples that are gone
+            raise LossError(
+                f"the gradient under way in step {staged.step}, that of the step before, has the norm"
+                f" {norm}: a learning rate that is too large, or a division by zero in backward, is the"
+                f" usual cause. It was not applied, and nothing of step {staged.step} was kept."
+            )
         mine: tuple[Bad, ...] = ()
         if self._blame is not None:
             mine = tuple(self._blame.gradients(staged.numbers, staged.source))

@@ -500,6 +500,7 @@ class Transactions:
         self._replica.drop()
         if not self._is_applied:  # else they go with the parameters as they are by now
             self._buffers.put_back()
+            self._group.undone()
 
     def _make_room(self, everyone: Sequence[Told], step: int) -> None:
         """Go on in `step` under the next leaner plan, on all ranks alike."""

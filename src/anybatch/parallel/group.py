@@ -71,6 +71,7 @@ class Group(ABC):
         in_one_process: the ranks are threads of one process.
         num_parts: sums of losses and weights that each rank has, see `Reproducible`; else 1.
         diverges: weights and optimizer states differ between ranks, which take steps by themselves.
+        delays: the gradient that a step applies is that of a step before it.
     """
 
     rank: int
@@ -79,6 +80,7 @@ class Group(ABC):
     overlaps: bool = False
     in_one_process: bool = False
     diverges: bool = False
+    delays: bool = False
     num_parts: int = 1
 
     @property
@@ -170,6 +172,9 @@ class Group(ABC):
 
     def accepted(self, agreed: Agreed) -> None:  # noqa: B027
         """All ranks go on to the update, by what they `agreed` on. Raises `PeerLost` if one is gone."""
+
+    def undone(self) -> None:  # noqa: B027
+        """The step is put back, though it may have been `accepted`. No rank waits for another."""
 
     def committed(self, replica: Replica) -> None:  # noqa: B027
         """After the update of a step: what else has to be made the same on all ranks."""

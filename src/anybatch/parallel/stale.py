@@ -11,6 +11,8 @@ gradient for nonconvex optimization"). What is delayed is the gradient alone: th
 still held in that step, so a rank that runs out of memory is heard at once, all redo the step, and the
 gradients under way, which lie in storage of their own, are not touched by it. Nor are they by a step
 that is refused, since its loss is not finite say: those of a step are sent off once it is accepted.
+Where the update fails then, since the gradient under way is not finite say, neither is applied any
+more: that of the step before is spent, and that of this step is computed again when the step is.
 """
 
 from __future__ import annotations
@@ -62,6 +64,8 @@ class Stale(Group):
         sums: how gradients are added up.
     """
 
+    delays: bool = True
+
     def __init__(self, shares: Sequence[float], device: torch.device, sums: Sums) -> None:
         self.rank: int = dist.get_rank()
         self.shares: Sequence[float] = tuple(shares)
@@ -74,6 +78,7 @@ class Stale(Group):
         self._buckets: Buckets | None = None
         self._crossing: list[Tensor] = []
         self._under_way: _UnderWay | None = None
+        self._is_accepted = False  # a step that is not committed yet
 
     def prepare(self, model: nn.Module) -> None:
         """See `Group`: those of rank 0."""
@@ -117,6 +122,7 @@ class Stale(Group):
         buckets = self._buckets
         if buckets is None:
             return
+        self._is_accepted = True
         buckets.complete()
         everything = [True] * len(buckets.used)
         used = self._vote.any_of(buckets.used) if self._is_some_unused else everything
@@ -133,8 +139,14 @@ class Stale(Group):
                 torch._foreach_mul_(buckets.flats, now.weight / before.weight)
             buckets.drop_unused(before.used)
 
+    def undone(self) -> None:
+        """See `Group`."""
+        if self._is_accepted:
+            self._under_way, self._is_accepted = None, False
+
     def committed(self, replica: Replica) -> None:
         """See `Group`: the buffers."""
+        self._is_accepted = False
         if self._buffers is not None:
             with calling("while buffers were put together"):
                 self._buffers.settle()
