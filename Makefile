@@ -8,6 +8,8 @@ DEMO_MEMORY ?= 16MiB
 
 BIN   := .venv/bin
 STAMP := .venv/.installed
+# A test that hangs is told, with the stacks of its threads, and its worker is replaced.
+PYTEST = $(BIN)/pytest -n $(WORKERS) -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -34,11 +36,11 @@ demo: $(STAMP)  ## train digits with a batch that its memory budget does not hol
 
 .PHONY: test
 test: $(STAMP)  ## run the tests that need no GPU and no more than seconds each
-	$(BIN)/pytest -n $(WORKERS) -m "not gpu and not slow" $(ARGS)
+	$(PYTEST) -m "not gpu and not slow" $(ARGS)
 
 .PHONY: test-all
 test-all: $(STAMP)  ## run the slow tests too: commands, machines, faults at random moments
-	$(BIN)/pytest -n $(WORKERS) -m "not gpu" $(ARGS)
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 .PHONY: check
 check: $(STAMP)  ## style, types, import floors, completeness of the public types
