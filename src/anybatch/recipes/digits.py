@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -180,6 +183,28 @@ class _Images(NamedTuple):
 
 
 def _scikit_learn() -> _Images:
+    pixels, labels = np.split(_table(), [64], axis=1)
+    x = torch.as_tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    y = torch.as_tensor(labels, dtype=torch.int64).flatten()
+    # Every fifth image in the order of the labels: the same for everybody and for every seed, and
+    # each digit has its fifth held out.
+    by_label = y.argsort(stable=True)
+    held_out = by_label[::5]
+    kept = torch.ones(len(y), dtype=torch.bool).index_fill(0, held_out, False)
+    return _Images(x[kept], y[kept], x[held_out], y[held_out], num_classes=10)
+
+
+def _table() -> NDArray[np.float64]:
+    """What scikit-learn's `load_digits` reads, (1797, 65): 64 pixels of 0 to 16 and the digit.
+
+    From the file that it reads, since to import scikit-learn, and SciPy with it, takes each rank as
+    long as to import torch.
+    """
+    package = find_spec("sklearn")
+    places = package.submodule_search_locations if package is not None else None
+    for file in (Path(place, "datasets", "data", "digits.csv.gz") for place in places or ()):
+        if file.is_file():
+            return np.loadtxt(file, delimiter=",")
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -189,14 +214,7 @@ def _scikit_learn() -> _Images:
             " (-s data=FOLDER)."
         ) from error
     pixels, labels = load_digits(return_X_y=True)
-    x = torch.as_tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    y = torch.as_tensor(labels, dtype=torch.int64)
-    # Every fifth image in the order of the labels: the same for everybody and for every seed, and
-    # each digit has its fifth held out.
-    by_label = y.argsort(stable=True)
-    held_out = by_label[::5]
-    kept = torch.ones(len(y), dtype=torch.bool).index_fill(0, held_out, False)
-    return _Images(x[kept], y[kept], x[held_out], y[held_out], num_classes=10)
+    return np.column_stack((pixels, labels))
 
 
 def _mnist(folder: Path) -> _Images:

@@ -125,7 +125,17 @@ def test_every_option_out_of_range_is_named_at_once():
         assert words in str(caught.value)
 
 
+def test_the_images_are_those_that_scikit_learn_loads(monkeypatch):
+    mine = digits()
+    monkeypatch.setattr(
+        "anybatch.recipes.digits.find_spec", lambda name: None
+    )  # so that its file is not found
+    for one, other in ((mine.train, digits().train), (mine.valid, digits().valid)):
+        assert all(map(torch.equal, one.tensors, other.tensors))
+
+
 def test_without_scikit_learn_the_remedy_is_told(monkeypatch):
+    monkeypatch.setattr("anybatch.recipes.digits.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(InputError, match=r"pip install anybatch\[recipes\]"):
         digits()
