@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.faults.stuck import train
+from tests.faults.stuck import STEP, train
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -37,22 +37,13 @@ def folder_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "bad_rank", "where", "line"),
-    [
-        ("forward", 0, "in step 1, forward", "time.sleep(3600)"),
-    ],
-    ids=["forward"],
-)
-def test_a_rank_that_hangs_in_the_users_code_is_named_with_its_stack(
-    how: str, bad_rank: int, where: str, line: str
-):
+def test_a_rank_that_hangs_in_the_users_code_is_named_with_its_stack():
     with pytest.raises(Stuck) as raised:
-        call(train, how, bad_rank, ranks=2, grace_seconds=5)
+        call(train, "forward", 0, ranks=2, grace_seconds=5)
     told = str(raised.value)
-    assert f"rank {bad_rank} of 2 has made no progress for 3 s {where}" in told
-    assert line in told
-    assert "in micro_batches" in told or "in accumulate" in told
+    assert f"rank 0 of 2 has made no progress for 3 s in step {STEP}, forward" in told
+    assert "time.sleep(3600)" in told
+    assert "in accumulate" in told
 
 
 @pytest.mark.slow
