@@ -38,11 +38,8 @@ def _glibc() -> Any:
 
 def give_freed_memory_back() -> None:
     """Make glibc give freed memory back to the kernel instead of keeping it; elsewhere nothing."""
-    mallopt: Any = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
-        mallopt(_M_TRIM_THRESHOLD, MMAP_THRESHOLD)
-        mallopt(_M_ARENA_MAX, 1)  # a thread with a heap of its own would keep what it frees
+    _set_thresholds(MMAP_THRESHOLD, MMAP_THRESHOLD)
+    use_one_heap()  # a thread with a heap of its own would keep what it frees
 
 
 def keep_freed_memory() -> None:
@@ -51,10 +48,13 @@ def keep_freed_memory() -> None:
     each block. Its thresholds no longer move by themselves once they were set, so they get the values
     up to which they would have moved (`DEFAULT_MMAP_THRESHOLD_MAX`, and twice that). Elsewhere nothing.
     """
-    mallopt: Any = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD)
-        mallopt(_M_TRIM_THRESHOLD, 2 * _MOST_MMAP_THRESHOLD)
+    _set_thresholds(_MOST_MMAP_THRESHOLD, 2 * _MOST_MMAP_THRESHOLD)
+
+
+def _set_thresholds(mmap_from: int, trim_from: int) -> None:
+    if has_glibc():
+        _glibc().mallopt(_M_MMAP_THRESHOLD, mmap_from)
+        _glibc().mallopt(_M_TRIM_THRESHOLD, trim_from)
 
 
 def use_one_heap() -> None:

@@ -12,7 +12,7 @@ import math
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -183,9 +183,9 @@ class _Images(NamedTuple):
 
 
 def _scikit_learn() -> _Images:
-    pixels, labels = np.split(_table(), [64], axis=1)
+    pixels, labels = _arrays()
     x = torch.as_tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    y = torch.as_tensor(labels, dtype=torch.int64).flatten()
+    y = torch.as_tensor(labels, dtype=torch.int64)
     # Every fifth image in the order of the labels: the same for everybody and for every seed, and
     # each digit has its fifth held out.
     by_label = y.argsort(stable=True)
@@ -194,8 +194,8 @@ def _scikit_learn() -> _Images:
     return _Images(x[kept], y[kept], x[held_out], y[held_out], num_classes=10)
 
 
-def _table() -> NDArray[np.float64]:
-    """What scikit-learn's `load_digits` reads, (1797, 65): 64 pixels of 0 to 16 and the digit.
+def _arrays() -> tuple[NDArray[Any], NDArray[Any]]:
+    """What scikit-learn's `load_digits` returns: pixels of 0 to 16 (1797, 64), and the digits (1797).
 
     From the file that it reads, since to import scikit-learn, and SciPy with it, takes each rank as
     long as to import torch.
@@ -204,7 +204,8 @@ def _table() -> NDArray[np.float64]:
     places = package.submodule_search_locations if package is not None else None
     for file in (Path(place, "datasets", "data", "digits.csv.gz") for place in places or ()):
         if file.is_file():
-            return np.loadtxt(file, delimiter=",")
+            table = np.loadtxt(file, delimiter=",")
+            return table[:, :-1], table[:, -1]
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -214,7 +215,7 @@ def _table() -> NDArray[np.float64]:
             " (-s data=FOLDER)."
         ) from error
     pixels, labels = load_digits(return_X_y=True)
-    return np.column_stack((pixels, labels))
+    return pixels, labels
 
 
 def _mnist(folder: Path) -> _Images:

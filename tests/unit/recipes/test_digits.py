@@ -127,9 +127,7 @@ def test_every_option_out_of_range_is_named_at_once():
 
 def test_the_images_are_those_that_scikit_learn_loads(monkeypatch):
     mine = digits()
-    monkeypatch.setattr(
-        "anybatch.recipes.digits.find_spec", lambda name: None
-    )  # so that its file is not found
+    monkeypatch.setattr("anybatch.recipes.digits.find_spec", lambda name: None)
     for one, other in ((mine.train, digits().train), (mine.valid, digits().valid)):
         assert all(map(torch.equal, one.tensors, other.tensors))
 
