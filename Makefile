@@ -4,7 +4,7 @@
 PYTHON      ?= python3
 WORKERS     ?= 2
 ARGS        ?=
-DEMO_MEMORY ?= 16MiB
+DEMO_MEMORY ?= 100MiB
 
 BIN   := .venv/bin
 STAMP := .venv/.installed
@@ -30,9 +30,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 .PHONY: demo
-demo: $(STAMP)  ## train digits with a batch that its memory budget does not hold in one piece
+demo: $(STAMP)  ## train a small language model with a batch that its memory budget does not hold in one piece
 	@rm -rf runs/demo
-	$(BIN)/anybatch train digits --global-batch 512 --memory $(DEMO_MEMORY) --out runs/demo
+	$(BIN)/anybatch train text --global-batch 64 --memory $(DEMO_MEMORY) -s context=128 -s limit=400kB --out runs/demo
 
 .PHONY: test
 test: $(STAMP)  ## run the tests that need no GPU and no more than seconds each

@@ -78,7 +78,9 @@ class Crew:
             try:
                 if not pipe.poll(DEADLINE_SECONDS):
                     raise TimeoutError(f"no answer within {DEADLINE_SECONDS} s")
-                outcomes.append(pipe.recv())
+                answer, usable = pipe.recv()
+                outcomes.append(answer)
+                lost |= not usable
             except (EOFError, OSError) as error:
                 process.kill()
                 lost = True
@@ -109,6 +111,7 @@ def _serve(pipe: Any) -> None:
             function, args, rank, size, store = pipe.recv()
         except EOFError:
             return
+        usable = False  # any more: groups that were not made or ended whole leave their number
         try:
             dist.init_process_group(
                 "gloo",
@@ -122,9 +125,11 @@ def _serve(pipe: Any) -> None:
                 answer = (None, function(rank, size, *args))
             finally:
                 dist.destroy_process_group()
+                usable = True
         except BaseException as error:
             answer = (error, traceback.format_exc())
         try:
-            pipe.send(answer)
+            pipe.send((answer, usable))
         except Exception as error:  # what does not pickle
-            pipe.send((RuntimeError(f"{type(error).__name__}: {error}"), repr(answer)))
+            told = RuntimeError(f"{type(error).__name__}: {error}")
+            pipe.send(((told, repr(answer)), usable))

@@ -137,7 +137,7 @@ def train(rank: int, setting: Setting, balance: str, store: str, target: str) ->
             # Those that a step tells are of the step before, on every kind of device.
             "rank_seconds": [list(one.rank_seconds) for one in done],
             "shares": [list(one.after) for one in events if isinstance(one, Rebalanced)],
-            "changed_after_steps": [one.step for one in events if isinstance(one, Rebalanced)],
+            "changed_after_steps": [one.step - 1 for one in events if isinstance(one, Rebalanced)],
         }
         Path(target).write_text(json.dumps(result))
         weights = nn.utils.parameters_to_vector(session.model.parameters()).detach()

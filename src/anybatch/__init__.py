@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from anybatch.plans import Outer as Outer
     from anybatch.plans import Plan as Plan
     from anybatch.plans import Recompute as Recompute
+    from anybatch.plans import Sharding as Sharding
     from anybatch.proof import Verdict as Verdict
     from anybatch.proof import verify as verify
     from anybatch.recipes.schedules import warmup_constant as warmup_constant
@@ -90,7 +91,7 @@ _HOMES = {
         "gather",
     ),
     "parallel.group": ("Wish",),
-    "plans": ("Exchange", "KernelChoices", "Outer", "Plan", "Recompute"),
+    "plans": ("Exchange", "KernelChoices", "Outer", "Plan", "Recompute", "Sharding"),
     "recipes.schedules": ("warmup_constant", "warmup_cosine", "warmup_linear"),
     "planning": ("plan",),
     "run": ("Result", "train"),
@@ -131,6 +132,7 @@ __all__ = [
     "Recompute",
     "Result",
     "Session",
+    "Sharding",
     "Step",
     "Stopped",
     "Task",
@@ -164,7 +166,10 @@ def __getattr__(name: str) -> Any:
         return version("anybatch")
     if name not in _WHERE:
         raise AttributeError(f"module 'anybatch' has no attribute {name!r}")
-    value = getattr(import_module(f"anybatch.{_WHERE[name]}"), name)
+    from anybatch import libraries
+
+    with libraries.loading():
+        value = getattr(import_module(f"anybatch.{_WHERE[name]}"), name)
     globals()[name] = value
     return value
 

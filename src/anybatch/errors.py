@@ -104,6 +104,15 @@ class LaunchError(AnybatchError, RuntimeError):
     exit_status = 1
 
 
+def name_of(error: BaseException) -> str:
+    """The name of its class: of one of ours that nobody can import, of the one that it stands for."""
+    return next(kind for kind in type(error).__mro__ if not _is_private(kind)).__qualname__
+
+
+def _is_private(kind: type) -> bool:
+    return issubclass(kind, AnybatchError) and kind.__module__ != __name__
+
+
 def listed(names: Iterable[object], meant: str = "") -> str:
     """The names, quoted, for the end of a sentence: `'a', 'b' or 'c'`. In the order in which people
     count (`block.9` before `block.10`), but first the one that is close to what was `meant`."""

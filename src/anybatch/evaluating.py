@@ -35,12 +35,12 @@ from anybatch.planning import (
     devices_of,
 )
 from anybatch.plans import Parallel, Plan, Precision, parse_open_precision
-from anybatch.report import EventLog, Remembered, follow, remembered
+from anybatch.report import EventLog, PastRun, follow, read_run
 from anybatch.report.folder import EVENTS_FILE
 from anybatch.report.sentences import format_scores
 from anybatch.session import Session, joined
-from anybatch.taken_up import check_has_weights, checked_step, task_of
 from anybatch.task import Task, parameters_in
+from anybatch.task_of_run import check_has_weights, checked_step, task_of
 from anybatch.units import format_bytes
 
 
@@ -128,7 +128,7 @@ def evaluate(
     checked_ranks(ranks, None)
     checked_step(step)
     wanted = _precision(precision)
-    found = remembered(run)
+    found = read_run(run)
     job = _Job(found, task, settings, step, memory, ranks, micro_batch, wanted, device)
     job.check()
     here = find()
@@ -182,7 +182,7 @@ def _frozen(task: Task) -> nn.Module:
 class _Job:
     """What `evaluate` was asked for, and how it goes: here, or in ranks that it is sent to."""
 
-    run: Remembered
+    run: PastRun
     task: Task | str | None
     settings: Mapping[str, str] | None
     step: int | None
@@ -316,7 +316,9 @@ def _layout(before: Plan, devices: Sequence[Device]) -> Layout:
     if kind == "single" or (kind == "in-process" and are_several()):
         kind = "replicate"
     layout = layouts_of(devices, kind, "fixed")[0]
-    return replace(layout, shares=before.shares) if count == before.num_ranks else layout
+    if count != before.num_ranks:
+        return layout
+    return replace(layout, shares=before.shares, sharding=before.sharding)
 
 
 def _num_processes(before: Plan, ranks: int | None, device: str | None) -> int:
@@ -345,7 +347,7 @@ def _precision(wanted: str | None) -> Precision | None:
 
 
 def _result(
-    run: Remembered, task: Task, event: Evaluated, ended: RunEnded, plan: Plan, weights: Path
+    run: PastRun, task: Task, event: Evaluated, ended: RunEnded, plan: Plan, weights: Path
 ) -> Evaluation:
     return Evaluation(
         run=run.folder,

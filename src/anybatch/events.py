@@ -3,6 +3,12 @@
 The engine emits events and knows none of their readers; the progress bar, the log file and the
 report are readers. A record holds plain values (numbers, strings, tuples), never tensors, so that it
 can be written down, sent to another process and read back.
+
+Steps are numbered from 1, in events and wherever else a person reads of one: what happens within the
+k-th global step of a run, its checkpoint and the evaluation after it are all of step k, and 0 is before
+the first one. A step that is left out whole has its number, too. Inside, the step that comes next goes
+by its *index*, the number of steps before it, from which its samples and its random state follow;
+`step_number` turns that into the number.
 """
 
 from __future__ import annotations
@@ -13,6 +19,26 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from anybatch.units import format_count
+
+
+def step_number(index: int) -> int:
+    """The number of the step with this `index`."""
+    return index + 1
+
+
+IN_STEP = ("loading", "encoding", "comparison", "forward", "backward", "reduction", "update")
+"""The phases of a step, in order; whatever has another is done between two."""
+
+
+def whereabouts(step: int, phase: str) -> str:
+    """In words: in `phase` of `step`, or between that and the next one. 0: before the first one, where
+    passes may be measured, too."""
+    if step and phase in IN_STEP:
+        return f"in step {format_count(step)}, {phase}"
+    after = f"after step {format_count(step)}" if step else "before the first step"
+    return f"{after}, {phase}" if phase else after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +123,8 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory(Event):
-    """Memory ran out while `step` was staged; nothing of the step remains.
+    """Memory ran out while `step` was staged, or in an evaluation or a prediction after it; nothing of
+    the attempt remains.
 
     `requested_bytes` is None where the allocator does not say; `fragmented_bytes` are held by it in
     pieces that nobody uses (None: not known); `then` is the choice under which the step is done again,
@@ -119,7 +146,8 @@ class OutOfMemory(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Replanned(Event):
-    """The plan changed; `step` is the first step done under the new one."""
+    """The plan changed; `step` is the first step done under the new one. Where only the batch of
+    evaluations changed, it is the step after which the first one was done with it."""
 
     kind: ClassVar[str] = "replanned"
     step: int
@@ -252,8 +280,8 @@ class Straggler(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Stalled(Event):
-    """Training stood still for `seconds` in `phase`, after `step` committed steps, and goes on. The
-    stack of the thread that hung is in standard error."""
+    """Training stood still for `seconds` in `phase`, of `step` or between that and the next, and goes
+    on. The stack of the thread that hung is in standard error."""
 
     kind: ClassVar[str] = "stalled"
     step: int

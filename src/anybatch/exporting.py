@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from anybatch.errors import InputError, listed
 from anybatch.files import whole_folder
 from anybatch.parallel import SingleDevice
-from anybatch.report import Remembered, remembered
+from anybatch.report import PastRun, read_run
 from anybatch.report.folder import ADAPTERS, PRETRAINED
 from anybatch.state import (
     TORCH_SUFFIXES,
@@ -45,8 +45,8 @@ from anybatch.state.pretrained import (
     set_dtype,
     write_beside,
 )
-from anybatch.taken_up import check_has_weights, checked_step, task_of
 from anybatch.task import Task
+from anybatch.task_of_run import check_has_weights, checked_step, task_of
 
 Format = Literal["safetensors", "torch", "huggingface"]
 """What is written; see the module."""
@@ -125,7 +125,7 @@ def export(
     """
     checked_step(step)
     _check_dtype(dtype)
-    found = remembered(run)
+    found = read_run(run)
     form, target = _target(found, out, format, step)
     _check_free(found, target, form, force)
     if step is None and not found.has_final_weights:
@@ -171,7 +171,7 @@ class _Merged:
 class _Job:
     """What is to be taken out, and how. `build` makes the model of the task, once."""
 
-    run: Remembered
+    run: PastRun
     step: int | None
     dtype: torch.dtype | None
     merge: bool
@@ -279,7 +279,7 @@ class _Job:
 
 
 def _target(
-    run: Remembered, out: str | os.PathLike[str] | None, format: Format | None, step: int | None
+    run: PastRun, out: str | os.PathLike[str] | None, format: Format | None, step: int | None
 ) -> tuple[Format, Path]:
     """What is written, and where. Raises `InputError` if they do not go together."""
     if format is not None and format not in get_args(Format):
@@ -308,7 +308,7 @@ def _target(
     return form, target
 
 
-def _check_free(run: Remembered, target: Path, form: Format, force: bool) -> None:
+def _check_free(run: PastRun, target: Path, form: Format, force: bool) -> None:
     """Raises `InputError` if what is at `target` is not to be replaced."""
     is_folder = form == "huggingface"
     if not os.path.lexists(target) or (is_folder and _is_empty(target)):

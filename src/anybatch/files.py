@@ -49,7 +49,7 @@ class Records:
     def append(self, record: bytes) -> None:
         """Append `record`. Raises `OSError` if it cannot be; those before stay as they are."""
         rest = memoryview(record)
-        begin = self._file.tell()
+        begin = self._file.seek(0, os.SEEK_END)  # not where one that failed left the position
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]

@@ -1,11 +1,11 @@
 """Out of memory as a type: recognised in one place.
 
 CUDA's allocator raises `torch.OutOfMemoryError`; its driver and libraries, which take memory beside it,
-have errors of their own. On CPU torch's allocator raises a plain RuntimeError and Python a
-MemoryError; oneDNN says that it "could not create a primitive" when it finds no room for the code it
-generates. That last one leaves a mark: the code generator keeps its error in a thread-local variable
-that nothing clears, so every new kernel of that thread fails from then on (seen with oneDNN 3.12,
-which builds Xbyak without exceptions).
+have errors of their own, and so have ROCm's. On CPU torch's allocator raises a plain RuntimeError and
+Python a MemoryError; oneDNN says that it "could not create a primitive" when it finds no room for the
+code it generates. That last one leaves a mark: the code generator keeps its error in a thread-local
+variable that nothing clears, so every new kernel of that thread fails from then on (seen with oneDNN
+3.12, which builds Xbyak without exceptions).
 """
 
 from __future__ import annotations
@@ -21,11 +21,19 @@ if sys.platform != "win32":
     import resource
 
 _ALLOCATOR_SIGNS = ("DefaultCPUAllocator", "allocate memory", "std::bad_alloc", "not enough memory")
-_DRIVER_SIGNS = (
-    "CUDA error: out of memory",  # pinned memory, and kernels when they are first used
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "unable to find an engine to execute this computation",  # each of cuDNN's was refused its memory
+_DEVICE_SIGNS = re.compile(
+    # Of torch's allocator, where somebody has wrapped its error in one of theirs, as a compiler does.
+    r"(CUDA|HIP) out of memory"
+    # Of the driver: pinned memory, and kernels when they are first used.
+    r"|(CUDA|HIP)( driver)? error: out of memory"
+    r"|Triton Error \[(CUDA|HIP)\]: out of memory"
+    # CUBLAS_STATUS_ALLOC_FAILED, CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED and their like.
+    r"|\b(CU|HIP|ROC|MIOPEN)\w*ALLOC(ATION)?_FAILED"
+    r"|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate"
+    # Each of cuDNN's was refused its memory.
+    r"|unable to find an engine to execute this computation"
+    # NCCL's and RCCL's.
+    r"|(Cuda|HIP) failure (\d+ )?'out of memory'"
 )
 _MARKING_SIGNS = re.compile(
     # That of a descriptor fails where oneDNN has no such kernel, on this processor or at all.
@@ -62,7 +70,8 @@ def as_memory_failure(error: BaseException) -> MemoryFailure | None:
     is_one = (
         isinstance(error, torch.OutOfMemoryError | MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or (runtime and any(sign in text for sign in (*_ALLOCATOR_SIGNS, *_DRIVER_SIGNS)))
+        or (runtime and any(sign in text for sign in _ALLOCATOR_SIGNS))
+        or (runtime and _DEVICE_SIGNS.search(text) is not None)
         or marks_thread
     )
     if not is_one:

@@ -27,8 +27,14 @@ from anybatch.launch import find
 from anybatch.machine import Device, Machine
 from anybatch.parallel import exchange as tell
 from anybatch.parallel import measured_link
-from anybatch.parallel.told import Told
-from anybatch.planner import Wishes, default_ghost_notice, layouts_of, make_plan, unpredicted
+from anybatch.parallel.failures import RankReport
+from anybatch.planner import (
+    Wishes,
+    as_measured,
+    default_ghost_notice,
+    layouts_of,
+    make_plan,
+)
 from anybatch.plans import (
     Balancing,
     Compile,
@@ -38,6 +44,7 @@ from anybatch.plans import (
     Parallel,
     Plan,
     Recompute,
+    Sharding,
     parse_balance,
     parse_chunked_loss,
     parse_compile,
@@ -61,6 +68,7 @@ def plan(
     chunked_loss: bool | None = None,
     exchange: Exchange | None = None,
     norms: Norms | None = None,
+    sharding: Sharding | None = None,
     balance: Balancing | None = None,
     compile: Compile = False,
     frontier: bool = False,
@@ -93,6 +101,8 @@ def plan(
         norms: `"ghosts"`: each ghost batch of BatchNorm is computed by one rank; `"synchronised"`: each
             is divided over the ranks; None: the first, unless ranks would be idle so and the second is
             faster.
+        sharding: how the model is divided over the ranks, which then it is, see `Sharding`; None: over
+            all of them, if it is divided.
         balance: `"measured"`: shares follow the ranks' measured speed; `"fixed"`: they stay; None:
             measured on GPUs, but for local steps.
         compile: compile the blocks of the model by `torch.compile`. Then a budget on a CPU is planned
@@ -111,6 +121,7 @@ def plan(
     parse_norms(norms)
     parse_balance(balance)
     parse_compile(compile)
+    _check_sharding(sharding, parallel)
     if balance is None and exchange is not None and exchange.every > 1:
         balance = "fixed"  # ranks that take steps by themselves do not tell their times
     is_reproducible = task.grains is not None
@@ -166,6 +177,8 @@ def plan(
                     "fixed" if is_reproducible else balance,
                     divisible=exact,
                     link=link,
+                    sharding=sharding,
+                    exchange=exchange,
                 ),
                 norms=norms if exact and not is_joint else "ghosts",
                 notices=(
@@ -230,6 +243,15 @@ def _check_reproducible(
     _refuse(why, "the run is to be reproducible")
 
 
+def _check_sharding(sharding: Sharding | None, parallel: Parallel | None) -> None:
+    """Raises `InputError` if a model is to be divided in some way, and not to be divided."""
+    if sharding is not None and parallel not in (None, "shard"):
+        raise InputError(
+            f"parallel is {parallel!r} and sharding is given, which is for models that are divided over"
+            " ranks: leave one of them out, or make parallel 'shard'."
+        )
+
+
 def _check_joint(*, exchange: Exchange | None, norms: Norms | None) -> None:
     """Raises `InputError` for a wish that a loss which compares the samples of all ranks rules out."""
     why = {
@@ -265,16 +287,7 @@ def _measured(task: Task, plan: Plan) -> Plan:
         return plan
     with Session(task, plan) as session:
         found = session.measured()
-    if found is None:
-        return plan
-    before = unpredicted(plan.choice.micro_batch)
-    notices = (
-        "Bytes and seconds are measured instead, in passes over the first samples on this device."
-        if notice == before
-        else notice
-        for notice in plan.notices
-    )
-    return found.model_copy(update={"notices": tuple(notices)})
+    return plan if found is None else as_measured(found, plan)
 
 
 def serves_again(
@@ -289,6 +302,7 @@ def serves_again(
     recompute: str | Recompute | None = None,
     chunked_loss: bool | None = None,
     exchange: Exchange | None = None,
+    sharding: Sharding | None = None,
     balance: Balancing | None = None,
     compile: Compile = False,
 ) -> bool:
@@ -310,6 +324,7 @@ def serves_again(
         and (compile == "if-faster" or kernels.compile == compile)
         and (parallel is None or before.parallel == parallel)
         and before.exchange == (exchange or Exchange())
+        and (sharding is None or before.sharding == sharding)
         and (balance is None or before.balance == balance)
         and micro_batch is None
         and recompute is None
@@ -430,7 +445,7 @@ def by_rank_0(make: Callable[[], Plan]) -> Plan:
             found = make()
         except Exception as error:
             wrong = error
-    told = None if wrong is None else Told.of(wrong)
+    told = None if wrong is None else RankReport.of(wrong)
     found, theirs = tell((found, told))[0]
     if wrong is not None:
         raise wrong

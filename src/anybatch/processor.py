@@ -16,8 +16,8 @@ class Processor:
 
     Attributes:
         vector_bytes: of its widest vectors.
-        halves: dtypes of half precision in which oneDNN computes on it. In others torch does without:
-            products by MKL, convolutions as products of images that are unfolded.
+        halves: dtypes of half precision in which oneDNN computes on it. In others, and in float64,
+            torch does without: products by MKL, convolutions as products of images that are unfolded.
         tiles: it multiplies whole tiles (AMX).
     """
 
@@ -27,7 +27,7 @@ class Processor:
 
     def computes(self, dtype: torch.dtype) -> bool:
         """Whether oneDNN computes in `dtype`."""
-        return dtype not in _HALF or dtype in self.halves
+        return dtype == torch.float32 or dtype in self.halves
 
 
 @cache

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from anybatch.compute.kernel_choices import is_compiled
 from anybatch.engine import checked_seconds
 from anybatch.errors import AnybatchError, InputError, PeerLost
 from anybatch.estimate import remember
@@ -36,13 +37,12 @@ from anybatch.events import (
 )
 from anybatch.insight.noise import NoiseScale, latest
 from anybatch.insight.noise_series import Block, Series
-from anybatch.keeping import DEFAULT_EVERY, Every, kept
 from anybatch.launch import call, find
 from anybatch.parallel import exchange as tell
 from anybatch.parallel import leads
 from anybatch.planning import checked_ranks, default_ranks, serves_again
 from anybatch.planning import plan as make_plan
-from anybatch.plans import Balancing, Compile, Exchange, Parallel, Plan, Recompute
+from anybatch.plans import Balancing, Compile, Exchange, Parallel, Plan, Recompute, Sharding
 from anybatch.report import (
     Display,
     EventLog,
@@ -52,11 +52,13 @@ from anybatch.report import (
     follow,
     last_plan,
     output_folder,
+    run_folder,
     tensorboard_folder,
     write,
 )
 from anybatch.report.folder import ADAPTERS, CHECKPOINTS, EVENTS_FILE, PRETRAINED, WEIGHTS_FILE
 from anybatch.report.sentences import counted, format_scores
+from anybatch.saving import DEFAULT_EVERY, Every, kept
 from anybatch.session import Session, joined
 from anybatch.state import (
     has_adapters,
@@ -136,6 +138,7 @@ def train(
     recompute: str | Recompute | None = None,
     chunked_loss: bool | None = None,
     exchange: Exchange | None = None,
+    sharding: Sharding | None = None,
     balance: Balancing | None = None,
     compile: Compile = False,
     trial: bool | None = None,
@@ -166,7 +169,8 @@ def train(
         nodes, rendezvous: on several machines, how many, or the least and the most that there may be,
             and the address `HOST:PORT` of one of them where they meet; each makes the same call.
         parallel: how the ranks share a step, see `plans.Parallel`; None: chosen.
-        precision, micro_batch, recompute, chunked_loss, exchange, balance, compile: see `plan`.
+        precision, micro_batch, recompute, chunked_loss, exchange, sharding, balance, compile: see
+            `plan`.
         trial: whether the plan, and choices that are predicted to be nearly as fast, are tried before
             the first step, see `Session`. None: unless `plan` is given.
         resume: go on with the run in `out`, from its newest intact checkpoint; at the beginning where
@@ -206,6 +210,7 @@ def train(
         recompute=recompute,
         chunked_loss=chunked_loss,
         exchange=exchange,
+        sharding=sharding,
         balance=balance,
         compile=compile,
     )
@@ -246,6 +251,7 @@ class PlanOptions:
     recompute: str | Recompute | None = None
     chunked_loss: bool | None = None
     exchange: Exchange | None = None
+    sharding: Sharding | None = None
     balance: Balancing | None = None
     compile: Compile = False
 
@@ -277,14 +283,19 @@ class Keeping:
 
     @property
     def every(self) -> Every:
-        """See `keeping`."""
+        """See `saving`."""
         return Every.parse(self.checkpoint_every)
 
     @property
     def resumes(self) -> bool:
         """Whether to go on with what is there: also in ranks that were started again."""
+        return self.resume or self.goes_on
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether these ranks were started again."""
         member = find()
-        return self.resume or (member is not None and member.attempt > 0)
+        return member is not None and member.attempt > 0
 
 
 def choose_plan(
@@ -372,7 +383,7 @@ class _Job:
         with contextlib.ExitStack() as stack:
             folder = None
             if out is not None and leads():
-                folder = stack.enter_context(output_folder(out, resume=resumes))
+                folder = stack.enter_context(run_folder(out, resumes, self.keeping.goes_on))
             if self.tensorboard is not None and leads():
                 stack.enter_context(output_folder(self.tensorboard, option="--tensorboard"))
             plan = self.plan or choose_plan(self.task, out, resumes, ranks, self.options)
@@ -399,8 +410,7 @@ class _Job:
                         reader(said)
             except BaseException:
                 if folder is not None and recorder.started is not None:
-                    with contextlib.suppress(InputError):  # what stopped the run is told, not this
-                        _report(folder)
+                    _report(folder, tells=False)  # what stopped the run is told
                 raise
             if folder is not None:
                 _report(folder)
@@ -529,7 +539,9 @@ def _learn(plan: Plan, result: Result) -> None:
     plans = (plan, *(plan.taking(rival) for rival in plan.rivals))
     followed = next((one for one in plans if one.choice == result.plan.choice), None)
     # Else what was measured is of another choice, or of a compiler too.
-    compiler = plan.kernels.compile or plan.kernels.compile_if_faster == "open"
+    kernels = plan.kernels
+    ours = kernels.compile or kernels.compile_if_faster == "open"
+    compiler = ours or is_compiled(result.model)
     if followed is not None and followed.is_predicted and not compiler:
         ended = result.ended
         # How long samples are waited for is not predicted.
@@ -537,16 +549,18 @@ def _learn(plan: Plan, result: Result) -> None:
         remember(followed, ended.measured_peak_bytes, seconds, ended.idle_seconds)
 
 
-def _report(folder: Path) -> None:
-    """Write the page about the run. All that it tells of is saved: without memory for it, it can be
-    written later."""
+def _report(folder: Path, tells: bool = True) -> None:
+    """Write the page about the run. All that it tells of is saved: without room for it, in memory or on
+    the disk, it can be written later, which a warning `tells`."""
     try:
         write(folder)
+        return
     except MemoryError:
-        warnings.warn(
-            f"there was no memory to write the report: `anybatch report {folder}` does it.",
-            stacklevel=2,
-        )
+        why = "there was no memory to write the report."
+    except InputError as error:
+        why = str(error)
+    if tells:
+        warnings.warn(f"{why} `anybatch report {folder}` writes it later.", stacklevel=2)
 
 
 def _said(task: Task, model: nn.Module, plan: Plan, folder: Path | None) -> Said:

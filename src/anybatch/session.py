@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from anybatch.crew import Crew
-from anybatch.engine import Watchdog, checked_seconds
+from anybatch.engine import Watchdog, at_work, checked_seconds
 from anybatch.engine.process import use_one_heap
 from anybatch.errors import InputError
 from anybatch.events import Evaluated, Event, Resumed, RunEnded, RunStarted, Sink, StepDone
@@ -104,7 +104,7 @@ class Session:
             self._watchdog = self._watched(stack, group.rank, group.size)
             pulse = self._watchdog.pulse(group.rank)
             checkpoints = self._open_checkpoints(group)
-            with pulse.at_work("set-up"):
+            with at_work(), pulse.at_work("set-up"):
                 rank = Rank(
                     self._task,
                     self._given,
@@ -404,7 +404,7 @@ def joined() -> Iterator[None]:
         return
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if is_limited():
-        use_one_heap()  # before the network's library starts its threads; see `engine.room`
+        use_one_heap()  # before the network's library starts its threads; see `engine.headroom`
     with join(member, kind, timeout_seconds=RENDEZVOUS_SECONDS):
         yield
 

@@ -16,13 +16,15 @@ calls `step` with its own part of the global batch. The parts may be of any and 
 
 Each column is one step of the same model: the gradient is the sum over all ranks divided by the total
 weight. So every rank calls equally often; one that has no samples says so with None, since the others
-would wait for it until the process group's time-out, and then raise `PeerLost`.
+would wait for it: after five minutes they say so on standard error, and at the process group's time-out
+raise `PeerLost`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -43,9 +45,9 @@ from anybatch.compute import (
 )
 from anybatch.compute.averages import warn_of_statistics
 from anybatch.compute.building import check_needs_no_closure
-from anybatch.compute.ghost import batch_norms, looks_across_samples
+from anybatch.compute.ghost_norm import batch_norms, looks_across_samples
 from anybatch.compute.precision import check_available
-from anybatch.compute.several import as_one
+from anybatch.compute.several_optimizers import as_one
 from anybatch.data import (
     Bad,
     Place,
@@ -61,6 +63,8 @@ from anybatch.engine import (
     Committed,
     MicroBatch,
     Transactions,
+    Waiting,
+    at_work,
     held_bytes,
     make_limit,
     to_reserve,
@@ -68,12 +72,13 @@ from anybatch.engine import (
 )
 from anybatch.errors import DataError, InputError, NoPlanFits
 from anybatch.estimate import Outline, Subject, dtypes_of
-from anybatch.events import Event, Sink
+from anybatch.events import Event, Sink, step_number
+from anybatch.launch import find
 from anybatch.machine import Machine
 from anybatch.oom import is_limited
 from anybatch.parallel import Group, Replicate, SingleDevice, Wish
-from anybatch.parallel.told import together
-from anybatch.planner import Wishes, make_plan
+from anybatch.parallel.failures import Outdated, PeerOutdated, together
+from anybatch.planner import Wishes, as_measured, make_plan
 from anybatch.plans import (
     Choice,
     Compile,
@@ -85,7 +90,8 @@ from anybatch.plans import (
     parse_compile,
     parse_precision,
 )
-from anybatch.task import JointLoss, LossFunction, check_shapes, parameters_in
+from anybatch.rank.measuring import Measuring
+from anybatch.task import JointLoss, LossFunction, check_shapes, loss_fault, parameters_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,7 @@ class Outcome:
     """What one call of a `Step` did.
 
     Attributes:
+        step: the number of the step, from 1; calls that raised an error are not counted.
         loss: mean over the total weight of the batch.
         weight: that total weight.
         metrics: means of the metrics that the loss carried.
@@ -105,6 +112,7 @@ class Outcome:
     each.
     """
 
+    step: int
     loss: float
     weight: float
     metrics: Mapping[str, float]
@@ -125,7 +133,7 @@ class Step:
     before its step, or with several ranks, which learn of it by that step, before the next one. The
     same where the optimizer has other parameters than before (of layers that are unfrozen on the way,
     say), or other BatchNorm layers are in training mode, with several ranks on all of them in the same
-    call.
+    call: where it is so on some of them, all raise `InputError`.
 
     Modes are the script's: what of the model is in evaluation mode is trained in it. So BatchNorm that
     was put into it (in a frozen backbone) keeps to its running statistics, and is cut into no ghost
@@ -136,9 +144,9 @@ class Step:
         optimizer: on parameters of `model`, all or some, and perhaps of the loss beside them; or a list
             of optimizers with parameters of their own (Muon for the matrices, AdamW for the rest).
         loss: `(model, batch) -> Loss`, or a plain mean; see `Task`.
-        memory: budget of each rank, as `train` takes it; held from the first call until `close`.
-            None: plan for what is free. Of several steps at once the strictest budget holds, for what
-            all of them take.
+        memory: budget of each rank, as `train` takes it; held in every call, and on CUDA between calls
+            too, until `close`. None: plan for what is free. Of several steps at once the strictest
+            budget holds, for what all of them take.
         precision: see `plans.Precision`.
         micro_batch: largest number of samples per forward pass; None: found.
         recompute: what to recompute; None: found.
@@ -180,6 +188,8 @@ class Step:
                 f" {type(optimizer).__name__}: give a torch.nn.Module and a torch.optim.Optimizer, or a"
                 " list of such."
             )
+        if fault := loss_fault(loss):
+            raise InputError(f"Step cannot train by this loss: {fault}.")
         _check_unwrapped(model)
         check_shapes(model, "it is given to Step")
         if parse_compile(compile) == "if-faster":
@@ -227,7 +237,9 @@ class Step:
         self._planned_for = 0  # samples of this rank
         self._largest = 0  # batch of this rank so far
         self._is_outgrown = False  # the plan of some rank
+        self._waiting = Waiting()
 
+    @at_work()
     def __call__(self, batch: Any) -> Outcome:
         """Do one step on `batch`, whatever its size.
 
@@ -238,7 +250,7 @@ class Step:
         Raises:
             NoPlanFits: memory ran out under the leanest plan.
             LossError, DataError: the loss or the batch cannot be learned from.
-            InputError: in the first call, the ranks do not train the same.
+            InputError: the ranks do not train the same, or are not those of the first call.
             PeerFailed: another rank raised an error.
             PeerLost: another rank is gone, or did not call.
 
@@ -246,30 +258,24 @@ class Step:
         (Ctrl-C) that comes during the update is raised when the step is done.
         """
         begun = time.perf_counter()
-        is_outdated = self._engine is not None and self._replica.is_outdated
-        if self._engine is not None and (is_outdated or self._normalising() != self._cut):
-            self._begin_anew(batch)
-        engine = self._engine or self._begin(batch)
-        # Looks at the batch inside the step, where a rank that cannot use it does not leave the others.
-        source = _Pieces(batch, self._device, self._ghost)
-        self._largest = max(self._largest, source.size)
-        if self._is_outgrown or (self._group.size == 1 and self._largest > self._planned_for):
-            self._plan_anew(engine, batch if source.size else None)
-        else:
-            engine.grow()
-        engine.wish = Wish.PLAN if self._largest > self._planned_for else Wish.NOTHING
-        with ExitStack() as whole:
-            done = engine.run(self._num_steps, source, _nothing, whole)
-            assert isinstance(done, Committed)  # steps are left out only where it was asked for
-            self._num_steps += 1
-            self._is_outgrown = Wish.PLAN in done.wished
-            self.plan = engine.plan
+        with self._waiting.at(step_number(self._num_steps)):
+            self._check_joined()
+            if self._engine is None:
+                self._begin(batch)
+            try:
+                done, num_passes = self._done(batch)
+            except (Outdated, PeerOutdated):
+                done, num_passes = None, 0
+            if done is None:  # the tensors of the attempt are gone by now
+                self._begin_anew(batch)
+                done, num_passes = self._done(batch)
         return Outcome(
+            step=self._num_steps,
             loss=done.loss,
             weight=done.weight,
             metrics=done.metrics,
             grad_norm=done.grad_norm,
-            num_micro_batches=len(source.ranges),
+            num_micro_batches=num_passes,
             seconds=time.perf_counter() - begun,
             part_weight=done.part_weight,
             part_grad_norm=done.part_grad_norm,
@@ -293,61 +299,126 @@ class Step:
     ) -> None:
         self.close()
 
-    def _begin(self, batch: Any) -> Transactions:
+    def _done(self, batch: Any) -> tuple[Committed, int]:
+        """The step on `batch`, and the passes that it took on this rank. Raises, beside what a call
+        does, `Outdated` or `PeerOutdated`, on all ranks."""
+        engine = self._engine
+        assert engine is not None
+        # Looks at the batch inside the step, where a rank that cannot use it does not leave the others.
+        source = _Pieces(batch, self._device, self._ghost, self._check_up_to_date)
+        self._largest = max(self._largest, source.size)
+        if self._is_outgrown or (self._group.size == 1 and self._largest > self._planned_for):
+            self._plan_anew(engine, batch if source.size else None)
+        else:
+            engine.grow()
+        engine.wish = Wish.PLAN if self._largest > self._planned_for else Wish.NOTHING
+        with ExitStack() as whole:
+            done = engine.run(self._num_steps, source, _nothing, whole)
+            assert isinstance(done, Committed)  # steps are left out only where it was asked for
+            self._num_steps += 1
+            self._is_outgrown = Wish.PLAN in done.wished
+            self.plan = engine.plan
+        return done, len(source.ranges)
+
+    def _check_joined(self) -> None:
+        """Raises `InputError` if there are other ranks than when the step was set up."""
+        size = _num_joined()
+        if self._engine is not None and size != self._group.size:
+            raise InputError(
+                f"the number of ranks is {size}, and was {self._group.size} when this Step began: make"
+                " torch's process group before the first call of Step, and destroy it after close()."
+            )
+
+    def _check_up_to_date(self) -> None:
+        """Raises `Outdated` if what this rank trains is not what was set up for. The optimizer's
+        parameters are looked at by the engine."""
+        self._waiting.here()
+        if self._normalising() != self._cut:
+            raise Outdated("other BatchNorm layers are in training mode than before.")
+
+    def _begin(self, batch: Any) -> None:
         """Plan by the first batch, and set up."""
         group = self._group = self._joined()
-        self._norms = tuple(batch_norms(self._model).values())
-        self._cut = self._normalising()
-        self._ghost = self._ghost_batch if any(self._cut) else None
-        self._check_alike(group)
-        self._outline = Outline(self._model, self._optimizer)
-        with uncounted():  # planning is no part of what another Step trains
-            first = together(group, lambda: self._first_plan(batch))
-        self._plans = group.exchange(first)
-        plan, total = _agreed_plan(group, self._plans)
-        if group.size > 1 or plan.choice.micro_batch < self._planned_for:
-            warn_of_statistics(self._model, self._loss)
-        group.prepare(self._model)
-        group.prepare(nn.ParameterList(_beside(self._model, self._optimizer)))
+        with ExitStack() as undo:  # what was done so far is undone if the rest fails
+            undo.enter_context(self._waiting.among(group.rank, group.size))
+            self._norms = tuple(batch_norms(self._model).values())
+            self._cut = self._normalising()
+            self._ghost = self._ghost_batch if any(self._cut) else None
+            self._check_alike(group)
+            self._outline = Outline(self._model, self._optimizer)
+            with uncounted():  # planning is no part of what another Step trains
+                first = together(group, lambda: self._first_plan(batch))
+            self._plans = group.exchange(first)
+            plan, total = _agreed_plan(group, self._plans)
+            if group.size > 1 or plan.choice.micro_batch < self._planned_for:
+                warn_of_statistics(self._model, self._loss)
+            group.prepare(self._model)
+            group.prepare(nn.ParameterList(_beside(self._model, self._optimizer)))
+            self._set_up(plan, total, batch, undo)
+            self._undo = undo.pop_all()
+
+    def _set_up(self, plan: Plan, total: int, batch: Any, undo: ExitStack) -> None:
+        """Follow `plan`, for `total` samples of all ranks, or what passes over `batch` tell where it
+        predicts nothing."""
+        group = self._group
         # From here on memory counts, so that what speaks to the other ranks was made before.
         self._limit = make_limit(plan, self._device, counted=(self._model, self._optimizer))
-        with ExitStack() as undo:  # what was done so far is undone if the rest fails
-            undo.callback(self._limit.leave)
-            self._meter = self._limit.enter()
+        undo.callback(self._limit.leave)
+        self._meter = self._limit.enter()
 
-            def make() -> Replica:
-                replica = Replica(
-                    self._model,
-                    lambda: self._optimizer,
-                    self._loss,
-                    plan.choice,
-                    self._device,
-                    total,  # by which gradients are scaled: the same on all ranks
-                    kernels=plan.kernels,
-                )
-                undo.callback(replica.close)  # here, since on another rank this may fail
-                return replica
-
-            self._replica = together(group, make)
-            with self._limit.lifted():  # a compiler is no part of training
-                together(group, self._replica.rehearse)
-            undo.callback(group.close)
-            together(group, lambda: group.adopt(self._replica))
-            self._engine = Transactions(
-                self._replica,
-                group,
-                plan,
-                randomness=Ambient(self._device),
-                limit=self._limit,
-                meter=self._meter,
-                device=self._device,
-                sink=self._emit,
-                clip_norm=self._clip_norm,
-                commit_bytes=to_reserve(plan),
+        def make() -> Replica:
+            replica = Replica(
+                self._model,
+                lambda: self._optimizer,
+                self._loss,
+                plan.choice,
+                self._device,
+                total,  # by which gradients are scaled: the same on all ranks
+                kernels=plan.kernels,
             )
-            undo.callback(self._engine.close)
-            self._undo = undo.pop_all()
-        return self._engine
+            undo.callback(replica.close)  # here, since on another rank this may fail
+            return replica
+
+        self._replica = together(group, make)
+        with self._limit.lifted():  # a compiler is no part of training
+            together(group, self._replica.rehearse)
+        undo.callback(group.close)
+        together(group, lambda: group.adopt(self._replica))
+        self._engine = Transactions(
+            self._replica,
+            group,
+            plan,
+            randomness=Ambient(self._device),
+            limit=self._limit,
+            meter=self._meter,
+            device=self._device,
+            sink=self._emit,
+            clip_norm=self._clip_norm,
+            commit_bytes=to_reserve(plan),
+        )
+        undo.callback(self._engine.close)
+        if plan.prediction is None and group.size == 1 and self._wishes.micro_batch is None:
+            self._measure(self._engine, plan, batch)
+
+    def _measure(self, engine: Transactions, plan: Plan, batch: Any) -> None:
+        """Follow, in place of `plan`, which no trace could predict, what passes over `batch` tell.
+        Nothing of them remains."""
+        source = _Pieces(batch, self._device, self._ghost, self._check_up_to_date)
+        index = self._num_steps
+        run, used = engine.rehearsal.run, self._meter.used_bytes()
+        with Borrowed(), self._meter.aside():
+            found = Measuring(
+                plan,
+                self._replica,
+                lambda choice: run(index, source, choice, plan.choice, most=2),
+                used,
+            ).plan()
+        if found is not None:
+            self._own = measured = as_measured(found, plan)
+            self._plans = (measured,)
+            engine.follow(
+                measured, step_number(index), "passes were measured, since none could be traced"
+            )
 
     def _normalising(self) -> list[bool]:
         """Which BatchNorm layers normalise over ghost batches now: those in training mode, since the
@@ -355,8 +426,8 @@ class Step:
         return [looks_across_samples(norm, norm.training) for norm in self._norms]
 
     def _begin_anew(self, batch: Any) -> None:
-        """The optimizer has other parameters than so far, or other norms are in training mode: plan and
-        set up for these. All ranks do."""
+        """On some rank the optimizer has other parameters than so far, or other norms are in training
+        mode: plan and set up for these. All ranks do."""
         scaler = self._replica.scaler_state()
         self.close()
         _check_of(self._model, self._optimizer)
@@ -366,8 +437,9 @@ class Step:
 
     def _joined(self) -> Group:
         """The ranks that the script has joined."""
-        size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        size = _num_joined()
         if size == 1:
+            _warn_of_ranks_apart()
             return SingleDevice()
         if self._device.type == "cuda" and torch.cuda.current_device() != self._device.index:
             raise InputError(
@@ -382,13 +454,15 @@ class Step:
     def _check_alike(self, group: Group) -> None:
         """Raises `InputError` if the ranks would not train the same: they would wait for each other in
         vain, or add up what does not belong together."""
-        shapes = [
-            (name, tuple(p.shape), str(p.dtype)) for name, p in self._model.named_parameters()
-        ]
+        params = dict(self._model.named_parameters())
+        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in params.items()]
+        frozen = [name for name, p in params.items() if not p.requires_grad]
         trained = [len(one["params"]) for one in self._optimizer.param_groups]
         mine = {
             "the version of torch": torch.__version__,
             "the names and shapes of the model's parameters": repr(shapes),
+            "which parameters of the model are frozen": ", ".join(frozen) or "none",
+            "which BatchNorm layers are in training mode": repr(self._cut),
             "the optimizer": f"{type(self._optimizer).__name__} on {trained} parameters",
             "whether the loss compares all samples": str(self._is_joint),
             "the precision": str(self._wishes.precision),
@@ -421,12 +495,16 @@ class Step:
         if plans != self._plans:  # else those that are to plan have no samples now
             self._plans = plans
             plan, total = _agreed_plan(group, plans)
-            engine.follow(plan, self._num_steps, "a batch was larger than what was planned for")
+            reason = "a batch was larger than what was planned for"
+            engine.follow(plan, step_number(self._num_steps), reason)
             self._replica.expect(total)
 
     def _larger_plan(self, batch: Any) -> Plan | None:
         """A plan for this rank's largest part, if that has outgrown its plan; made by `batch`."""
-        if batch is None or self._largest <= self._planned_for:
+        is_old = (
+            self._replica.is_outdated or self._normalising() != self._cut
+        )  # begins anew, and plans
+        if batch is None or is_old or self._largest <= self._planned_for:
             return self._own
         # Batches that become larger little by little are not planned for each time.
         self._planned_for = max(self._largest, 2 * self._planned_for)
@@ -468,6 +546,7 @@ class Step:
             clip_norm=self._clip_norm,
             blocks=tuple(find_blocks(model)),
             chains=tuple(find_chains(model)),
+            compiled=kernel_choices.is_compiled(self._model),
             # The others' parts are not known here: taken to be as large.
             compared=num_samples * self._group.size if self._is_joint else 0,
         )
@@ -481,10 +560,13 @@ class Step:
 class _Pieces:
     """This rank's part of a global batch, collated, as the samples of one step."""
 
-    def __init__(self, batch: Any, device: torch.device, ghost: int | None) -> None:
+    def __init__(
+        self, batch: Any, device: torch.device, ghost: int | None, check: Callable[[], None]
+    ) -> None:
         self._batch = batch
         self._device = device
         self._ghost = ghost
+        self._check = check  # raises where this rank cannot do the step
         self.ranges: Sequence[range] = ()
 
     @property
@@ -501,6 +583,7 @@ class _Pieces:
 
     def micro_batches(self, choice: Choice, keep: bool = False) -> Iterator[MicroBatch]:
         """See `engine.Source`."""
+        self._check()
         ghost = self._ghost
         whole = 0 if self._batch is None else batch_size(self._batch)
         size = max(choice.micro_batch, min(ghost or 1, whole))
@@ -581,6 +664,24 @@ def _ladder(plan: Plan) -> list[Choice]:
         plan = leaner
         choices.append(plan.choice)
     return choices
+
+
+def _num_joined() -> int:
+    """The ranks of torch's process group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _warn_of_ranks_apart() -> None:
+    """This Step trains by itself. Somebody may have started several processes that were to share it."""
+    with suppress(InputError):  # variables that contradict each other: nobody has gone by them
+        member = find()
+        if member is not None and member.world_size > 1 and member.rank == 0:
+            warnings.warn(
+                f"{member.launcher} has started {member.world_size} ranks, but there is no process"
+                " group of torch, so each of them trains by itself: if they are to train one model,"
+                " call torch.distributed.init_process_group before the first call of Step.",
+                stacklevel=6,
+            )
 
 
 def _check_unwrapped(model: nn.Module) -> None:

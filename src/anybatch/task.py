@@ -102,7 +102,7 @@ class JointLoss:
 class Progress:
     """Where training stands when a step's learning rate is asked for.
 
-    `step` and `samples` count what is committed already (so 0 in the first step), over all ranks;
+    `step` and `samples` count what is committed already (so 0 in step 1), over all ranks;
     `total_steps` and `total_samples` are None for a stream of unknown length.
     """
 
@@ -219,7 +219,7 @@ class Task:
         schedule: factor for the learning rate as a function of `Progress` (samples or steps), so it
             does not depend on the number of ranks.
         scheduler: instead of `schedule`: optimizer to a torch `LRScheduler`, stepped once per global
-            step.
+            step; a `ReduceLROnPlateau` after each evaluation (see `valid`), by its loss.
         parameters: module to parameter groups, where the optimizer's options differ among them;
             default: all parameters that require a gradient.
         clip_norm: largest 2-norm of the mean gradient of the global batch, or None.
@@ -392,6 +392,19 @@ def check_task(value: object) -> None:
         raise InputError(f"the task is {_kind(value)}: give an anybatch.Task.")
 
 
+def loss_fault(loss: object) -> str | None:
+    """What is wrong with a loss function, seen without calling it; None: nothing."""
+    if not callable(loss):
+        return f"loss is {_kind(loss)}; give a function of model and batch"
+    if getattr(loss, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
+        name = getattr(loss, "__name__", type(loss).__name__)
+        return (
+            f"loss is torch's {name}, which takes outputs and targets; give a function of model and"
+            " batch, such as lambda model, batch: criterion(model(batch[0]), batch[1])"
+        )
+    return None
+
+
 def check_shapes(model: nn.Module, before: str) -> None:
     """Raises `InputError` if a layer of `model` (`nn.LazyLinear`, say) has seen no input, which is to
     be mended `before` something."""
@@ -421,9 +434,13 @@ def _kind(value: object) -> str:
 def _faults(task: Task) -> Iterable[str]:
     if not isinstance(task.model, nn.Module) and not callable(task.model):
         yield f"model is {_kind(task.model)}; give a torch.nn.Module or a function that builds one"
-    for name in ("loss", "optimizer"):
-        if not callable(getattr(task, name)):
-            yield f"{name} is {_kind(getattr(task, name))}; give a function"
+    if fault := loss_fault(task.loss):
+        yield fault
+    if not callable(task.optimizer):
+        yield (
+            f"optimizer is {_kind(task.optimizer)}; give a function of the parameters that makes it,"
+            " such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
+        )
     for name in ("schedule", "scheduler", "parameters", "collate", "tell"):
         if getattr(task, name) is not None and not callable(getattr(task, name)):
             yield f"{name} is {_kind(getattr(task, name))}; give a function or None"

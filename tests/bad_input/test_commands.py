@@ -132,6 +132,19 @@ WORDS = [
         ("parallel is 'shard'", "reproducible", "'replicate'"),
         "plan task.py --reproducible --parallel shard --devices 2",
     ),
+    Bad("shard-over-0", "", ("shard-over is 0", "at least 1"), "plan task.py --shard-over 0"),
+    Bad(
+        "shard-over-no-divisor",
+        "",
+        ("divided over 3 ranks", "4 ranks cannot be parted"),
+        "plan task.py --shard-over 3 --devices 4",
+    ),
+    Bad(
+        "shard-over-whole-models",
+        "",
+        ("parallel is 'replicate'", "sharding is given", "leave one of them out"),
+        "plan task.py --shard-over 2 --parallel replicate --devices 4",
+    ),
     Bad(
         "compress-unknown",
         "",
@@ -216,6 +229,11 @@ FIELDS = [
     Bad("epochs-0", "", ("epochs is 0", "at least 1"), "train task.py -s epochs=0"),
     Bad("batch-of-wrong-type", "CHANGES = dict(global_batch=8.0)\n", ("global_batch is 8.0",)),
     Bad(
+        "criterion",
+        "CHANGES = dict(loss=torch.nn.CrossEntropyLoss())\n",
+        ("torch's CrossEntropyLoss", "outputs and targets", "model(batch[0])"),
+    ),
+    Bad(
         "two-schedules",
         "CHANGES = dict(schedule=lambda p: 1.0, scheduler=lambda o: None)\n",
         ("schedule and scheduler", "give one"),
@@ -291,13 +309,13 @@ FIELDS = [
     Bad(
         "schedule-gives-text",
         "CHANGES = dict(schedule=lambda p: 'a')\n",
-        ("'a'", "step 0", "finite number"),
+        ("'a'", "step 1 (progress.step is 0)", "finite number"),
         record=True,
     ),
     Bad(
         "schedule-gives-nan",
         "CHANGES = dict(schedule=lambda p: float('nan') if p.step else 1.0)\n",
-        ("nan", "step 1", "finite number"),
+        ("nan", "step 2 (progress.step is 1)", "finite number"),
         record=True,
     ),
     Bad(
@@ -316,9 +334,21 @@ FIELDS = [
     ),
     Bad("scheduler", "CHANGES = dict(scheduler=lambda o: 3)\n", ("type int", "LRScheduler")),
     Bad(
-        "plateau",
+        "plateau-of-nothing",
         "CHANGES = dict(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)\n",
-        ("ReduceLROnPlateau", "schedule="),
+        ("ReduceLROnPlateau", "no held-out data", "valid="),
+    ),
+    Bad(
+        "plateau-of-a-score",
+        "CHANGES = dict(valid=TensorDataset(X, Y),"
+        " scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, 'max'))\n",
+        ("ReduceLROnPlateau", "mode='max'", "mode='min'"),
+    ),
+    Bad(
+        "scheduler-as-schedule",
+        "CHANGES = dict(schedule=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9))\n",
+        ("Progress is not an Optimizer", "scheduler="),
+        record=True,
     ),
 ]
 
@@ -406,13 +436,13 @@ LOSSES = [
     Bad(
         "nan",
         a_loss("return model(batch[0]).mean() * float('nan')"),
-        ("step 0 is nan", "micro-batch 0", "samples 11, 23", "each of the samples"),
+        ("step 1 is nan", "micro-batch 0", "samples 11, 23", "each of the samples"),
         record=True,
     ),
     Bad(
         "inf-at-one-sample",
         "def loss(model, batch): return ab.Loss((model(batch[0]) / (batch[1] != Y[17])).sum(), 1)\n",
-        ("sample 17", "loss of step 1 inf", "bad_data='skip'"),
+        ("sample 17", "loss of step 2 inf", "bad_data='skip'"),
         "train task.py --micro-batch 1",
         record=True,
     ),
@@ -436,13 +466,13 @@ LOSSES = [
     Bad(
         "negative-weight-tensor",
         a_loss("return ab.Loss(model(batch[0]).sum(), torch.tensor(-1.0))"),
-        ("step 0", "below zero"),
+        ("step 1", "below zero"),
         record=True,
     ),
     Bad(
         "total-weight-0",
         a_loss("return ab.Loss(model(batch[0]).sum(), 0)"),
-        ("total weight of step 0 is zero", "every sample"),
+        ("total weight of step 1 is zero", "every sample"),
         record=True,
     ),
     Bad(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.bad_input.conftest import Outcome, tree
 from tests.bad_input.test_commands import check_told
+
+from anybatch.events import StepDone
+from anybatch.report import read
 
 
 @pytest.fixture
@@ -44,12 +48,11 @@ def test_a_folder_that_is_read_only(
     check_told(outcome.err, (str(place), "Read-only file system", "--out"))
 
 
+@pytest.mark.filterwarnings("ignore:.*so does the log as soon as there is room")
 @pytest.mark.parametrize(
-    ("size", "what"),
-    [("4k", ""), ("16k", "log"), ("1m", "report")],
-    ids=["at-once", "log", "report"],
+    ("size", "what"), [("4k", ""), ("16k", "model.safetensors")], ids=["beginning", "end"]
 )
-def test_a_disk_that_runs_full(
+def test_a_disk_without_room_for_the_beginning_or_the_end(
     size: str,
     what: str,
     mount: Callable[..., Path],
@@ -62,6 +65,46 @@ def test_a_disk_that_runs_full(
     assert outcome.status == 2
     check_told(outcome.err, (str(place), "No space left on device", what))
     assert not [name for name in tree(place) if "partial" in name]
+
+
+def test_training_goes_on_where_a_disk_runs_full(
+    mount: Callable[..., Path], write_task: Callable[..., Path], command: Callable[..., Outcome]
+):
+    """Of the log the beginning fits, and so do the weights once there is room again."""
+    place = mount("size=64k")
+    fill = f"""
+FULL, CALLS = {str(place / "full")!r}, []
+
+def model():
+    return nn.Linear(3, 1)
+
+def loss(model, batch):
+    if getattr(model.weight, "device", None) is not None and not model.weight.is_meta:
+        CALLS.append(1)
+    if len(CALLS) == 40:
+        with contextlib.suppress(OSError), open(FULL, "wb", buffering=0) as file:
+            while file.write(bytes(1024)):
+                pass
+    if len(CALLS) == 80:
+        os.unlink(FULL)
+    return F.mse_loss(model(batch[0]), batch[1])
+"""
+    write_task("import contextlib, os\n" + fill)
+    words = ("--checkpoint-every", "never", "--no-trial")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        outcome = command("train", "task.py", "--out", str(place), "-s", "epochs=25", *words)
+    assert outcome.status == 0, outcome.err
+    told = [str(one.message) for one in warned]
+    assert (
+        sum("Training goes on, and so does the log as soon as there is room" in one for one in told)
+        == 1
+    )
+    assert sum("anybatch report" in one and "writes it later" in one for one in told) == 1
+    steps = [event.step for event in read(place / "events.jsonl") if isinstance(event, StepDone)]
+    assert 0 < len(steps) < 125
+    assert steps[-1] == 125
+    assert (place / "model.safetensors").exists()
 
 
 def test_weights_that_find_no_room_leave_no_part_of_them(

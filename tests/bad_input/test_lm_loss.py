@@ -47,12 +47,12 @@ def test_a_tokenizer_with_more_words_than_the_head():
 
 
 def test_texts_that_are_ignored_whole():
-    with pytest.raises(ab.LossError, match="total weight of step 0 is zero"):
+    with pytest.raises(ab.LossError, match="total weight of step 1 is zero"):
         run([torch.full((6,), 7) for _ in range(4)], ignore=7)
 
 
 def test_texts_without_a_target():
-    with pytest.raises(ab.LossError, match="total weight of step 0 is zero"):
+    with pytest.raises(ab.LossError, match="total weight of step 1 is zero"):
         run([torch.full((1,), 7) for _ in range(4)])
 
 

@@ -192,7 +192,7 @@ ROWS: list[tuple[str, Callable[[], object], type[Exception], tuple[str, ...]]] =
         "step-nan",
         lambda: called(lambda m, b: m(b[0]).mean() * float("nan")),
         ab.LossError,
-        ("step 0 is nan", "samples 0 to 39"),
+        ("step 1 is nan", "samples 0 to 39"),
     ),
     ("step-none", lambda: called(lambda m, b: None), ab.LossError, ("None", "return")),
     (

@@ -8,7 +8,8 @@ Mechanism: on CPU, autograd's engine keeps the tasks of a pass in a queue that b
 thread. A failed pass leaves those that were waiting there, and a task holds its node, so all of the
 graph behind it. The next backward pass of the same thread finds them ahead of its own and drops them,
 but it comes after the forward pass that needs the memory; another thread's never meets them. A thread
-that ends takes its queue along. `anybatch.engine.bench` makes a pass over nothing, or ends the thread.
+that ends takes its queue along. `anybatch.engine.step_thread` makes a pass over nothing, or ends the
+thread.
 """
 
 import gc
@@ -18,7 +19,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from anybatch.engine.bench import Bench
+from anybatch.engine.step_thread import StepThread
 
 
 class Holds(torch.autograd.Function):
@@ -58,7 +59,7 @@ def failed_pass():
 
 
 def test_torch_keeps_the_tensors_of_a_failed_pass_until_the_next_one():
-    """If this fails, torch drops them itself: `Bench.clear` can go."""
+    """If this fails, torch drops them itself: `StepThread.clear` can go."""
     mark = failed_pass()
     gc.collect()
     x = torch.ones((), requires_grad=True)
@@ -70,10 +71,10 @@ def test_torch_keeps_the_tensors_of_a_failed_pass_until_the_next_one():
 
 
 def test_clearing_drops_them_at_once():
-    bench = Bench()
+    thread = StepThread()
     marks = [failed_pass() for _ in range(3)]
     assert not marks[-1].expired()
-    bench.clear()
+    thread.clear()
     assert all(mark.expired() for mark in marks)
     x = torch.ones((), requires_grad=True)
     (x * 2).backward()  # and the thread is good for more
@@ -81,16 +82,16 @@ def test_clearing_drops_them_at_once():
 
 
 def test_a_thread_that_ends_takes_its_queue_along():
-    bench = Bench()
-    bench.renew()
-    assert bench.moved
-    mark = bench.run(failed_pass)
-    bench.clear()  # knows nothing of the other thread's queue
+    thread = StepThread()
+    thread.renew()
+    assert thread.moved
+    mark = thread.run(failed_pass)
+    thread.clear()  # knows nothing of the other thread's queue
     x = torch.ones((), requires_grad=True)
     (x * 2).backward()
     assert not mark.expired()
-    bench.renew()
-    bench.close()
+    thread.renew()
+    thread.close()
     # Python's join returns before the thread's own variables are destroyed.
     deadline = time.monotonic() + 60.0
     while not mark.expired() and time.monotonic() < deadline:
@@ -99,12 +100,12 @@ def test_a_thread_that_ends_takes_its_queue_along():
 
 
 def test_errors_come_back_from_the_other_thread():
-    bench = Bench()
-    bench.renew()
+    thread = StepThread()
+    thread.renew()
     try:
         with pytest.raises(ZeroDivisionError):
-            bench.run(lambda: 1 // 0)
-        assert bench.run(lambda: 3) == 3
+            thread.run(lambda: 1 // 0)
+        assert thread.run(lambda: 3) == 3
     finally:
-        bench.close()
-    assert not bench.moved
+        thread.close()
+    assert not thread.moved

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 import anybatch as ab
 from anybatch.errors import Stopped
 from anybatch.events import StepDone
-from anybatch.keeping import Every, kept
+from anybatch.saving import Every, kept
 
 NUMBERS = signal.SIGINT, signal.SIGTERM
 
@@ -163,7 +163,7 @@ def stepped(strikes, moved=False):
                 done += not undone
             strikes.armed = True
             if moved:
-                step._engine.bench.renew()  # as after oneDNN ran out of memory
+                step._engine.thread.renew()  # as after oneDNN ran out of memory
     return {name: value.clone() for name, value in model.state_dict().items()}, undone
 
 
@@ -183,7 +183,7 @@ def test_a_step_in_another_thread_is_over_when_the_interrupt_is_raised():
 
     def slow(model, batch):
         if threading.current_thread() is not threading.main_thread() and not ended:
-            task = step._engine.bench._helper._current
+            task = step._engine.thread._helper._current
             # One that comes just before the other thread begins to wait does not wake it.
             for _ in range(12):
                 os.kill(os.getpid(), signal.SIGINT)
@@ -198,7 +198,7 @@ def test_a_step_in_another_thread_is_over_when_the_interrupt_is_raised():
     with ab.Step(model, SGD(model.parameters(), Strikes()), slow, ghost_batch=4) as step:
         step((X[:16], Y[:16]))
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        step._engine.bench.renew()
+        step._engine.thread.renew()
         with pytest.raises(KeyboardInterrupt):
             step((X[16:32], Y[16:32]))
         assert [task.future.done() for task in ended] == [True]

@@ -6,7 +6,8 @@ shape fails with the same message, for as long as the thread lives.
 
 Mechanism: Xbyak, the generator of oneDNN's kernels, is built without exceptions. When it is refused
 memory for code it notes the error in a thread-local variable, and every later generator of that thread
-reads it and gives up; nothing clears it. A thread that was never marked computes on: so `Bench.renew`.
+reads it and gives up; nothing clears it. A thread that was never marked computes on: hence
+`StepThread.renew`.
 
 In processes of their own, since a marked thread is of no use to other tests.
 """

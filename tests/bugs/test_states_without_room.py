@@ -18,7 +18,7 @@ from tests.equivalence.worlds import World, task_of
 
 import anybatch as ab
 from anybatch.compute import Replica
-from anybatch.compute.optimizers_update import Updater
+from anybatch.compute.optimizer_update import Updater
 from anybatch.engine import ladder
 from anybatch.errors import NoPlanFits
 from anybatch.events import OutOfMemory, Replanned
@@ -90,7 +90,7 @@ def test_the_faster_plan_is_left_again_by_all_ranks_and_tried_later(monkeypatch,
         (event.step, event.rank, event.phase) if isinstance(event, OutOfMemory) else event.step
         for event in events
     ]
-    assert told == [(1, 0, "loading"), 1, 3, (3, ranks - 1, "update"), 3, 7]
+    assert told == [(2, 0, "loading"), 2, 4, (4, ranks - 1, "update"), 4, 8]
     assert session.plan.choice.optimizer_states == "device"
     assert deviation(session.model, train_plainly(task).model) < 1e-6
 

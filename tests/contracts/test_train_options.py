@@ -20,7 +20,11 @@ OF_THE_COMMAND = {"context", "global_batch", "settings", "why"}
 OF_THE_COMMAND |= {"compile_if_faster"}  # in Python a value of `compile`
 OF_THE_COMMAND |= {"reproducible", "grain"}  # of the task, in Python
 OF_PYTHON = {"sinks", "progress"}
-IN_OTHER_WORDS = {"plan": {"plan_file"}, "exchange": {"compress", "local_steps", "stale"}}
+IN_OTHER_WORDS = {
+    "plan": {"plan_file"},
+    "exchange": {"compress", "local_steps", "stale"},
+    "sharding": {"shard_over"},
+}
 
 
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:

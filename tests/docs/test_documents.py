@@ -144,7 +144,16 @@ def test_every_option_is_documented(command, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "guide.md", "concepts.md", "commands.md", "ranks.md", "survival.md"]
+    "name",
+    [
+        "README.md",
+        "guide.md",
+        "concepts.md",
+        "commands.md",
+        "ranks.md",
+        "survival.md",
+        "evidence.md",
+    ],
 )
 def test_the_chinese_version_has_the_same_blocks(name):
     english = name if name == "README.md" else f"docs/{name}"

@@ -300,7 +300,7 @@ def test_an_error_that_all_ranks_see_is_raised_once():
             task, loss=lambda m, b: ab.Loss(m(b[0], b[3]).sum() * torch.nan, 1)
         )
 
-    with pytest.raises(LossError, match=r"the loss of step 0 is nan in micro-batch 0 .* of rank 0"):
+    with pytest.raises(LossError, match=r"the loss of step 1 is nan in micro-batch 0 .* of rank 0"):
         train(task_of(World()), (1.0,) * 3, 4, wrap)
 
 

@@ -138,7 +138,7 @@ def test_samples_of_unequal_length():
 
 
 def with_one_bad(**changes):
-    """Sample 40, in the middle of step 1, has a NaN."""
+    """Sample 40, in the middle of step 2, has a NaN."""
     task = task_of(norm=False, shuffle=False, steps=3, **changes)
     left, right, weight = (one.clone() for one in task.train.tensors)
     left[40] = torch.nan
@@ -146,7 +146,7 @@ def with_one_bad(**changes):
 
 
 def test_a_bad_sample_is_named_by_its_encoding():
-    with pytest.raises(LossError, match=r"sample 40 \(epoch 0\) makes the loss of step 1 nan"):
+    with pytest.raises(LossError, match=r"sample 40 \(epoch 0\) makes the loss of step 2 nan"):
         train(with_one_bad(), 10)
 
 
@@ -264,7 +264,7 @@ def test_evaluation_does_not_depend_on_the_plan(micro_batch, shares):
 
 @pytest.mark.parametrize("where", ["encoding", "comparison", "again"])
 def test_memory_that_runs_out_leaves_no_trace(where):
-    """In each of the three, once in step 2: the step is done again under a smaller plan."""
+    """In each of the three, once in step 3: the step is done again under a smaller plan."""
     task = task_of()
     calls = {"encoding": 0, "comparison": 0, "again": 0}
 
@@ -290,7 +290,7 @@ def test_memory_that_runs_out_leaves_no_trace(where):
     )
     assert_equal(ours, train_plainly(task), tolerance=1e-9)
     failed = [e for e in events if isinstance(e, OutOfMemory)]
-    assert [(e.step, e.phase) for e in failed] == [(2, {"again": "forward"}.get(where, where))]
+    assert [(e.step, e.phase) for e in failed] == [(3, {"again": "forward"}.get(where, where))]
     assert any(isinstance(e, Replanned) for e in events)
 
 

@@ -266,7 +266,7 @@ def test_a_run_decides_by_itself_and_keeps_that_when_it_is_resumed(monkeypatch, 
     assert deviation(ours.model, plain.model) < 1e-4
     page = (tmp_path / "run" / "report.html").read_text()
     assert "for the passes of a step, taken" in page
-    assert "compiled blocks, proved faster" in page
+    assert "compiled blocks, measured to be faster" in page
 
 
 def test_the_plan_says_what_is_not_for_its_device():

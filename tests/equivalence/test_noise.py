@@ -55,7 +55,7 @@ def test_later_on_one_step_in_four_is_measured(monkeypatch):
     monkeypatch.setattr(transaction, "ALL_MEASURED", 2)
     task = standing(task_of(World(loss="weighted", last="wrap")))
     done = steps_of(task, 4, count=10)
-    assert [one.step - 1 for one in done if one.part_weight is not None] == [0, 1, 4, 8]
+    assert [one.step for one in done if one.part_weight is not None] == [1, 2, 5, 9]
     assert same(done[8], by_hand(task, 8, 4), rel=1e-9)
 
 

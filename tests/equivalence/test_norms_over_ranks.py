@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.compute import recompute
-from anybatch.compute.ghost import GhostBatches
+from anybatch.compute.ghost_norm import GhostBatches
 from anybatch.data import ghosts, share
 from anybatch.errors import InputError
 from anybatch.parallel.buffers import BuffersOverGroup

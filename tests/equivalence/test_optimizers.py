@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
-from anybatch.compute import Replica, optimizers_update
-from anybatch.compute.optimizers import parts_of
+from anybatch.compute import Replica, optimizer_update
+from anybatch.compute.low_bit_optimizers import parts_of
 from anybatch.errors import InputError
 from anybatch.recipes import resolve
 from anybatch.state import whole_state
@@ -39,7 +39,7 @@ def distance(found: nn.Module, wanted: nn.Module) -> float:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: ", ".join(way.values()))
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 def test_ways_of_the_update(monkeypatch, way, clip_norm):
-    monkeypatch.setattr(optimizers_update, "PART_BYTES", 64)
+    monkeypatch.setattr(optimizer_update, "PART_BYTES", 64)
     task = task_of(World(optimizer="adamw", groups=True, tied=True, clip_norm=clip_norm))
     found = train(task, 3, **way)
     assert distance(found.model, train_plainly(task).model) < 1e-6

@@ -46,7 +46,7 @@ def trained(options, shares, knobs, folder=None, until=None, resume=False, faili
         for step in session.steps():
             losses.append(step.loss)
             if memory is not None:
-                memory.step += 1
+                memory.num_steps += 1
             if step.step == until:
                 session.save(wait=True)
                 break

@@ -16,6 +16,7 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.errors import InputError
+from anybatch.events import Evaluated, Event, StepDone
 from anybatch.plans import Exchange, Outer
 from anybatch.state import whole_state
 
@@ -25,6 +26,8 @@ STEPS = 9  # of 3 per epoch and a bit: stops fall in the middle of epochs
 def plan_of(task, ranks, parallel="replicate", micro_batch=3, **knobs):
     if ranks == 1:
         return plan_for(task, micro_batch, **knobs)
+    if parallel == "groups":
+        parallel, knobs["sharding"] = "shard", ab.Sharding(over=2, reduce="last pass")
     knobs.setdefault("shares", tuple(float(1 + rank % 2) for rank in range(ranks)))
     if parallel == "in-process":
         knobs["devices"] = ("cpu",) * ranks
@@ -43,7 +46,8 @@ def trained(task, plan, folder=None, *, resume=False, until=None):
                 break
             if task.valid is not None:  # a pass without gradient, and then a checkpoint
                 session.evaluate()
-                session.save(wait=True)
+                if folder is not None:
+                    session.save(wait=True)
         if until:
             session.save(wait=True)
         state = whole_state(session.model)
@@ -114,6 +118,8 @@ def pictures():
         ((3, "shard"), (1, "single")),
         ((1, "single"), (2, "shard")),
         ((2, "shard"), (2, "replicate")),
+        ((4, "groups"), (1, "single")),
+        ((3, "replicate"), (4, "groups")),
         ((2, "in-process"), (1, "single")),
         ((1, "single"), (3, "in-process")),
         ((4, "replicate"), (2, "in-process")),
@@ -129,21 +135,25 @@ def test_on_other_ranks(crew, tmp_path, before, after):
     assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("parallel", ["replicate", "shard", "in-process"])
-def test_saved_right_after_an_evaluation(crew, tmp_path, parallel):
+@pytest.mark.parametrize(
+    ("ranks", "parallel"), [(2, "replicate"), (2, "shard"), (4, "groups"), (2, "in-process")]
+)
+def test_saved_right_after_an_evaluation(crew, tmp_path, ranks, parallel):
     wanted, losses = trained(tokens(), plan_of(tokens(), 1))
-    plan = plan_of(tokens(), 2, parallel)
+    plan = plan_of(tokens(), ranks, parallel)
     _, early = run(crew, held_out, plan, tmp_path, until=4)
     found, late = run(crew, held_out, plan, tmp_path, resume=True)
     assert early + late == pytest.approx(losses, rel=1e-6)
     assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("parallel", ["single", "replicate", "shard", "in-process"])
-def test_with_batch_norm(crew, tmp_path, parallel):
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [(1, "single"), (2, "replicate"), (2, "shard"), (4, "groups"), (2, "in-process")],
+)
+def test_with_batch_norm(crew, tmp_path, ranks, parallel):
     wanted, _ = trained(pictures(), plan_of(pictures(), 1, micro_batch=4))
     _, _ = run(crew, pictures, plan_of(pictures(), 1, micro_batch=4), tmp_path, until=5)
-    ranks = 1 if parallel == "single" else 2
     plan = plan_of(pictures(), ranks, parallel, micro_batch=8)
     found, _ = run(crew, pictures, plan, tmp_path, resume=True)
     assert_close(found, wanted)
@@ -218,6 +228,53 @@ def test_with_any_scheduler(tmp_path, name):
     trained(task(), plan_of(task(), 1), tmp_path, until=5)
     found, _ = trained(task(), plan_of(task(), 1), tmp_path, resume=True)
     assert_close(found, wanted, 0.0)
+
+
+def on_plateau():
+    """The rate is halved after each evaluation whose loss is not half of the best before."""
+    plain = tokens()
+    return dataclasses.replace(
+        plain,
+        schedule=None,
+        scheduler=partial(
+            torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0, threshold=0.5
+        ),
+        valid=plain.train,
+        evaluate_every=2,
+    )
+
+
+def test_with_a_rate_that_falls_on_a_plateau(tmp_path):
+    wanted, losses = trained(on_plateau(), plan_of(on_plateau(), 1))
+    _, early = trained(on_plateau(), plan_of(on_plateau(), 1), tmp_path, until=5)
+    found, late = trained(on_plateau(), plan_of(on_plateau(), 1), tmp_path, resume=True)
+    assert early + late == losses
+    assert_close(found, wanted, 0.0)
+
+
+def test_a_rate_that_falls_on_a_plateau_on_several_ranks(crew):
+    wanted, _ = trained(on_plateau(), plan_of(on_plateau(), 1))
+    found, _ = run(crew, on_plateau, plan_of(on_plateau(), 2))
+    assert_close(found, wanted)
+
+
+def test_a_plateau_is_told_by_the_evaluations_of_the_task_alone():
+    """Those that a loop asks for beside them leave the rate as it is."""
+    events, task = list[Event](), on_plateau()
+    with ab.Session(task, plan_of(task, 1), sinks=[events.append]) as session:
+        for step in session.steps():
+            if step.step % 2 == 0:
+                session.evaluate()
+    rates = [event.learning_rate for event in events if isinstance(event, StepDone)]
+    losses = {event.step: event.loss for event in events if isinstance(event, Evaluated)}
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=rates[0])
+    scheduler, wanted = task.scheduler(optimizer), list[float]()
+    for step in range(1, STEPS + 1):
+        wanted.append(optimizer.param_groups[0]["lr"])
+        if step in losses:
+            scheduler.step(losses[step])
+    assert rates == wanted
+    assert rates[-1] < rates[5] < rates[0]
 
 
 def test_with_a_stream_and_dropout(tmp_path):

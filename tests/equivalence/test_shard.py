@@ -101,7 +101,7 @@ def test_recompute_gathers_again(crew, blocks):
 
 def test_machines_replicate_what_their_ranks_divide(crew):
     world = World(loss="pair", optimizer="adamw", clip_norm=0.1, sometimes=True, tied=True)
-    check(crew, world, (2.0, 1.0, 1.0, 1.0), micro_batch=2, ranks_per_machine=2)
+    check(crew, world, (2.0, 1.0, 1.0, 1.0), micro_batch=2, over=2)
 
 
 # ------------------------------------------------------------------------ a decoder, and its state

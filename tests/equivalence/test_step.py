@@ -311,7 +311,8 @@ def test_a_small_first_batch_does_not_decide_for_larger_ones(monkeypatch):
     assert sizes == [4, 512]
     (told,) = events
     assert isinstance(told, Replanned)
-    assert (told.step, "larger" in told.reason) == (1, True)
+    assert (told.step, "larger" in told.reason) == (2, True)
+    assert [outcome.step for outcome in outcomes] == [1, 2, 3, 4]
     expected = plainly(other, sgd(other), batches, size=lambda batch: len(batch["x"]))
     assert [o.loss for o in outcomes] == pytest.approx(expected, rel=1e-9)
     assert deviation(model, other) < 1e-9
@@ -736,3 +737,53 @@ def test_statistics_that_advance_once_per_pass_are_told_where_a_batch_is_cut():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(8)
+
+
+class Tagger(nn.Module):
+    """Its sizes depend on the numbers in a batch, so no trace can follow it."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(6, 8, batch_first=True, **KIND)
+        self.head = nn.Linear(8, 3, **KIND)
+
+    def forward(self, x, lengths):
+        pack, pad = nn.utils.rnn.pack_padded_sequence, nn.utils.rnn.pad_packed_sequence
+        packed, _ = self.lstm(pack(x, lengths, batch_first=True, enforce_sorted=False))
+        return self.head(pad(packed, batch_first=True, total_length=x.size(1))[0])
+
+
+@pytest.mark.parametrize("micro_batch", [None, 7])
+def test_a_model_that_no_trace_can_follow_is_planned_by_passes_that_leave_no_trace(micro_batch):
+    calls = []
+
+    def own(model, batch):
+        calls.append(torch.rand(()).item())
+        x, lengths = batch
+        seen = torch.arange(x.size(1)) < lengths[:, None]
+        return ab.Loss(model(x, lengths).square().sum(dim=2)[seen].sum(), seen.sum())
+
+    draw = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randn(90, 9, 6, generator=draw, **KIND), torch.randint(1, 10, (90,), generator=draw))
+        for _ in range(3)
+    ]
+    torch.manual_seed(0)
+    model, other = Tagger(), Tagger()
+    other.load_state_dict(model.state_dict())
+    with ab.Step(model, sgd(model), own, memory="64MiB", micro_batch=micro_batch) as step:
+        torch.manual_seed(1)
+        losses, passes = [], 0
+        for batch in batches:
+            outcome = step(batch)
+            losses.append(outcome.loss)
+            passes += outcome.num_micro_batches
+        assert len(calls) == passes
+        assert calls == torch.rand(passes, generator=torch.Generator().manual_seed(1)).tolist()
+        assert step.plan.choice.micro_batch == (micro_batch or 90)
+        assert (step.plan.prediction is None) == (micro_batch is not None)
+        told = "".join(step.plan.notices)
+        assert "could not be traced" in told
+        assert ("measured instead" in told) == (micro_batch is None)
+    torch.testing.assert_close(losses, plainly(other, sgd(other), batches, own), rtol=1e-12, atol=0)
+    assert deviation(model, other) < 1e-12

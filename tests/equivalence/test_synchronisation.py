@@ -84,3 +84,10 @@ def test_reads_do_not_grow_with_the_micro_batches(clip_norm, way, precision):
 def test_weights_on_the_device_are_read_once():
     task = token_task(World(loss="counted on device", num_samples=96, global_batch=32))
     assert reads_of_a_step(task, 4) == reads_of_a_step(task, 32) <= 5
+
+
+@pytest.mark.parametrize(("precision", "reads"), [("fp32", 2), ("fp16", 4)])
+def test_a_step_waits_for_its_totals_its_norm_and_what_a_loss_scale_asks(precision, reads):
+    """Whether the scaled gradients left the range, and what the scale is then: each once."""
+    task = token_task(World(num_samples=96, global_batch=32))
+    assert reads_of_a_step(task, 8, precision=precision) == reads

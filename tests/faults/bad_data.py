@@ -283,7 +283,7 @@ def hang() -> None:
     loader.begin(0, lambda extent: [range(extent.num_samples)])
     for _ in range(2):
         step = loader.next_step()
-        if step is not None and step.step == 1:
+        if step is not None and step.index == 1:
             pids = (os.getpid(), *(child.pid for child in psutil.Process().children()))
             os.write(1, f"{' '.join(map(str, pids))}\n".encode())
         list(step.micro_batches)

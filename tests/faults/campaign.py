@@ -412,7 +412,7 @@ OPTIMIZERS = {
 
 def task_of(trial: Trial) -> ab.Task:
     images = trial.task == "convolutions"
-    inside = [r.step * 2 + 2 for r in trial.refusals if r.phase == "workers"]
+    inside = [r.step * 2 for r in trial.refusals if r.phase == "workers"]
     data = Images if images else Words
     return ab.Task(
         name=trial.task,
@@ -525,12 +525,12 @@ def _run(trial: Trial, disturbed: bool, folder: Path | None, squeeze: Squeeze) -
         ranks = getattr(session._running, "_ranks", None) or {squeeze.rank: session._running}
         for number, one in ranks.items():
             _watch(one, number, squeeze, several=len(ranks) > 1)
-        squeeze.begin(0)
+        squeeze.begin(1)
         for step in session.steps():
             if squeeze.step in saves_after:
                 session.save()
                 session.saved(wait=True)
-            squeeze.begin(step.step)
+            squeeze.begin(step.step + 1)
         if trial.way.parallel == "shard":
             squeeze.begin(-1)
         told.predicted = session.predict_all(task.valid, _output)
@@ -588,13 +588,13 @@ def _watch(one: Any, number: int, squeeze: Squeeze, several: bool) -> None:
         squeeze.passes("update" if replica.optimizer.state else "first update", number)
 
     replica.optimizer.register_step_pre_hook(updates)
-    recover = engine.bench.recover
+    recover = engine.thread.recover
 
     def recovers(*args: Any) -> None:
         squeeze.failed()
         recover(*args)
 
-    engine.bench.recover = recovers
+    engine.thread.recover = recovers
 
 
 # -------------------------------------------------------------------------------------- the campaign
@@ -612,10 +612,10 @@ def draw(seed: int, count: int, ways: Sequence[Way] = WAYS, per_run: int = 6) ->
         workers = 1 if dice.random() < 0.3 and way.parallel != "in-process" else 0
         steps = 12
         refusals: list[Refusal] = []
-        for step in sorted(dice.sample(range(steps), per_run)):
+        for step in sorted(dice.sample(range(1, steps + 1), per_run)):
             refusals.append(_refusal(dice, way, step, workers, images))
         if dice.random() < 0.5 and not way.limited:  # the update that makes the optimizer's state
-            refusals[0] = Refusal(0, "first update", _some(dice, way), spare=dice.choice(SPARE))
+            refusals[0] = Refusal(1, "first update", _some(dice, way), spare=dice.choice(SPARE))
         trials.append(
             Trial(
                 number,
@@ -640,11 +640,11 @@ def _refusal(dice: random.Random, way: Way, step: int, workers: int, images: boo
     phases += ["workers"] if workers else ["loading"]
     if way.size > 1:
         phases += ["sums"]
-    if step % 3 == 2:  # an evaluation follows it
+    if step % 3 == 0:  # an evaluation follows it
         phases += ["evaluation"] * 3
     else:
         phases += ["saving"]
-    if step == 11:
+    if step == 12:
         phases = ["prediction"]
     phase = dice.choice(phases)
     # The ranks of one process save as one, the first.
@@ -715,7 +715,7 @@ def _fault_of_saves(trial: Trial, told: Told, folder: Path) -> str:
     """What is wrong with the checkpoints in `folder`: each has to be told of, as saved or failed, and
     the last that was saved has to be there, intact to the last byte."""
     steps = [event.step for event in told.saves]
-    if steps != [step + 1 for step in sorted(trial.saves_after)]:
+    if steps != sorted(trial.saves_after):
         return f"checkpoints are told of at the steps {steps}"
     saved = [event.step for event in told.saves if isinstance(event, CheckpointSaved)]
     found = Checkpoints(folder, SingleDevice()).newest()
@@ -734,7 +734,7 @@ def _judged(trial: Trial, ours: Sequence[Told], calm: Told, error: str) -> Judge
         event.step for event in _attempts(first.failures) if event.phase not in _OUTSIDE
     )
     recoveries = [
-        max(0.0, first.seconds[step] - median) / failures for step, failures in in_steps.items()
+        max(0.0, first.seconds[step - 1] - median) / failures for step, failures in in_steps.items()
     ]
     return Judged(
         trial,

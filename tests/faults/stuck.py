@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import anybatch as ab
-from anybatch.engine import stillness, watchdog
+from anybatch.engine import stall, watchdog
 from anybatch.launch import find
 from anybatch.session import joined
 
-STEP = 3
+STEP = 4
 """In which it hangs: what is done for the first time is behind."""
 
 PASS_SECONDS = 0.3
@@ -26,7 +26,8 @@ PASS_SECONDS = 0.3
 
 
 class Samples(Dataset[torch.Tensor]):
-    """Sixteen samples; in epoch `STEP` the first one that this rank asks for is never there."""
+    """Sixteen samples, those of a step; in step `STEP` the first one that this rank asks for is never
+    there."""
 
     def __init__(self, hangs: bool) -> None:
         self._hangs = hangs
@@ -37,7 +38,7 @@ class Samples(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         self._num_read += 1
-        if self._hangs and self._num_read > 8 * STEP:
+        if self._hangs and self._num_read > 8 * (STEP - 1):
             threading.Event().wait()
         return torch.full((4,), float(index))
 
@@ -57,7 +58,7 @@ def train(how: str, bad_rank: int, epochs: int = 1000) -> tuple[int, int]:
 
     Returns the number of the attempt, and the steps done in it.
     """
-    stillness.LEAST_SECONDS, stillness.TIMES_LONGEST, stillness.FIRST_SECONDS = 3.0, 1.0, 60.0
+    stall.LEAST_SECONDS, stall.TIMES_LONGEST, stall.FIRST_SECONDS = 3.0, 1.0, 60.0
     if how != "held":  # the last resort counts on while the machine stands still
         watchdog._HELD = 20
     member = find()
@@ -65,13 +66,13 @@ def train(how: str, bad_rank: int, epochs: int = 1000) -> tuple[int, int]:
     torch.set_num_threads(1)
     bad = member.rank == bad_rank and member.attempt == 0
     if how == "held" and not bad:  # the rank that is held is to speak for itself, on any machine
-        stillness.LEAST_SECONDS = 60.0
+        stall.LEAST_SECONDS = 60.0
     passes = [0]
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         passes[0] += 1
         time.sleep(PASS_SECONDS)
-        if bad and passes[0] > STEP:
+        if bad and passes[0] >= STEP:
             hang(how)
         return model(batch).square().mean()
 
@@ -94,5 +95,6 @@ if __name__ == "__main__":  # as a command
     try:
         train(how, int(bad_rank))
     except ab.errors.AnybatchError as error:
-        sys.stderr.write(f"anybatch: {error}\n")
+        if type(error) is not ab.errors.PeerLost:  # the process that started the ranks tells of it
+            sys.stderr.write(f"anybatch: {error}\n")
         sys.exit(error.exit_status)

@@ -229,7 +229,9 @@ def test_too_many_steps_left_out_end_the_training_on_all_ranks(crew, size):
     parallel = "replicate" if size > 1 else "single"
     for ran in crew(size, as_rank, (data, {"global_batch": 8}), 4, parallel):
         assert ran.kind == "LossError"
-        assert f"the last {MOST_IN_A_ROW} steps had to be left out whole, up to step 9" in ran.error
+        assert (
+            f"the last {MOST_IN_A_ROW} steps had to be left out whole, up to step 10" in ran.error
+        )
         assert ran.losses == []
 
 
@@ -318,10 +320,10 @@ SAYS = {
     RAISES: (r"sample 23 of Faulty \(epoch 0\) cannot be loaded: ValueError: sample 23 is broken",),
     MISSING: (r"sample 23 of Faulty \(epoch 0\) cannot be loaded: IndexError", "is __len__ right"),
     ODD: (r"sample 23 \(epoch 0\) of Faulty cannot be put into a batch, not even alone: ",),
-    NAN: (WHO + "makes the loss of step 1 nan: mend it", "bad_data='skip'"),
-    INF: (WHO + "makes the loss of step 1 inf: mend it", "bad_data='skip'"),
-    STEEP: (WHO + "makes the norm of the gradient of step 1 nan", "bad_data='skip'"),
-    UNSEEN: ("gradient of step 1 has the norm nan, though its loss is [^,]*:",),
+    NAN: (WHO + "makes the loss of step 2 nan: mend it", "bad_data='skip'"),
+    INF: (WHO + "makes the loss of step 2 inf: mend it", "bad_data='skip'"),
+    STEEP: (WHO + "makes the norm of the gradient of step 2 nan", "bad_data='skip'"),
+    UNSEEN: ("gradient of step 2 has the norm nan, though its loss is [^,]*:",),
 }
 
 
@@ -357,7 +359,7 @@ def test_what_stops_several_ranks_names_the_sample_and_the_rank(crew, kind, para
         assert other.error == holder.error
     elif kind not in (STEEP, UNSEEN):
         assert other.kind == "PeerFailed"
-        assert other.error.startswith("rank 1 failed in step 1 with ")
+        assert other.error.startswith("rank 1 failed in step 2 with ")
 
 
 def raises_at(index):
@@ -382,7 +384,7 @@ def test_an_error_of_the_loss_names_the_sample(micro_batch):
     ):
         list(session.steps())
     (note,) = caught.value.__notes__
-    assert note.startswith("It is raised for sample 15 (epoch 0), alone too (step 1")
+    assert note.startswith("It is raised for sample 15 (epoch 0), alone too (step 2")
 
 
 def test_an_error_of_the_loss_for_every_sample_blames_none():

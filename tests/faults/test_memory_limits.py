@@ -66,7 +66,7 @@ def test_a_micro_batch_that_was_chosen_too_large_is_replaced(name):
     found = run(name)
     assert_survived(found)
     assert found["failures"]
-    assert all(f["step"] < 2 for f in found["failures"])  # found out at once, not at the end
+    assert all(f["step"] <= 2 for f in found["failures"])  # found out at once, not at the end
 
 
 def test_nothing_fits():

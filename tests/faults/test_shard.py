@@ -26,13 +26,13 @@ pytestmark = pytest.mark.faults
         ("between passes", {}),
         ("backward", {"reduce": "last pass"}),
         ("between passes", {"reduce": "last pass"}),
-        ("backward", {"ranks_per_machine": 2}),
+        ("backward", {"over": 2}),
     ],
     ids=["forward", "backward", "between", "last-backward", "last-between", "machines-backward"],
 )
 def test_memory_that_runs_out_on_one_rank_leaves_no_trace(crew, where, options):
     world = World(loss="pair", optimizer="adamw", clip_norm=0.1, tied=True, sometimes=True)
-    size = 4 if options.get("ranks_per_machine") else 3
+    size = 4 if options.get("over") else 3
     ranks = crew(size, out_of_memory, world, 1, where, (0, 3, 4), options)
     plain = train_plainly(task_of(world))
     for name, value in plain.model.state_dict().items():

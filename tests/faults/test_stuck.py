@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def test_a_rank_that_hangs_in_the_users_code_is_named_with_its_stack():
     assert f"rank 0 of 2 has made no progress for 3 s in step {STEP}, forward" in told
     assert "time.sleep(3600)" in told
     assert "in accumulate" in told
+    shown = "".join(traceback.format_exception(raised.value))
+    assert shown.count("thread MainThread, most recent call last") == 1
 
 
 @pytest.mark.slow
@@ -92,9 +95,10 @@ def test_who_gives_a_command_reads_it_too(bad_rank: int, tmp_path: Path):
     )
     assert done.returncode == 1
     # Rank 0 has read a few samples for the plan.
-    where = rf"rank {bad_rank} of 2 has made no progress for 3 s in step [23], loading"
+    where = rf"rank {bad_rank} of 2 has made no progress for 3 s in step [34], loading"
     assert re.search(where, done.stderr)
     assert "threading.Event().wait()" in done.stderr
+    assert done.stderr.count("thread MainThread, most recent call last") == 1
 
 
 class Slow(Dataset[Tensor]):
@@ -143,8 +147,8 @@ def task_of(train: Dataset[Tensor]) -> ab.Task:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_users_own_process_is_told_and_goes_on(num_ranks: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("anybatch.engine.stillness.LEAST_SECONDS", 0.5)
-    monkeypatch.setattr("anybatch.engine.stillness.TIMES_LONGEST", 1.0)
+    monkeypatch.setattr("anybatch.engine.stall.LEAST_SECONDS", 0.5)
+    monkeypatch.setattr("anybatch.engine.stall.TIMES_LONGEST", 1.0)
     heard = Listens()
     monkeypatch.setattr("sys.stderr", heard)
     task = task_of(Slow(heard.said))
@@ -155,7 +159,7 @@ def test_the_users_own_process_is_told_and_goes_on(num_ranks: int, monkeypatch: 
         assert len(list(session.steps())) == 2
     # A machine that stands still itself may be told of before.
     told = [(event.step, event.phase) for event in events if isinstance(event, Stalled)]
-    assert (1, "loading") in told
+    assert (2, "loading") in told
     assert "in __getitem__" in heard.text
 
 

@@ -7,10 +7,12 @@ import random
 import pytest
 import torch
 
-from anybatch.driver import context_bytes, process_bytes_on
+from anybatch.driver import context_bytes, process_bytes_on, take_workspaces
 from anybatch.engine.meter import CudaMeter
 from anybatch.estimate.allocator import CudaCache
 from anybatch.estimate.trace import Block, Timeline
+from anybatch.estimate.workspaces import workspaces_of
+from anybatch.machine import Machine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,6 +45,17 @@ def _compare(draw: random.Random) -> None:
     taken = CudaCache().replay(Timeline(blocks=blocks, num_moments=400))
     assert taken.peak_bytes == torch.cuda.max_memory_reserved() - before[0]
     assert taken.allocated_bytes == torch.cuda.max_memory_allocated() - before[1]
+
+
+def test_cublas_has_the_workspaces_that_are_predicted():
+    torch._C._cuda_clearCublasWorkspaces()  # of what was run before
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    take_workspaces(torch.device("cuda", 0))
+    taken = torch.cuda.max_memory_allocated() - before
+    expected = sum(workspaces_of(Machine.here(device="cuda").device))
+    assert expected <= taken <= expected + (16 << 10)  # with the tensors of the products
 
 
 def test_the_meter_keeps_the_most_of_every_account():

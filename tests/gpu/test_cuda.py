@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import anybatch as ab
 from anybatch.estimate import identify
 from anybatch.events import OutOfMemory, StepDone
-from anybatch.plans import Choice, Plan, Recompute
+from anybatch.plans import Choice, KernelChoices, Plan, Recompute
 
 pytestmark = pytest.mark.gpu
 
@@ -156,6 +156,46 @@ def test_the_budget_is_enforced():
     torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
 
 
+class TriesOut(nn.Linear):
+    """Takes what it is told to when it first meets a batch of some size, as cuDNN may."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(64, 10)
+        self.size = size
+        self.met: set[int] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda and len(x) not in self.met:
+            self.met.add(len(x))
+            torch.empty(self.size, dtype=torch.uint8, device=x.device)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("enforced", [False, True])
+@pytest.mark.parametrize("tunes", [False, True])
+def test_what_cudnn_takes_to_try_its_algorithms_is_no_part_of_the_peak(tunes, enforced):
+    size = 256 << 20
+    task = dataclasses.replace(
+        make_task(),
+        model=lambda: nn.Sequential(nn.Flatten(), TriesOut(size)),
+        valid=make_task(num=48).train,  # of which a batch is smaller than others
+    )
+    plan = Plan(
+        task=identify(task, task.build_model()),
+        device="cuda:0",
+        choice=Choice(micro_batch=32, evaluation_batch=32),
+        kernels=KernelChoices(autotune=tunes),
+        budget_bytes=3 << 30,
+        enforced=enforced,
+    )
+    with ab.Session(task, plan) as session:
+        for _ in session.steps():
+            pass
+        session.evaluate()
+        totals = session.ended(1.0, finished=True).measured_totals
+    assert (totals["allocated"] < size) == (totals["reserved"] < size) == tunes
+
+
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_after_the_second_step_no_more_is_reserved_and_nothing_is_given_back(name, monkeypatch):
     task = dataclasses.replace(
@@ -200,7 +240,7 @@ def test_what_a_frozen_parameter_holds_is_told_from_what_was_written_to_it():
 
 
 def test_sparse_batches_come_to_the_device_ahead():
-    from anybatch.data.ahead import on_device
+    from anybatch.data.prefetch import on_device
 
     dense = torch.eye(4)
     found = list(on_device(iter([dense.to_sparse(), dense.to_sparse_csr(), dense]), "cuda"))

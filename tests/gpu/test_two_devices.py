@@ -73,27 +73,38 @@ def task(rank: int = -1, where: str = "") -> ab.Task:
 '''
 
 
-def trained(folder: Path, *options: str) -> list[dict]:
-    (folder / "task.py").write_text(TASK)
-    run = folder / f"run-{len(list(folder.iterdir()))}"
-    command = [
-        sys.executable,
-        "-m",
-        "anybatch",
-        "train",
-        str(folder / "task.py"),
-        "--out",
-        str(run),
-    ]
+def command(*words: str) -> None:
     done = subprocess.run(
-        [*command, "--restarts", "0", "--micro-batch", "16", *options],
+        [sys.executable, "-m", "anybatch", *words],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
+
+
+def trained(folder: Path, *options: str) -> list[dict]:
+    task = folder / "task.py"
+    task.write_text(TASK)
+    run = folder / f"run-{len(list(folder.iterdir()))}"
+    if "--plan" not in options:
+        options = ("--micro-batch", "16", *options)
+    command("train", str(task), "--out", str(run), "--restarts", "0", *options)
     return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def kept_on_host(folder: Path) -> Path:
+    """A plan for two ranks that divide the model, and keep their parts in host memory."""
+    (folder / "task.py").write_text(TASK)
+    file = folder / "plan.json"
+    where = ("--device", "cuda", "--devices", "2", "--parallel", "shard")
+    command("plan", str(folder / "task.py"), *where, "--micro-batch", "16", "--out", str(file))
+    plan = json.loads(file.read_text())
+    for choice in (plan["choice"], *plan["ladder"]):
+        choice |= {"optimizer_states": "host", "update": "as given"}
+    file.write_text(json.dumps(plan | {"rivals": []}))
+    return file
 
 
 def losses(events: list[dict]) -> list[float]:
@@ -123,6 +134,15 @@ def test_memory_that_runs_out_on_one_rank_is_met_by_both(parallel, where, tmp_pa
     together = trained(tmp_path, "--ranks", "2", "--parallel", parallel, *planted)
     assert (tmp_path / "refused").exists()
     assert "out_of_memory" in {event["kind"] for event in together}
+    assert losses(together) == pytest.approx(losses(alone), rel=1e-4)
+
+
+@pytest.mark.parametrize("planted", [(), ("-s", "rank=1", "-s", "where=backward")])
+def test_a_divided_model_that_is_kept_in_host_memory(planted, tmp_path):
+    alone = trained(tmp_path)
+    plan = kept_on_host(tmp_path)
+    together = trained(tmp_path, "--plan", str(plan), *planted)
+    assert (tmp_path / "refused").exists() == bool(planted)
     assert losses(together) == pytest.approx(losses(alone), rel=1e-4)
 
 

@@ -17,7 +17,7 @@ from anybatch.launch import find, join
 
 
 class RunsOut:
-    """Memory that runs out once on this rank, in a pass of step 3.
+    """Memory that runs out once on this rank, in a pass of step 4.
 
     Args:
         model: of the worlds of the tests; its `body` fails.
@@ -26,11 +26,11 @@ class RunsOut:
         here: whether it is this rank.
 
     Attributes:
-        step: the one that is done now; to be counted by whoever takes the steps.
+        num_steps: that are done; to be counted by whoever takes them.
     """
 
     def __init__(self, model: nn.Module, where: str, here: bool) -> None:
-        self.step = 0
+        self.num_steps = 0
         self._left = 1 if here else 0
         fail = self._fail
 
@@ -53,7 +53,7 @@ class RunsOut:
             self._node.register_hook(fail)
 
     def _fail(self, *_: Any) -> None:
-        if self.step == 3 and self._left:
+        if self.num_steps == 3 and self._left:
             self._left -= 1
             raise torch.OutOfMemoryError("tried to allocate more than there is")
 

@@ -59,14 +59,14 @@ def test_the_network_is_crossed_once_per_step_however_many_passes(crew):
 
 
 def as_ranks_with_failure(rank, size, world, bad_rank, where, knobs):
-    """As `as_ranks`, but one rank runs out of memory once, in step 3."""
+    """As `as_ranks`, but one rank runs out of memory once, in step 4."""
     task = task_of(world)
     plan = plan_for(task, 4, shares=(1.0,) * size, **DDP, **knobs)
     events = []
     with ab.Session(task, plan, [events.append]) as session:
         memory = RunsOut(session.model, where, here=rank == bad_rank)
         for _ in session.steps():
-            memory.step += 1
+            memory.num_steps += 1
     return Ran(dict(session.model.state_dict()), events=events)
 
 
@@ -81,7 +81,7 @@ def test_memory_that_runs_out_on_one_rank_leaves_no_trace(crew, bad_rank, where,
         assert deviation(ran.parameters, plain.parameters) < 1e-6
     told = [e for e in ranks[0].events if isinstance(e, OutOfMemory | Replanned)]
     assert [type(e) for e in told] == [OutOfMemory, Replanned]
-    assert (told[0].rank, told[0].step) == (bad_rank, 3)
+    assert (told[0].rank, told[0].step) == (bad_rank, 4)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -106,7 +106,7 @@ def test_an_error_on_one_rank_stops_all_and_is_named(crew):
     assert isinstance(second, ZeroDivisionError)
     for error in (first, third):
         assert type(error).__name__ == "PeerFailed"
-        assert "rank 1 failed in step 0 with ZeroDivisionError" in str(error)
+        assert "rank 1 failed in step 1 with ZeroDivisionError" in str(error)
 
 
 def with_a_death(rank, size):

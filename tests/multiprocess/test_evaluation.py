@@ -19,9 +19,9 @@ import anybatch as ab
 from anybatch.compute import Replica
 from anybatch.data import evaluation_batches
 from anybatch.engine import Evaluation
-from anybatch.engine.bench import Bench
+from anybatch.engine.headroom import Crossing
 from anybatch.engine.limit import Unlimited
-from anybatch.engine.room import Crossing
+from anybatch.engine.step_thread import StepThread
 from anybatch.events import Evaluated, OutOfMemory, Replanned
 from anybatch.metrics import Metrics
 from anybatch.parallel import SingleDevice
@@ -242,7 +242,7 @@ def evaluate_sharded(rank, size, kind, counts, bad_rank, most):
         replica,
         group,
         device=CPU,
-        bench=Bench(),
+        thread=StepThread(),
         crossing=Crossing(group, Unlimited(CPU), CPU),
         limit=Unlimited(CPU),
         meter=Unlimited(CPU).enter(),

@@ -128,13 +128,13 @@ def test_reproducible_runs_have_the_same_bits(crew):
 
 
 class Failing:
-    """A joint loss whose memory runs out once on one rank, in step 2."""
+    """A joint loss whose memory runs out once on one rank, in step 3."""
 
     def __init__(self, where, here):
-        self.where, self.left, self.step = where, int(here), 0
+        self.where, self.left, self.num_steps = where, int(here), 0
 
     def fail(self, where):
-        if where == self.where and self.step == 2 and self.left:
+        if where == self.where and self.num_steps == 2 and self.left:
             self.left -= 1
             raise torch.OutOfMemoryError("tried to allocate more than there is")
 
@@ -157,13 +157,13 @@ def failing(rank, size, where, who, micro_batch, parallel):
     def sink(event):
         events.append(event)
         if isinstance(event, StepDone):
-            failing.step += 1
+            failing.num_steps += 1
 
     losses = []
     with ab.Session(task, plan, [sink]) as session:
         for done in session.steps():
             losses.append(done.loss)
-            failing.step = len(losses)
+            failing.num_steps = len(losses)
         state = state_of(session.model)
     return state, losses, [(e.step, e.rank) for e in events if isinstance(e, OutOfMemory)]
 
@@ -177,7 +177,7 @@ def test_memory_that_runs_out_on_one_rank(crew, where, micro_batch, who, paralle
     ranks = crew(2, failing, where, who, micro_batch, parallel)
     plain = train_plainly(task_of(300, global_batch=40))
     wanted = {n: v.double() for n, v in plain.model.state_dict().items()}
-    assert ranks[0][2] == [(2, who)]
+    assert ranks[0][2] == [(3, who)]
     for rank, (state, losses, _) in enumerate(ranks):
         assert losses == pytest.approx(plain.losses, rel=1e-9)
         assert (rank and not state) or deviation(

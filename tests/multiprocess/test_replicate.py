@@ -85,14 +85,14 @@ def test_half_weights_with_master_copies_agree_on_all_ranks(crew):
 
 
 def as_ranks_with_failure(rank, size, world, shares, bad_rank, where):
-    """As `as_ranks`, but one rank runs out of memory once, in step 3."""
+    """As `as_ranks`, but one rank runs out of memory once, in step 4."""
     task = task_of(world)
     plan = plan_for(task, 4, parallel="replicate", shares=shares)
     events = []
     with ab.Session(task, plan, [events.append]) as session:
         memory = RunsOut(session.model, where, here=rank == bad_rank)
         for _ in session.steps():
-            memory.step += 1
+            memory.num_steps += 1
     return [p.detach() for p in session.model.parameters()], events
 
 
@@ -107,7 +107,7 @@ def test_memory_that_runs_out_on_one_rank_leaves_no_trace(crew, bad_rank, where)
     told = [e for e in ranks[0][1] if isinstance(e, OutOfMemory | Replanned)]
     assert [type(e) for e in told] == [OutOfMemory, Replanned]
     phase = "forward" if where == "forward" else "backward"
-    assert (told[0].rank, told[0].step, told[0].phase) == (bad_rank, 3, phase)
+    assert (told[0].rank, told[0].step, told[0].phase) == (bad_rank, 4, phase)
     assert not ranks[1][1]  # only rank 0 speaks
 
 
@@ -126,7 +126,7 @@ def test_an_error_on_one_rank_stops_all_and_is_named(crew):
     assert isinstance(second, ZeroDivisionError)
     for error in (first, third):
         assert type(error).__name__ == "PeerFailed"
-        assert "rank 1 failed in step 0 with ZeroDivisionError" in str(error)
+        assert "rank 1 failed in step 1 with ZeroDivisionError" in str(error)
 
 
 def with_a_different_task(rank, size, change):

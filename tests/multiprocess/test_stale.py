@@ -16,8 +16,8 @@ import anybatch as ab
 from anybatch.data import Steps
 from anybatch.errors import LossError
 from anybatch.events import OutOfMemory, Replanned
-from anybatch.keeping import Every, kept
 from anybatch.plans import Exchange
+from anybatch.saving import Every, kept
 
 WORLD = World(loss="weighted", optimizer="adamw", clip_norm=0.1, sometimes=True, global_batch=5)
 STALE = {"parallel": "replicate", "exchange": Exchange(stale=True)}
@@ -123,7 +123,7 @@ def with_failure(rank, size, bad_rank, where):
     with ab.Session(task, plan, [events.append]) as session:
         memory = RunsOut(session.model, where, here=rank == bad_rank)
         for _ in session.steps():
-            memory.step += 1
+            memory.num_steps += 1
     return Ran(dict(session.model.state_dict()), events=events)
 
 
@@ -135,7 +135,7 @@ def test_memory_that_runs_out_on_one_rank_leaves_all_in_step(crew, bad_rank, whe
     assert deviation(ranks[0].parameters, imitate(WORLD).parameters) < 1e-9
     told = [e for e in ranks[0].events if isinstance(e, OutOfMemory | Replanned)]
     assert [type(e) for e in told] == [OutOfMemory, Replanned]
-    assert (told[0].rank, told[0].step) == (bad_rank, 3)
+    assert (told[0].rank, told[0].step) == (bad_rank, 4)
 
 
 def with_a_bad_step(rank, size, folder, bad_step, broken):
@@ -175,7 +175,7 @@ def without_a_gradient(loss):
 def test_a_step_that_is_refused_leaves_the_gradient_under_way_as_it_was(crew, tmp_path):
     short, whole = imitate(dataclasses.replace(WORLD, steps=5)), imitate(WORLD, (5,))
     for error, left, gone_on in crew(2, with_a_bad_step, tmp_path, 5, not_a_number):
-        assert error.startswith("the loss of step 5 is nan")
+        assert error.startswith("the loss of step 6 is nan")
         assert deviation(left.parameters, short.parameters) < 1e-9
         assert gone_on.losses == pytest.approx(whole.losses[5:], rel=1e-9)
         assert deviation(gone_on.parameters, whole.parameters) < 1e-9
@@ -187,7 +187,7 @@ def test_a_gradient_that_is_not_finite_is_told_a_step_later_and_none_is_applied_
     short, whole = imitate(dataclasses.replace(WORLD, steps=4)), imitate(WORLD, lost=(4,))
     for error, left, gone_on in crew(2, with_a_bad_step, tmp_path, 4, without_a_gradient):
         assert error.startswith(
-            "the gradient under way in step 5, that of the step before, has the"
+            "the gradient of the step before step 6, which was under way, has the norm nan"
         )
         assert deviation(left.parameters, short.parameters) < 1e-9
         assert gone_on.losses == pytest.approx(whole.losses[5:], rel=1e-9)

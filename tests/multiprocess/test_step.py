@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import threading
+import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -169,6 +173,138 @@ def test_a_layer_that_is_unfrozen_on_the_way_stays_the_same_on_all_ranks(crew):
         assert torch.allclose(value, alone[name], rtol=1e-9, atol=1e-12)
 
 
+def changing_alone(rank, size, change):
+    """What rank 1 trains changes before step 1, and nowhere else. What each rank raises; whether the
+    weights were kept; and the weights after a step in which the ranks are alike again."""
+    model = nn.Sequential(
+        nn.Linear(3, 4, **KIND), nn.BatchNorm1d(4, **KIND), nn.Linear(4, 2, **KIND)
+    )
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ab.Step(model, optimizer, loss) as step:
+        step(samples(rank, 4))
+        before = model[2].weight.detach().clone()
+        if rank == 1 and change == "group":
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1, **KIND))]})
+        if rank == 1 and change == "unfrozen":
+            model[0].requires_grad_(True)
+        if rank == 1 and change == "mode":
+            model[1].eval()
+        with pytest.raises(ab.InputError) as raised:
+            step(samples(rank, 4))
+        kept = torch.equal(model[2].weight, before)
+        if rank == 1 and change == "group":
+            del optimizer.param_groups[-1]
+        model[0].requires_grad_(False)
+        model[1].train()
+        step(samples(rank, 4))
+    return str(raised.value), kept, model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            "group",
+            "the optimizer of rank 0 and rank 1 differ (SGD on [6] parameters and SGD on [6, 1]",
+        ),
+        ("unfrozen", "are frozen of rank 0 and rank 1 differ (0.weight, 0.bias and none)"),
+        ("mode", "which BatchNorm layers are in training mode of rank 0 and rank 1 differ"),
+    ],
+)
+def test_what_changes_on_one_rank_alone_is_told_by_all(crew, change, words):
+    (first, kept, state), (second, _, other) = crew(2, changing_alone, change)
+    assert words in first
+    assert first == second
+    assert kept
+    assert all(torch.equal(state[name], other[name]) for name in state)
+
+
+def changing_and_failing(rank, size):
+    """In step 1 rank 0 trains other parameters than before, and rank 1 has a batch that is none."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ab.Step(model, optimizer, loss) as step:
+        step(samples(rank, 4))
+        if rank == 0:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1, **KIND))]})
+        with pytest.raises(ab.AnybatchError) as raised:
+            step("no batch" if rank else samples(rank, 4))
+    return type(raised.value).__name__, str(raised.value)
+
+
+def test_a_rank_that_fails_is_told_before_one_whose_parameters_have_changed(crew):
+    (kind, told), (other, _) = crew(2, changing_and_failing)
+    assert (kind, other) == ("PeerFailed", "DataError")
+    assert told.startswith("rank 1 failed in step 2 with DataError")
+
+
+def join(rank, size, store):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.barrier()  # none may leave while another is still on its way to it
+
+
+def leaving_in_between(rank, size, store):
+    model = Net()
+    step = ab.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    step(samples(rank, 4))
+    dist.barrier()
+    dist.destroy_process_group()
+    with pytest.raises(ab.InputError) as raised:
+        step(samples(rank, 4))
+    step.close()
+    join(rank, size, store)  # as the crew has it
+    return str(raised.value)
+
+
+def joining_in_between(rank, size, store):
+    dist.destroy_process_group()
+    model = Net()
+    step = ab.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    step(samples(rank, 4))
+    join(rank, size, store)
+    with pytest.raises(ab.InputError) as raised:
+        step(samples(rank, 4))
+    step.close()
+    return str(raised.value)
+
+
+def test_other_ranks_than_in_the_first_call(crew, tmp_path):
+    for told in crew(2, leaving_in_between, str(tmp_path / "left")):
+        assert told.startswith(
+            "the number of ranks is 1, and was 2 when this Step began: make torch's"
+        )
+    for told in crew(2, joining_in_between, str(tmp_path / "joined")):
+        assert told.startswith(
+            "the number of ranks is 2, and was 1 when this Step began: make torch's"
+        )
+
+
+def apart(rank, size, store):
+    """Started as one of two ranks, which nobody has joined."""
+    dist.destroy_process_group()
+    model = Net()
+    step = ab.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        patch.setenv("RANK", str(rank))
+        patch.setenv("WORLD_SIZE", str(size))
+        step(samples(rank, 4))
+        step(samples(rank, 4))
+    step.close()
+    join(rank, size, store)
+    return [(str(one.message), one.filename) for one in warned]
+
+
+def test_ranks_that_nobody_has_joined_are_warned_of(crew, tmp_path):
+    (told,), others = crew(2, apart, str(tmp_path / "joined"))
+    assert told[0].startswith(
+        "torchrun has started 2 ranks, but there is no process group of torch"
+    )
+    assert told[1] == __file__
+    assert not others
+
+
 def failing(rank, size, parts, bad_rank, times):
     """Memory runs out on `bad_rank` in its first `times` passes with more than one sample."""
     model = Net()
@@ -233,7 +369,7 @@ def test_an_error_on_one_rank_stops_all_and_is_named(crew, what, name):
     assert second[0]
     assert second[1] == name
     assert first[1] == "PeerFailed"
-    assert f"rank 1 failed in step 1 with {name}" in first[2]
+    assert f"rank 1 failed in step 2 with {name}" in first[2]
 
 
 def with_norms(rank, size, parts):
@@ -269,6 +405,55 @@ def test_a_rank_that_calls_less_often_is_missed(crew):
     assert type(error).__name__ == "PeerLost"
     assert "did not answer" in str(error)
     assert (none, done) == (None, "done")
+
+
+class Listens:
+    """Standard error that hears what a step says that waits."""
+
+    def __init__(self):
+        self.text = ""
+        self.said = threading.Event()
+
+    def write(self, text):
+        self.text += text
+        if "has waited" in text:
+            self.said.set()
+
+    def flush(self):
+        """Nothing is held back."""
+
+
+def coming_late(rank, size):
+    """Rank 1 comes to its third call when rank 0 has said that it waits."""
+    model = Net()
+    store = dist.distributed_c10d._get_default_store()
+    heard = Listens()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("anybatch.engine.waiting.LEAST_SECONDS", 0.3)
+        patch.setattr("anybatch.engine.waiting._TICK_SECONDS", 0.05)
+        patch.setattr("sys.stderr", heard)
+        step = ab.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+        for number in range(2):
+            step(samples(number, 4))
+        if rank == 0:
+            threading.Thread(
+                target=lambda: heard.said.wait(60) and store.set("said", ""), daemon=True
+            ).start()
+        else:
+            store.wait(["said"], timedelta(seconds=60))
+        step(samples(2, 4))  # late
+        step.close()
+    return heard.text
+
+
+def test_a_step_that_waits_for_a_rank_says_so(crew):
+    told, other = crew(2, coming_late)
+    assert re.fullmatch(
+        r"anybatch: rank 0 of 2 has waited for \d+ s in step 3 for another rank, which hangs, is busy"
+        r" with something else, or has ended its loop: .* with None where .*\.\n",
+        told,
+    )
+    assert not other
 
 
 def differently(rank, size, options):

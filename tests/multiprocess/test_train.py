@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.bad_input.conftest import clean_imports as clean_imports
+from tests.bad_input.conftest import command as command
+from tests.bad_input.conftest import folder as folder
 from tests.unit.report.reading_tensorboard import found_in
 
 import anybatch as ab
@@ -56,9 +61,9 @@ def task(samples=101, broken=-1):
 """
 
 
-@pytest.fixture
-def task_file(tmp_path):
-    path = tmp_path / "own.py"
+@pytest.fixture(scope="module")
+def task_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("task") / "own.py"
     path.write_text(TASK)
     return path
 
@@ -92,38 +97,62 @@ def assert_same_run(one, other):
         torch.testing.assert_close(value, other[3][name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def alone(task_file):
+    """The folder of a run of one rank."""
+    return trained_by_a_command(task_file, "alone", "--ranks", 1)
+
+
+@pytest.fixture(scope="module")
+def of_three(task_file):
+    """The folder of a run of three ranks, with a log for TensorBoard if that is there."""
+    logged = ["--tensorboard"] if find_spec("tensorboard") else []
+    return trained_by_a_command(task_file, "three", "--ranks", 3, *logged)
+
+
+def trained_by_a_command(task_file, name, *options):
+    folder = task_file.with_name(name)
+    done = run("anybatch", "train", task_file, *options, "--out", name, cwd=folder.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("Predicted and measured") == 1  # only rank 0 speaks
+    return folder
+
+
 @pytest.mark.slow
-def test_a_command_trains_the_same_on_one_rank_and_on_three(task_file, tmp_path):
-    for ranks in (1, 3):
-        done = run(
-            "anybatch", "train", task_file, "--ranks", ranks, "--out", f"r{ranks}", cwd=tmp_path
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.count("Predicted and measured") == 1  # only rank 0 speaks
-    alone, three = story(tmp_path / "r1"), story(tmp_path / "r3")
-    assert_same_run(three, alone)
-    assert len(alone[0]) == 18
+def test_a_command_trains_the_same_on_one_rank_and_on_three(alone, of_three):
+    one, three = story(alone), story(of_three)
+    assert_same_run(three, one)
+    assert len(one[0]) == 18
     assert isinstance(three[2], RunEnded)
     assert len(three[2].rank_peak_bytes) == 3
     parts = three[2].step_parts
     assert list(parts) == ["computing", "slower ranks", "exchange", "update", "samples"]
     assert min(parts.values()) >= 0
     assert parts["computing"] > 0
-    assert not alone[2].step_parts
-    plan = json.loads((tmp_path / "r3" / "plan.json").read_text())
+    assert not one[2].step_parts
+    plan = json.loads((of_three / "plan.json").read_text())
     assert (plan["parallel"], plan["shares"]) == ("replicate", [1.0, 1.0, 1.0])
 
 
 @pytest.mark.slow
-def test_torchruns_ranks_are_recognised(task_file, tmp_path):
-    for name, command in {
-        "alone": ("anybatch", "train", task_file, "--ranks", 1, "--out", "alone"),
-        "both": ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "anybatch",
-                 "train", task_file, "--out", "both"),
-    }.items():  # fmt: skip
-        done = run(*command, cwd=tmp_path)
-        assert done.returncode == 0, f"{name}: {done.stdout} {done.stderr}"
-    assert_same_run(story(tmp_path / "both"), story(tmp_path / "alone"))
+def test_only_the_first_rank_writes_the_log_for_tensorboard(of_three):
+    pytest.importorskip("tensorboard")
+    losses, evaluations, end, _ = story(of_three)
+    assert len(event_files(of_three / "tensorboard")) == 1
+    scalars = found_in(of_three / "tensorboard").scalars
+    assert [step for step, _ in scalars["train/loss"]] == list(range(1, end.steps + 1))
+    assert [loss for _, loss in scalars["train/loss"]] == pytest.approx(losses, rel=1e-6)
+    right = [value for _, value in evaluations]
+    assert [value for _, value in scalars["held_out/right"]] == pytest.approx(right, rel=1e-6)
+    assert len(scalars["ranks/slowest_seconds"]) == end.steps
+
+
+@pytest.mark.slow
+def test_torchruns_ranks_are_recognised(task_file, alone, tmp_path):
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    done = run(*torchrun, "-m", "anybatch", "train", task_file, "--out", "both", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_run(story(tmp_path / "both"), story(alone))
 
 
 LOOP = """
@@ -141,16 +170,13 @@ with ab.Session(made, ab.plan(made)) as session:
 
 
 @pytest.mark.slow
-def test_ranks_that_torchrun_started_plan_together_before_a_loop_of_their_own(task_file, tmp_path):
-    (tmp_path / "loop.py").write_text(LOOP)
+def test_ranks_that_torchrun_started_plan_together_before_a_loop_of_their_own(task_file, alone):
+    loop = task_file.with_name("loop.py")
+    loop.write_text(LOOP)
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    told = [
-        run(*command, cwd=tmp_path).stdout.split()
-        for command in (("loop",), (*torchrun, "loop.py"))
-    ]
-    (one, alone), (two, both) = told  # each loop has one leader
-    assert (one, two) == ("1", "2")
-    assert float(both) == pytest.approx(float(alone), rel=1e-5)
+    num_ranks, loss = run(*torchrun, loop, cwd=loop.parent).stdout.split()  # of the leader alone
+    assert num_ranks == "2"
+    assert float(loss) == pytest.approx(story(alone)[0][-1], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -159,9 +185,8 @@ def test_ranks_that_torchrun_started_plan_together_before_a_loop_of_their_own(ta
     [
         (("-s", "broken=60"), 2, ["sample 60", "broken disk"]),
         (("--memory", "100KiB"), 3, ["no plan fits"]),
-        (("-s", "sample=3"), 2, ["sample"]),
     ],
-    ids=["a broken sample", "too little memory", "an unknown setting"],
+    ids=["a broken sample", "too little memory"],
 )
 def test_the_command_ends_with_the_status_of_what_went_wrong(
     task_file, tmp_path, options, status, words
@@ -173,12 +198,24 @@ def test_the_command_ends_with_the_status_of_what_went_wrong(
     assert "Traceback" not in done.stderr
 
 
+def test_what_can_be_seen_before_ranks_are_started_is_told_without_them(
+    folder, clean_imports, command, monkeypatch
+):
+    (folder / "own.py").write_text(TASK)
+    monkeypatch.setattr("anybatch.launch.agent._prepared", None)
+    outcome = command("train", "own.py", "--ranks", "2", "-s", "sample=3")
+    assert outcome.status == 2
+    assert "sample" in outcome.sentence
+
+
+def train_two_samples(_rank, _size, path, folder):
+    task = runpy.run_path(str(path))["task"](samples=2)
+    ab.train(task, out=folder, progress=False)
+
+
 @pytest.mark.slow
-def test_more_ranks_than_samples_work(task_file, tmp_path):
-    done = run(
-        "anybatch", "train", task_file, "--ranks", 3, "-s", "samples=2", "--out", "r", cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_more_ranks_than_samples_work(task_file, tmp_path, crew):
+    crew(3, train_two_samples, task_file, tmp_path / "r")
     assert story(tmp_path / "r")[1][-1][0] == 2
 
 
@@ -208,46 +245,29 @@ def task():
 
 
 @pytest.mark.slow
-def test_a_model_that_no_rank_can_hold_is_divided(tmp_path):
-    (tmp_path / "large.py").write_text(LARGE)
-    command = ("anybatch", "train", "large.py", "--memory", "100MiB", "--out")
-    alone = run(*command, "alone", "--ranks", 1, cwd=tmp_path)
-    assert alone.returncode == 3
-    assert "2 devices, state divided" in alone.stderr
+def test_a_model_that_no_rank_can_hold_is_divided(folder, clean_imports, command):
+    (folder / "large.py").write_text(LARGE)
+    line = ("train", "large.py", "--memory", "100MiB", "--out")
+    alone = command(*line, "alone", "--ranks", "1")
+    assert alone.status == 3
+    assert "2 devices, state divided" in alone.err
 
-    done = run(*command, "both", "--ranks", 2, cwd=tmp_path)
+    done = run("anybatch", *line, "both", "--ranks", 2, cwd=folder)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    plan = json.loads((tmp_path / "both" / "plan.json").read_text())
+    plan = json.loads((folder / "both" / "plan.json").read_text())
     assert plan["parallel"] == "shard"
-    end = read(tmp_path / "both" / "events.jsonl")[-1]
+    end = read(folder / "both" / "events.jsonl")[-1]
     assert end.finished
     assert max(end.rank_peak_bytes) < 100 << 20
     assert abs(end.predicted_peak_bytes - end.measured_peak_bytes) < 15 << 20
-    weights = load_file(tmp_path / "both" / "model.safetensors")
+    weights = load_file(folder / "both" / "model.safetensors")
     assert weights["blocks.5.2.weight"].shape == (768, 768)  # whole, by the plain model's names
 
 
 def test_ranks_must_be_a_number_that_can_be(task_file):
-    task = __import__("runpy").run_path(str(task_file))["task"]()
+    task = runpy.run_path(str(task_file))["task"]()
     with pytest.raises(ab.InputError, match="ranks is 0"):
         ab.train(task, ranks=0)
     with pytest.raises(ab.InputError, match="'single', which is one rank"):
         ab.train(task, ranks=2, parallel="single")
-
-
-@pytest.mark.slow
-def test_only_the_first_rank_writes_the_log_for_tensorboard(task_file, tmp_path):
-    pytest.importorskip("tensorboard")
-    done = run(
-        *("anybatch", "train", task_file, "--ranks", 2, "--tensorboard", "--out", "r"), cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    losses, evaluations, end, _ = story(tmp_path / "r")
-    assert len(event_files(tmp_path / "r" / "tensorboard")) == 1
-    scalars = found_in(tmp_path / "r" / "tensorboard").scalars
-    assert [step for step, _ in scalars["train/loss"]] == list(range(1, end.steps + 1))
-    assert [loss for _, loss in scalars["train/loss"]] == pytest.approx(losses, rel=1e-6)
-    right = [value for _, value in evaluations]
-    assert [value for _, value in scalars["held_out/right"]] == pytest.approx(right, rel=1e-6)
-    assert len(scalars["ranks/slowest_seconds"]) == end.steps

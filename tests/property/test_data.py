@@ -97,7 +97,7 @@ def test_ranks_together_take_the_global_order(n, size, last, weights, micro_batc
         while (data := loader.next_step()) is not None:
             for (batch,), part in zip(data.micro_batches, data.ranges, strict=True):
                 assert len(batch) == len(part) <= micro_batch
-                taken[data.step] += batch.tolist()
+                taken[data.index] += batch.tolist()
     assert taken == [[order[e][p] for e, p in step] for step in picture(n, size, last, 2)]
     if last != "drop":
         flat = [index for step in taken for index in step]

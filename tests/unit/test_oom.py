@@ -6,6 +6,7 @@ import errno
 
 import pytest
 import torch
+from torch.distributed import DistBackendError
 
 from anybatch.oom import as_memory_failure
 
@@ -13,6 +14,30 @@ CPU = (
     "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you"
     " tried to allocate 123 bytes. Error code 12 (Cannot allocate memory)"
 )
+
+BESIDE_TORCH_S_ALLOCATOR: list[tuple[type[RuntimeError], str]] = [
+    # Pinned memory, segments that expand, kernels that are loaded.
+    (torch.AcceleratorError, "CUDA error: out of memory\nSearch for ..."),
+    (RuntimeError, "CUDA driver error: out of memory"),
+    (torch.AcceleratorError, "HIP error: out of memory"),
+    (RuntimeError, "Triton Error [CUDA]: out of memory"),
+    # Workspaces.
+    (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    (RuntimeError, "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    (RuntimeError, "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+    (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    (RuntimeError, "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    (RuntimeError, "GET was unable to find an engine to execute this computation"),
+    (RuntimeError, "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling ..."),
+    (RuntimeError, "cuFFT error: CUFFT_ALLOC_FAILED"),
+    # Buffers of a communicator.
+    (
+        DistBackendError,
+        "NCCL error in: ../NCCLUtils.cpp:94, unhandled cuda error\nCuda failure 2 'out of memory'",
+    ),
+    # That of the allocator, in another's.
+    (RuntimeError, "InductorError: OutOfMemoryError: CUDA out of memory."),
+]
 
 
 @pytest.mark.parametrize(
@@ -22,21 +47,7 @@ CPU = (
         (RuntimeError(CPU), 123, False),
         (MemoryError(), None, False),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), None, False),
-        # Of CUDA beside torch's allocator: pinned memory, workspaces, kernels.
-        (torch.AcceleratorError("CUDA error: out of memory\nSearch for ..."), None, False),
-        (
-            RuntimeError(
-                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
-            ),
-            None,
-            False,
-        ),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), None, False),
-        (
-            RuntimeError("GET was unable to find an engine to execute this computation"),
-            None,
-            False,
-        ),
+        *[(kind(text), None, False) for kind, text in BESIDE_TORCH_S_ALLOCATOR],
         (RuntimeError("could not create a primitive"), None, True),
         (RuntimeError("could not create a memory object"), None, True),
     ],
@@ -60,6 +71,9 @@ def test_memory_that_ran_out_is_told_from_what_was_raised(
         ),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
         torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(...)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
+        DistBackendError("NCCL error in: ..., remote process exited or there was a network error"),
         ValueError(CPU),
         OSError(errno.ENOENT, "No such file or directory"),
     ],

@@ -277,11 +277,11 @@ def test_a_plan_at_a_prompt_and_in_a_notebook():
     [
         ((), "fp32", "fp32"),
         (("float32",), "fp32", "fp32"),
-        (("float64",), "fp32", "fp32, the parameters as the model has them: float64"),
+        (("float64",), "fp32", "fp32; parameters stay as the model has them: float64"),
         (
             ("bfloat16", "float32"),
             "bf16",
-            "bf16, the parameters as the model has them: bfloat16 and float32",
+            "bf16; parameters stay as the model has them: bfloat16 and float32",
         ),
         (("float64",), "bf16-pure", "bf16-pure"),
     ],

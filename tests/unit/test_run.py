@@ -58,7 +58,7 @@ def test_a_script_is_shown_the_plan_and_how_far_it_is(capsys: pytest.CaptureFixt
     assert out == ""
     lines = [line.rstrip() for line in err.splitlines() if line.strip()]
     assert lines[0] == "Plan"
-    assert "Training of task starts on CPU" in err
+    assert "Training task on CPU" in err
     assert any(line.startswith("step 4/4") for line in lines)
     assert lines[-1].startswith("Training finished after 4 steps")
 

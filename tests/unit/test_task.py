@@ -40,6 +40,7 @@ def task_of(**changes):
     [
         ({"model": 3}, "model is a value of type int"),
         ({"loss": None}, "loss is a value of type NoneType; give a function"),
+        ({"loss": torch.nn.functional.cross_entropy}, "loss is torch's cross_entropy, which takes"),
         ({"optimizer": "adam"}, "optimizer is a value of type str"),
         ({"schedule": 0.5}, "schedule is a value of type float; give a function or None"),
         ({"scheduler": "cosine"}, "scheduler is a value of type str"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from anybatch import libraries
 from anybatch.cli.bare import BareOptions
 from anybatch.cli.doctor import doctor
 from anybatch.cli.evaluate import evaluate
@@ -23,7 +24,7 @@ from anybatch.cli.report import report
 from anybatch.cli.submit import submit
 from anybatch.cli.train import train
 from anybatch.cli.verify import verify
-from anybatch.errors import AnybatchError, PeerLost
+from anybatch.errors import AnybatchError, PeerLost, Stopped
 
 _app = typer.Typer(
     name="anybatch",
@@ -67,6 +68,7 @@ def _version(
 
 def main() -> None:
     """Run the command line and exit: 0 done, 2 bad input, 3 no plan fits, 1 anything else."""
+    libraries.stay()
     sys.exit(run(sys.argv[1:]))
 
 
@@ -81,7 +83,7 @@ def run(arguments: list[str]) -> int:
     except _UsageError as error:
         return _tell_usage(error)
     except (typer.Abort, KeyboardInterrupt):
-        return _tell(_STOPPED, STOPPED_BY_HAND)
+        return STOPPED_BY_HAND if _is_rank() else _tell(_STOPPED, STOPPED_BY_HAND)
     except BrokenPipeError:  # whoever read the output has gone (`anybatch plan ... | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1  # as rich, which meets it first where a table is printed
@@ -93,17 +95,24 @@ def run(arguments: list[str]) -> int:
             raise  # a fault of anybatch
         what = f"{type(error).__name__} was raised in the task's own code"
         return _tell(f"{what}: see the traceback below and correct the file.\n{trace}", 2)
-    if result == STOPPED_BY_HAND:  # so some versions of typer report the interrupt
+    if (
+        result == STOPPED_BY_HAND and not _is_rank()
+    ):  # so some versions of typer report the interrupt
         return _tell(_STOPPED, STOPPED_BY_HAND)
     return result if isinstance(result, int) else 0
 
 
 def _is_news(error: AnybatchError) -> bool:
-    """Whether nobody else tells of `error`: where a rank has felt that another is lost, the process
-    that started both says which, and how it ended."""
+    """Whether nobody else tells of `error`: where a rank was stopped, or has felt that another is lost,
+    the process that started it says what has happened, and whether ranks are started again."""
+    return not (type(error) in (PeerLost, Stopped) and _is_rank())
+
+
+def _is_rank() -> bool:
+    """Whether this process was started by another one of anybatch."""
     from anybatch.launch.membership import MARK
 
-    return type(error) is not PeerLost or MARK not in os.environ
+    return MARK in os.environ
 
 
 def _tell(sentence: str, status: int) -> int:

@@ -15,7 +15,7 @@ def doctor(json: JsonFile = None) -> None:
 
     from anybatch.cli.waiting import Waiting
     from anybatch.doctor import examine
-    from anybatch.doctor.told import print_findings
+    from anybatch.doctor.printing import print_findings
     from anybatch.files import write_whole
 
     with Waiting("Looking at this machine ..."):

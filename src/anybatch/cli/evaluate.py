@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anybatch import libraries
 from anybatch.cli.options import (
     RunFolder,
     Settings,
@@ -59,12 +60,13 @@ def evaluate(
     ] = False,
 ) -> None:
     """Evaluate the held-out samples with the weights of a run."""
-    from rich.console import Console
+    with libraries.loading():
+        from rich.console import Console
 
-    from anybatch.evaluating import evaluate as run_evaluation
-    from anybatch.events import Evaluated
-    from anybatch.launch import find
-    from anybatch.report import Progress, print_evaluation
+        from anybatch.evaluating import evaluate as run_evaluation
+        from anybatch.events import Evaluated
+        from anybatch.launch import find
+        from anybatch.report import Progress, print_evaluation
 
     with Progress(Console(stderr=True)) as progress:
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from anybatch import libraries
 from anybatch.cli.options import RunFolder, Settings, Step, TaskOfRun, settings_of
 
 
@@ -39,9 +40,10 @@ def export(
     settings: Settings = None,
 ) -> None:
     """Write the weights of a run for other programs."""
-    from anybatch.exporting import export as take_out
-    from anybatch.report.sentences import counted
-    from anybatch.units import format_bytes
+    with libraries.loading():
+        from anybatch.exporting import export as take_out
+        from anybatch.report.sentences import counted
+        from anybatch.units import format_bytes
 
     form: Any = format  # what else it may be, is told there
     kind: Any = dtype

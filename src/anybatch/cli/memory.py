@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from anybatch import libraries
 from anybatch.cli.bare import STANDARD_OUTPUT, JsonFile
 from anybatch.cli.options import (
     ChunkedLoss,
@@ -24,6 +25,7 @@ from anybatch.cli.options import (
     RecomputeNames,
     Reproducible,
     Settings,
+    ShardOver,
     TaskName,
     compile_of,
     load_task,
@@ -46,6 +48,7 @@ def memory(
     reproducible: Reproducible = False,
     grain: Grain = None,
     parallel: ParallelName = None,
+    shard_over: ShardOver = None,
     json: JsonFile = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Save it as a page with plots.")
@@ -65,19 +68,20 @@ def memory(
     settings: Settings = None,
 ) -> None:
     """Show where each byte goes: by layer, by kind, and over one step."""
-    from dataclasses import asdict
-    from json import dumps
+    with libraries.loading():
+        from dataclasses import asdict
+        from json import dumps
 
-    from rich.console import Console
+        from rich.console import Console
 
-    from anybatch.errors import InputError, NoPlanFits
-    from anybatch.estimate import subject_of
-    from anybatch.files import write_whole
-    from anybatch.machine import Machine
-    from anybatch.planner import account, smallest_micro_batch
-    from anybatch.planning import plan as make_plan
-    from anybatch.plans import parse_parallel
-    from anybatch.report import print_ledger, write_ledger
+        from anybatch.errors import InputError, NoPlanFits
+        from anybatch.estimate import subject_of
+        from anybatch.files import write_whole
+        from anybatch.machine import Machine
+        from anybatch.planner import account, smallest_micro_batch
+        from anybatch.planning import plan as make_plan
+        from anybatch.plans import parse_parallel, parse_sharding
+        from anybatch.report import print_ledger, write_ledger
 
     loaded = load_task(task, settings, global_batch, reproducible, grain)
     where = machine_of(device, devices) or Machine.here()
@@ -88,6 +92,7 @@ def memory(
         "recompute": recompute,
         "chunked_loss": chunked_loss,
         "parallel": parse_parallel(parallel),
+        "sharding": parse_sharding(shard_over),
         "compile": compile_of(compile, compile_if_faster),
     }
     subject = subject_of(loaded)

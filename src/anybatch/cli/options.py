@@ -88,6 +88,14 @@ ParallelName: TypeAlias = Annotated[
         help="single, replicate, ddp, shard or in-process. Default: chosen.",
     ),
 ]
+ShardOver: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--shard-over",
+        metavar="N",
+        help="Divide the model over N ranks (those of a machine, say); such groups replicate it.",
+    ),
+]
 Reproducible: TypeAlias = Annotated[
     bool,
     typer.Option(

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from anybatch import libraries
 from anybatch.cli.options import (
     ChunkedLoss,
     Compile,
@@ -22,6 +23,7 @@ from anybatch.cli.options import (
     RecomputeNames,
     Reproducible,
     Settings,
+    ShardOver,
     TaskName,
     Why,
     compile_of,
@@ -37,6 +39,7 @@ def plan(
     device: DeviceName = None,
     devices: Devices = None,
     parallel: ParallelName = None,
+    shard_over: ShardOver = None,
     precision: PrecisionName = "fp32",
     micro_batch: MicroBatch = None,
     recompute: RecomputeNames = None,
@@ -59,13 +62,14 @@ def plan(
     why: Why = False,
 ) -> None:
     """Show how a task would be run, without running it."""
-    from rich.console import Console
+    with libraries.loading():
+        from rich.console import Console
 
-    from anybatch.cli.waiting import Waiting
-    from anybatch.launch import find
-    from anybatch.planning import plan as make_plan
-    from anybatch.plans import parse_parallel
-    from anybatch.report import print_plan, write_frontier
+        from anybatch.cli.waiting import Waiting
+        from anybatch.launch import find
+        from anybatch.planning import plan as make_plan
+        from anybatch.plans import parse_parallel, parse_sharding
+        from anybatch.report import print_plan, write_frontier
 
     loaded = load_task(task, settings, global_batch, reproducible, grain)
     where = machine_of(device, devices)
@@ -75,6 +79,7 @@ def plan(
             where,
             memory=memory,
             parallel=parse_parallel(parallel),
+            sharding=parse_sharding(shard_over),
             precision=precision,
             micro_batch=micro_batch,
             recompute=recompute,

@@ -24,7 +24,7 @@ def report(
     from anybatch.errors import InputError
     from anybatch.report import output_folder, tensorboard_folder, write, write_tensorboard
     from anybatch.report.folder import EVENTS_FILE
-    from anybatch.report.remembered import not_a_run
+    from anybatch.report.past_run import not_a_run
 
     if not (run / EVENTS_FILE).is_file():
         raise InputError(not_a_run(run))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anybatch import early
+from anybatch import early_signals, libraries
 from anybatch.cli.options import (
     ChunkedLoss,
     Compile,
@@ -23,6 +23,7 @@ from anybatch.cli.options import (
     RecomputeNames,
     Reproducible,
     Settings,
+    ShardOver,
     TaskName,
     Why,
     compile_of,
@@ -48,6 +49,7 @@ def train(
     grain: Grain = None,
     ranks: Ranks = None,
     parallel: ParallelName = None,
+    shard_over: ShardOver = None,
     balance: Annotated[
         str | None,
         typer.Option(
@@ -147,28 +149,37 @@ def train(
     why: Why = False,
 ) -> None:
     """Plan a task, show the plan, and train it to the end."""
-    early.end_with_status_75()  # before anything slow
+    early_signals.end_with_status_75()  # before anything slow
 
-    from rich.console import Console
+    with libraries.loading():
+        from rich.console import Console
 
-    from anybatch.insight.noise_told import lines, unmeasured
-    from anybatch.launch import find, parse_nodes, run_command
-    from anybatch.parallel import exchange as tell
-    from anybatch.parallel import leads
-    from anybatch.planning import check_started, checked_ranks
-    from anybatch.plans import Plan, parse_balance, parse_exchange, parse_parallel
-    from anybatch.report import (
-        Progress,
-        last_plan,
-        output_folder,
-        print_plan,
-        print_result,
-        run_files,
-        tensorboard_folder,
-    )
-    from anybatch.run import Keeping, PlanOptions, choose_plan, num_processes
-    from anybatch.run import train as run_training
-    from anybatch.session import joined
+        from anybatch.insight.noise_text import lines, unmeasured
+        from anybatch.launch import find, parse_nodes, run_command
+        from anybatch.parallel import exchange as tell
+        from anybatch.parallel import leads
+        from anybatch.planning import check_started, checked_ranks
+        from anybatch.plans import (
+            Plan,
+            parse_balance,
+            parse_exchange,
+            parse_parallel,
+            parse_sharding,
+        )
+        from anybatch.report import (
+            Progress,
+            last_plan,
+            new_folder,
+            next_folder,
+            print_plan,
+            print_result,
+            run_files,
+            run_folder,
+            tensorboard_folder,
+        )
+        from anybatch.run import Keeping, PlanOptions, choose_plan, num_processes
+        from anybatch.run import train as run_training
+        from anybatch.session import joined
 
     way = parse_parallel(parallel)
     options = PlanOptions(
@@ -179,6 +190,7 @@ def train(
         recompute=recompute,
         chunked_loss=chunked_loss,
         exchange=parse_exchange(compress, local_steps, stale),
+        sharding=parse_sharding(shard_over),
         balance=parse_balance(balance),
         compile=compile_of(compile, compile_if_faster),
     )
@@ -197,24 +209,31 @@ def train(
         # Or it says here, once, what is wrong with it.
         loaded = load_task(task, settings, global_batch, reproducible, grain)
         arguments = context.find_root().obj
-        if out is None:  # named here, since ranks that are started again must find it
-            arguments = [*arguments, "--out", str(_next_folder(Path("runs"), loaded.name))]
-        raise typer.Exit(
-            run_command(
-                arguments, processes, nodes=machines, rendezvous=rendezvous, restarts=restarts
+        with contextlib.ExitStack() as stack:
+            if out is None:  # named here, since ranks that are started again must find it
+                runs = Path("runs")
+                named = (
+                    stack.enter_context(new_folder(runs, loaded.name))
+                    if machines == 1
+                    else next_folder(runs, loaded.name)  # which other machines may name alike
+                )
+                arguments = [*arguments, "--out", str(named)]
+            raise typer.Exit(
+                run_command(
+                    arguments, processes, nodes=machines, rendezvous=rendezvous, restarts=restarts
+                )
             )
-        )
     with joined(), contextlib.ExitStack() as stack:
         console = Console(quiet=not leads())
         loaded = load_task(task, settings, global_batch, reproducible, grain)
-        # That of rank 0: ranks on other machines may find other names taken.
-        folder = Path(tell(str(out or _next_folder(Path("runs"), loaded.name)))[0])
+        if out is None and leads():
+            out = stack.enter_context(new_folder(Path("runs"), loaded.name))
+        folder = Path(tell(str(out))[0])  # that of rank 0
+        again = keeping.goes_on
         if leads():
-            stack.enter_context(output_folder(folder, keeping.resumes))
-        member = find()
+            stack.enter_context(run_folder(folder, keeping.resumes, again))
         chosen = given or choose_plan(loaded, folder, keeping.resumes, ranks, options)
         # Ranks that were started again go on under the plan that is to be read above.
-        again = member is not None and member.attempt > 0
         if not again or (leads() and chosen != last_plan(folder)):
             print_plan(console, chosen, why)
         with Progress(console) as progress:
@@ -256,19 +275,13 @@ def _check_alone(options: PlanOptions) -> None:
 
 def _as_given(name: str, value: object) -> str:
     """An option that a plan settles, as it stands on the command line."""
-    from anybatch.plans import Exchange
+    from anybatch.plans import Exchange, Sharding
 
     if isinstance(value, Exchange):  # made of several options
         return f"an exchange ({value.describe()})"
+    if isinstance(value, Sharding):
+        return f"--shard-over {value.over}"
     if name == "compile" and value == "if-faster":
         return "--compile-if-faster"
     flag = f"--{name.replace('_', '-')}"
     return flag if value is True else f"{flag} {value}"
-
-
-def _next_folder(parent: Path, name: str) -> Path:
-    """The first of NAME-1, NAME-2, ... that is not there yet."""
-    number = 1
-    while (folder := parent / f"{name}-{number}").exists():
-        number += 1
-    return folder

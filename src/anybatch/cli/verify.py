@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from anybatch import libraries
 from anybatch.cli.options import (
     ChunkedLoss,
     GlobalBatch,
@@ -37,10 +38,11 @@ def verify(
     settings: Settings = None,
 ) -> None:
     """Prove on a sample of the data that the plan computes the gradient of the whole batch."""
-    from rich.console import Console
+    with libraries.loading():
+        from rich.console import Console
 
-    from anybatch.planning import plan
-    from anybatch.proof import verify as prove
+        from anybatch.planning import plan
+        from anybatch.proof import verify as prove
 
     loaded = load_task(task, settings, global_batch)
     chosen = plan(

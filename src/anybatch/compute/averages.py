@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.compute.ghost import depends_on_cut
+from anybatch.compute.ghost_norm import depends_on_cut
 from anybatch.task import Loss, LossFunction
 
 _MEAN, _SUM = 1, 2  # what torch calls its reductions in the graph

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.compute.several import as_one, parts_of
+from anybatch.compute.several_optimizers import as_one, parts_of
 from anybatch.errors import InputError
 from anybatch.task import Task, parameters_in
 

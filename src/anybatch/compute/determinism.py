@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +14,16 @@ def deterministic(device: torch.device) -> Iterator[None]:
     """Compute on `device` by kernels whose results depend on their arguments alone. On a CPU it is
     threads that make the difference, over which sums are divided, so there is one.
 
+    cuBLAS needs nothing for it: what differs is where several streams share a workspace, and torch
+    gives each its own (cuBLAS's documentation, "Results reproducibility").
+
     An operation that has no such kernel on `device` raises torch's `RuntimeError`, which names it.
     """
     if device.type == "cpu":
         with one_thread():
             yield
     else:
-        with _algorithms(), _workspaces():
+        with _algorithms():
             yield
 
 
@@ -51,16 +53,3 @@ def _algorithms() -> Iterator[None]:
         torch.use_deterministic_algorithms(algorithms, warn_only=warns)
         filling.fill_uninitialized_memory = fills
         torch.backends.cudnn.benchmark = tunes
-
-
-@contextmanager
-def _workspaces() -> Iterator[None]:
-    """With the workspaces without which torch refuses cuBLAS's products to be deterministic, unless the
-    user has chosen some. cuBLAS reads it before its first product in the process."""
-    chosen = "CUBLAS_WORKSPACE_CONFIG" in os.environ
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    try:
-        yield
-    finally:
-        if not chosen:
-            del os.environ["CUBLAS_WORKSPACE_CONFIG"]

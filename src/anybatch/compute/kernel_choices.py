@@ -98,6 +98,15 @@ def units_of(model: nn.Module, recompute: Recompute) -> dict[str, nn.Module]:
     return {name: modules[name] for name in units}
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether its user has compiled it, or a part of it, by `torch.compile`."""
+    return any(
+        module._compiled_call_impl is not None
+        or any(name == "_orig_mod" for name, _ in module.named_children())
+        for module in model.modules()
+    )
+
+
 def check_available(kernels: KernelChoices, device: torch.device) -> None:
     """Raises `InputError` if `kernels` cannot be had on `device`, saying what is missing."""
     if kernels.compile and (told := missing(device)):

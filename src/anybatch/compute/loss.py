@@ -7,14 +7,14 @@ micro-batch. Values (not finite, negative weight) are looked at once, at the end
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.errors import LossError
-from anybatch.task import Loss
+from anybatch.task import Loss, LossFunction
 
 _REMEDY = (
     "return anybatch.Loss(sum, weight), a pair (sum, weight), or a scalar tensor that is the mean over"
@@ -68,6 +68,32 @@ def naming_lost_graphs() -> AbstractContextManager[None]:
         " itself, which anybatch does (return the loss alone), or the model keeps a result of an"
         " earlier pass, such as a hidden state, without .detach().",
     )
+
+
+def leaving_gradients_alone(loss: LossFunction, parameters: Sequence[nn.Parameter]) -> LossFunction:
+    """`loss`, watched: gradients are sums over passes. A function that clears them, as the body of a
+    training loop does, would leave those of the last pass, and nothing else would show it.
+
+    Raises `LossError` when it is called and does so, or adds to them.
+    """
+
+    def watched(model: nn.Module, batch: Any) -> Any:
+        # Whatever clears one of them clears all.
+        found = next(((p, p.grad) for p in parameters if p.grad is not None), None)
+        if found is None:
+            return loss(model, batch)
+        param, gradient = found
+        version = gradient._version
+        returned = loss(model, batch)
+        if param.grad is not gradient or gradient._version != version:
+            raise LossError(
+                "the loss function changes the gradients, which are added up over all micro-batches:"
+                " it clears them (zero_grad()), or calls backward() itself, which anybatch does: return"
+                " the loss alone."
+            )
+        return returned
+
+    return watched
 
 
 def _check_sum(value: Any, training: bool) -> None:

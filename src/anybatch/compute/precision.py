@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from anybatch.errors import InputError
 from anybatch.machine import Device, NumberFormat
-from anybatch.plans import Precision
+from anybatch.plans import LOSS_SCALED, Precision
 from anybatch.processor import this_processor
 
 NORMS: tuple[type[nn.Module], ...] = (
@@ -40,22 +40,20 @@ class Format:
         compute: dtype of autocast, or None.
         weights: dtype of the weights, or None to leave them.
         masters: norms stay float32 and the optimizer works on float32 copies of the weights.
-        scaled: the loss is scaled up against underflow of float16 gradients.
     """
 
     compute: torch.dtype | None = None
     weights: torch.dtype | None = None
     masters: bool = False
-    scaled: bool = False
 
 
 FORMATS: dict[Precision, Format] = {
     "fp32": Format(),
     "tf32": Format(),
     "bf16": Format(compute=torch.bfloat16),
-    "fp16": Format(compute=torch.float16, scaled=True),
+    "fp16": Format(compute=torch.float16),
     "bf16-weights": Format(compute=torch.bfloat16, weights=torch.bfloat16, masters=True),
-    "fp16-weights": Format(compute=torch.float16, weights=torch.float16, masters=True, scaled=True),
+    "fp16-weights": Format(compute=torch.float16, weights=torch.float16, masters=True),
     "bf16-pure": Format(weights=torch.bfloat16),
     "fp16-pure": Format(weights=torch.float16),
     "fp8": Format(compute=torch.bfloat16),
@@ -88,7 +86,7 @@ class Numerics:
         self._halved: list[nn.Parameter] = []
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
         self.expect(global_batch)
-        scaled = self._format.scaled and loss_scaling
+        scaled = precision in LOSS_SCALED and loss_scaling
         self.scaler: torch.amp.GradScaler | None = (
             torch.amp.GradScaler(device.type) if scaled else None
         )

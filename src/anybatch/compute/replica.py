@@ -27,18 +27,24 @@ from torch.optim import Optimizer
 from anybatch.compute import chunked_loss, kernel_choices, no_cache, recompute
 from anybatch.compute.averages import warn_of_hooks, warn_of_reduction
 from anybatch.compute.buckets import Buckets, check_dense, norm_of
-from anybatch.compute.ghost import GhostBatches
+from anybatch.compute.ghost_norm import GhostBatches
 from anybatch.compute.indices import naming_ids
 from anybatch.compute.joint import Ask, Comparison, Joint, naming_divided
-from anybatch.compute.loss import naming_lost_graphs, read_loss, widened
-from anybatch.compute.optimizers import check_whole, rehearse
-from anybatch.compute.optimizers_update import Updater
-from anybatch.compute.outside import NormsOutside
+from anybatch.compute.loss import (
+    leaving_gradients_alone,
+    naming_lost_graphs,
+    read_loss,
+    widened,
+)
+from anybatch.compute.low_bit_optimizers import check_whole, rehearse
+from anybatch.compute.optimizer_update import Updater
+from anybatch.compute.outside_gradients import OutsideGradients
+from anybatch.compute.outside_norms import NormsOutside
 from anybatch.compute.precision import Numerics
-from anybatch.compute.synchronised import Exchange
+from anybatch.compute.synchronised_norm import Exchange
 from anybatch.plans import Choice, KernelChoices
+from anybatch.side_effects import untouched
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
-from anybatch.untouched import untouched
 
 
 class Replica:
@@ -50,6 +56,7 @@ class Replica:
         model: the user's module, with its own names and parameters.
         optimizer: the user's optimizer.
         updater: runs its step.
+        loss_scale: the factor of fp16 loss scaling, or None where there is none.
         phase: what is being done, for the report of a failure.
     """
 
@@ -77,6 +84,8 @@ class Replica:
         with ExitStack() as undo:  # what was put on the model comes off if the rest fails
             self._numerics = Numerics(model, choice.precision, device, global_batch, loss_scaling)
             undo.callback(self._numerics.undo)
+            scaler = self._numerics.scaler
+            self.loss_scale: float | None = None if scaler is None else scaler.get_scale()
             self._ghosts = GhostBatches(model)
             undo.callback(self._ghosts.undo)
             undo.callback(no_cache.install(model))
@@ -99,16 +108,13 @@ class Replica:
         self._with_gradient = list(
             dict.fromkeys([*self.parameters, *(p for p in model.parameters() if p.requires_grad)])
         )
+        self._loss = leaving_gradients_alone(self._loss, self._with_gradient)
+        self._outside_gradients: OutsideGradients | None = None
 
     @property
     def is_joint(self) -> bool:
         """Whether the loss compares all samples of the global batch, see `joint`."""
         return self._joint is not None
-
-    @property
-    def loss_scale(self) -> float | None:
-        """The factor of fp16 loss scaling, or None where there is none. Waits for the device."""
-        return self._numerics.scaler.get_scale() if self._numerics.scaler else None
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -147,6 +153,7 @@ class Replica:
         """Go on with the loss scale that `scaler_state` told. Empty: with that of a beginning."""
         if self._numerics.scaler is not None and state:
             self._numerics.scaler.load_state_dict(dict(state))
+            self.loss_scale = self._numerics.scaler.get_scale()
 
     def flatten(self) -> Buckets:
         """Keep the gradients in buckets from now on, and return these.
@@ -158,6 +165,14 @@ class Replica:
         self._buckets = Buckets(trained, self._numerics.leaves())
         self._undo.callback(self._buckets.close)
         return self._buckets
+
+    def guard_outside_gradients(self) -> None:
+        """From now on what the loss uses beside the model and the optimizer has the gradients that a
+        plain loop would leave. For steps that are committed or dropped; and not where other replicas
+        of this process, in threads of their own, have the same loss."""
+        # What a divided model computes with is made anew for each pass, and has no gradient to keep.
+        if not any(isinstance(param, DTensor) for param in self.model.parameters()):
+            self._outside_gradients = OutsideGradients(self._with_gradient)
 
     def synchronise(self, exchange: Exchange) -> None:
         """Normalise over ghost batches that are divided over ranks, which meet in `exchange`."""
@@ -234,7 +249,7 @@ class Replica:
         self.phase = "comparison"
         with naming_lost_graphs(), naming_divided(), self._numerics.region():
             return self._joint.compare(
-                self.model, encoded, num_samples, self._with_gradient, self._seed
+                self.model, encoded, num_samples, self._with_gradient, self._gradient_scale
             )
 
     @torch.no_grad()
@@ -246,10 +261,14 @@ class Replica:
         with self._numerics.region():
             return self._joint.evaluate(self.model, encoded, num_samples)
 
-    def _seed(self, total: Tensor) -> Tensor:
-        """The gradient of the loss scaled, by a sum of losses."""
-        seed = torch.full_like(total, self._numerics.gradient_factor)
-        return seed if self._numerics.scaler is None else self._numerics.scaler.scale(seed)
+    def _scaled(self, factor: Tensor) -> Tensor:
+        """`factor`, times the loss scale where there is one."""
+        scaler = self._numerics.scaler
+        return factor if scaler is None else scaler.scale(factor)
+
+    def _gradient_scale(self, like: Tensor) -> Tensor:
+        """What gradients of sums of losses are multiplied by; backward begins with it."""
+        return self._scaled(torch.full_like(like, self._numerics.gradient_factor))
 
     def accumulate(
         self,
@@ -292,12 +311,14 @@ class Replica:
                 returned = self._loss(self.model, batch)
                 if not self._is_loss_known and num_samples > 1:
                     self._is_loss_known = True
-                    warn_of_reduction(self._loss, returned, num_samples)
+                    warn_of_reduction(self._loss_as_given, returned, num_samples)
                 loss = read_loss(returned, lambda: num_samples)
                 del returned  # or backward would hold what the loss has beside its sum
             self.phase = "backward"
             total = widened(loss.sum)
-            seed = self._seed(total)
+            seed = self._gradient_scale(total)
+            if self._outside_gradients is not None:
+                self._outside_gradients.note(total)
             # A pass that is only run because other ranks run one adds nothing.
             total.backward(seed if num_samples else torch.zeros_like(seed))
         return Loss(loss.sum.detach(), loss.weight, loss.metrics)
@@ -337,10 +358,8 @@ class Replica:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if not gradients:
             return None
-        norm = norm_of(own or _values(gradients), wide=True) / self._numerics.gradient_factor
-        if self._numerics.scaler is not None:
-            norm = norm / self._numerics.scaler.scale(torch.ones_like(norm))
-        return norm
+        norm = norm_of(own or _values(gradients), wide=True)
+        return norm / self._gradient_scale(norm)
 
     def finish(self, total_weight: float, clip_norm: float | None) -> Tensor:
         """Turn summed gradients into those of the mean over the global batch, in place.
@@ -355,6 +374,9 @@ class Replica:
             self._numerics.scaler.unscale_(self.updater)  # pyright: ignore[reportArgumentType]
         gradients = [_own(p.grad) for p in self.parameters if p.grad is not None]
         divisor = total_weight * self._numerics.gradient_factor
+        if self._outside_gradients is not None:
+            whole = torch.full((), divisor, dtype=torch.float64, device=gradients[0].device)
+            self._outside_gradients.divide(self._scaled(whole))
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             torch._foreach_div_(gradients, divisor)  # else the norm might leave the range
             divisor = 1.0
@@ -377,13 +399,16 @@ class Replica:
         if scaler is None or not self._has_gradients:  # a scaler takes that for a mistake
             self.updater.step()
         else:
-            before = scaler.get_scale()
             scaler.step(self.updater)  # pyright: ignore[reportArgumentType]
             scaler.update()
-            if scaler.get_scale() < before:
+            # Read here alone, since that waits for the device.
+            before, self.loss_scale = self.loss_scale, scaler.get_scale()
+            if before is not None and self.loss_scale < before:
                 self.drop()
                 return False
         self._numerics.publish()
+        if self._outside_gradients is not None:
+            self._outside_gradients.keep()
         self.drop()
         return True
 
@@ -433,6 +458,8 @@ class Replica:
         self._outside.begin_step()
         for param in self._with_gradient:
             param.grad = None
+        if self._outside_gradients is not None:
+            self._outside_gradients.drop()
         if self._buckets is not None:
             self._buckets.drop()
 

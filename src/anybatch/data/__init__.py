@@ -3,7 +3,6 @@
 May import errors, units and task, and torch; knows no model, no plan and no rank but as a number.
 """
 
-from anybatch.data.ahead import on_device as on_device
 from anybatch.data.collation import Collate as Collate
 from anybatch.data.cut import divided_ghosts as divided_ghosts
 from anybatch.data.cut import ghosts as ghosts
@@ -44,6 +43,7 @@ from anybatch.data.opening import steps_of as steps_of
 from anybatch.data.order import Order as Order
 from anybatch.data.order import mix as mix
 from anybatch.data.order import permutation as permutation
+from anybatch.data.prefetch import on_device as on_device
 from anybatch.data.resize import resized as resized
 from anybatch.data.schedule import Span as Span
 from anybatch.data.schedule import Steps as Steps

@@ -145,9 +145,9 @@ def ordered(seed: int, lengths: Tensor, steps: Steps, shuffle: bool) -> Order:
     return Order(seed, len(lengths), shuffle, partial(longest_first, lengths, steps))
 
 
-def lengths_of_step(step: int, lengths: Tensor, steps: Steps, order: Order) -> np.ndarray:
+def lengths_of_step(index: int, lengths: Tensor, steps: Steps, order: Order) -> np.ndarray:
     """Those of its samples, as they stand in `order`."""
-    return torch.cat([lengths[order.indices(*span)] for span in steps.samples_of(step)]).numpy()
+    return torch.cat([lengths[order.indices(*span)] for span in steps.samples_of(index)]).numpy()
 
 
 def share_by_length(

@@ -1,12 +1,13 @@
 """Loader: the micro-batches of each global step, for map-style data sets.
 
-    begin(step, cut)   from here on, this rank takes of each step what `cut` says
+    begin(index, cut)  from this step on, this rank takes of each step what `cut` says
     next_step()        the next global step, or None when training is over
     redo(cut, gaps)    the step just given once more, cut differently: the same samples, or all of them
                        but those that turned out bad
     commit()           the step is done (a stream lets go of its samples; here nothing is held)
 
-It holds positions and indices, never samples, so a global batch may be as large as it likes.
+It holds positions and indices, never samples, so a global batch may be as large as it likes. Which step
+is meant is told by its index, as to `Steps`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from anybatch.data.order import Order
 from anybatch.data.schedule import Steps
 from anybatch.data.workers import Beside, WorkerPool
 from anybatch.errors import InputError
+from anybatch.events import step_number
 
 Cut = Callable[[Extent], Sequence[range]]
 """From the samples that a global step has to the micro-batches of this rank: ranges of these samples,
@@ -41,7 +43,7 @@ class StepData:
     """One global step as this rank sees it.
 
     Attributes:
-        step: its number, from 0.
+        index: the number of steps before it.
         epoch: the epoch in which it starts.
         first_sample: samples of all ranks in the steps before it.
         num_samples: samples of all ranks that this step takes from the order.
@@ -53,7 +55,7 @@ class StepData:
         gaps: positions of those that are, in order.
     """
 
-    step: int
+    index: int
     epoch: int
     first_sample: int
     num_samples: int
@@ -133,7 +135,7 @@ class Loader:
         self._gaps: Sequence[int] = ()  # in the step that is given next, or was given last
         self._life = 0  # counts beginnings, so that iterators of an earlier one are known as stale
         self._current: StepData | None = None
-        # The (step, number) of the micro-batch that the workers give next; None: not started.
+        # The micro-batch that the workers give next: the step's index, its own; None: not started.
         self._ahead: tuple[int, int] | None = None
 
     @property
@@ -141,9 +143,9 @@ class Loader:
         """Whether `num_workers` processes would load samples: not those that lie in memory."""
         return isinstance(self._fetch, SampleFetch)
 
-    def begin(self, first_step: int, cut: Cut) -> None:
-        """Makes `first_step` the next one, under `cut`; discards what was fetched ahead."""
-        self._next, self._cut = first_step, cut
+    def begin(self, index: int, cut: Cut) -> None:
+        """Makes the step `index` the next one, under `cut`; discards what was fetched ahead."""
+        self._next, self._cut = index, cut
         self._gaps = ()
         self._life += 1
         self._ahead = None
@@ -154,25 +156,25 @@ class Loader:
 
     def _given(self, gaps: Sequence[int]) -> StepData | None:
         if self._cut is None:
-            raise InputError("the loader has not begun: call begin(first_step, cut) first.")
-        step, steps = self._next, self._steps
-        first_sample = steps.samples_before(step)
-        num_samples = steps.samples_before(step + 1) - first_sample
+            raise InputError("the loader has not begun: call begin(index, cut) first.")
+        index, steps = self._next, self._steps
+        first_sample = steps.samples_before(index)
+        num_samples = steps.samples_before(index + 1) - first_sample
         if not num_samples:
             return None
         self._next += 1
         self._gaps = gaps
-        extent = self.extent(step, gaps)
+        extent = self.extent(index, gaps)
         ranges = self._cut(extent)
         self._current = StepData(
-            step=step,
-            epoch=steps.epoch_of(step),
+            index=index,
+            epoch=steps.epoch_of(index),
             first_sample=first_sample,
             num_samples=num_samples,
-            epoch_end=steps.is_epoch_end(step),
-            next_epoch=steps.epoch_of(step + 1),
+            epoch_end=steps.is_epoch_end(index),
+            next_epoch=steps.epoch_of(index + 1),
             ranges=ranges,
-            micro_batches=self._micro_batches(step, first_sample, ranges, self._life),
+            micro_batches=self._micro_batches(index, first_sample, ranges, self._life),
             extent=extent,
             gaps=gaps,
         )
@@ -183,16 +185,16 @@ class Loader:
         the samples at the positions `gaps` (in order) of its global batch."""
         if self._current is None:
             raise InputError("there is no step to redo: call next_step() first.")
-        self.begin(self._current.step, cut)
+        self.begin(self._current.index, cut)
         data = self._given(gaps)
         assert data is not None  # it was there before
         return data
 
-    def extent(self, step: int, gaps: Sequence[int] = ()) -> Extent:
-        """The samples of `step` without those at the positions `gaps`, of all ranks."""
+    def extent(self, index: int, gaps: Sequence[int] = ()) -> Extent:
+        """The samples of the step `index` without those at the positions `gaps`, of all ranks."""
         if self._lengths is None:
-            return Extent(self._steps.num_samples_of(step) - len(gaps))
-        lengths = lengths_of_step(step, self._lengths, self._steps, self._order)
+            return Extent(self._steps.num_samples_of(index) - len(gaps))
+        lengths = lengths_of_step(index, self._lengths, self._steps, self._order)
         return Extent(len(lengths) - len(gaps), np.delete(lengths, list(gaps)) if gaps else lengths)
 
     def commit(self) -> None:
@@ -210,7 +212,7 @@ class Loader:
         if self._current is None:
             return []
         pieces = self._request(self._current.first_sample, part, self._gaps)
-        names = [(piece.epoch, index) for piece in pieces for index in piece.indices.tolist()]
+        names = [(piece.epoch, sample) for piece in pieces for sample in piece.indices.tolist()]
         places = positions(part, self._gaps)
         return [Place(at, *name) for at, name in zip(places, names, strict=True)]
 
@@ -228,27 +230,27 @@ class Loader:
             self._workers.close()
 
     def _micro_batches(
-        self, step: int, first_sample: int, ranges: Sequence[range], life: int
+        self, index: int, first_sample: int, ranges: Sequence[range], life: int
     ) -> Iterator[Any]:
         survey = Survey(self._find_all)
         for number, part in enumerate(ranges):
             if life != self._life:
                 raise InputError(
-                    f"step {step} has been begun anew: take the micro-batches of the newer"
-                    " StepData."
+                    f"step {step_number(index)} has been begun anew: take the micro-batches of the"
+                    " newer StepData."
                 )
             if self._workers is None:
                 ask = partial(self._fetch, self._request(first_sample, part, self._gaps))
             else:
-                ask = partial(self._from_workers, self._workers, step, number, len(ranges))
+                ask = partial(self._from_workers, self._workers, index, number, len(ranges))
             yield from survey.fetched(ask, positions(part, self._gaps))
         survey.finish()
 
-    def _from_workers(self, workers: WorkerPool, step: int, number: int, count: int) -> Any:
-        if self._ahead != (step, number):  # the first one, or a step was left before its end
-            self._ahead = step, number
+    def _from_workers(self, workers: WorkerPool, index: int, number: int, count: int) -> Any:
+        if self._ahead != (index, number):  # the first one, or a step was left before its end
+            self._ahead = index, number
             workers.restart()
-        after = (step, number + 1) if number + 1 < count else self._first_after(step)
+        after = (index, number + 1) if number + 1 < count else self._first_after(index)
         try:
             batch = workers.next()
         except BadSamples:  # the workers go on
@@ -260,36 +262,37 @@ class Loader:
         self._ahead = after
         return batch
 
-    def _first_after(self, step: int) -> tuple[int, int]:
-        """The first micro-batch after `step` that this rank has: steps without any are skipped."""
-        for _step, _ in self._steps_from(step + 1):
-            return _step, 0
-        return step + 1, 0
+    def _first_after(self, index: int) -> tuple[int, int]:
+        """The first micro-batch after the step `index` that this rank has: steps without any are
+        skipped."""
+        for later, _ in self._steps_from(index + 1):
+            return later, 0
+        return index + 1, 0
 
     def _requests_ahead(self) -> Iterator[Request]:
         """From the micro-batch at `_ahead` to the end of training."""
         if self._ahead is None:
             return
-        step, skipped = self._ahead
-        for later, ranges in self._steps_from(step):
+        first, skipped = self._ahead
+        for later, ranges in self._steps_from(first):
             first_sample = self._steps.samples_before(later)
             gaps = self._gaps_of(later)
-            for part in ranges[skipped:] if later == step else ranges:
+            for part in ranges[skipped:] if later == first else ranges:
                 yield self._request(first_sample, part, gaps)
 
-    def _steps_from(self, step: int) -> Iterator[tuple[int, Sequence[range]]]:
-        """The steps from `step` on in which this rank has micro-batches."""
+    def _steps_from(self, index: int) -> Iterator[tuple[int, Sequence[range]]]:
+        """The steps from `index` on in which this rank has micro-batches."""
         cut, total = self._cut, self._steps.total_steps
         if cut is None or total is None:
             return
-        for later in range(step, total):
+        for later in range(index, total):
             ranges = cut(self.extent(later, self._gaps_of(later)))
             if ranges:
                 yield later, ranges
 
-    def _gaps_of(self, step: int) -> Sequence[int]:
-        """What is left out of `step`: of later ones than the current nothing is known yet."""
-        return self._gaps if self._current is not None and self._current.step == step else ()
+    def _gaps_of(self, index: int) -> Sequence[int]:
+        """What is left out of the step `index`: of later ones than the current nothing is known yet."""
+        return self._gaps if self._current is not None and self._current.index == index else ()
 
     def _request(self, first_sample: int, part: range, gaps: Sequence[int]) -> Request:
         """The samples `part` of the global batch that starts at `first_sample`, without `gaps`."""

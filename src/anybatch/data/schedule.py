@@ -1,5 +1,7 @@
 """Steps: which positions of which epoch make up a global step. Integers only, no data.
 
+A step is given by its index, the number of steps before it.
+
 An epoch offers `epoch_samples` positions (all of them, or with last="drop" those that fill global
 batches). Laid end to end, the epochs form one line; a step is a stretch of that line. With a data
 set of 10 and a global batch of 4:
@@ -102,15 +104,15 @@ class Steps:
             return whole * _ceil(self._length, self.global_batch) + _ceil(rest, self.global_batch)
         return _ceil(total, self.global_batch)
 
-    def samples_before(self, step: int) -> int:
-        """Samples that steps 0 to `step` (exclusive) take, over all ranks."""
+    def samples_before(self, index: int) -> int:
+        """Samples that the steps before `index` take, over all ranks."""
         total = self.total_samples
-        start = self._start(step)
+        start = self._start(index)
         return start if total is None else min(start, total)
 
-    def samples_of(self, step: int) -> tuple[Span, ...]:
-        """The positions that `step` takes, in order; none from `total_steps` on."""
-        return self.spans(self.samples_before(step), self.samples_before(step + 1))
+    def samples_of(self, index: int) -> tuple[Span, ...]:
+        """The positions that the step `index` takes, in order; none from `total_steps` on."""
+        return self.spans(self.samples_before(index), self.samples_before(index + 1))
 
     def spans(self, start: int, stop: int) -> tuple[Span, ...]:
         """Samples `start` to `stop` of the whole training, by epoch."""
@@ -122,30 +124,30 @@ class Steps:
             start += taken
         return tuple(spans)
 
-    def num_samples_of(self, step: int) -> int:
-        """Samples that `step` takes, over all ranks."""
-        return self.samples_before(step + 1) - self.samples_before(step)
+    def num_samples_of(self, index: int) -> int:
+        """Samples that the step `index` takes, over all ranks."""
+        return self.samples_before(index + 1) - self.samples_before(index)
 
     @cached_property
     def first_of_one(self) -> int | None:
-        """The first step of a single sample; None if there is none, or if that is not known before a
-        stream is read."""
+        """The index of the first step of a single sample; None if there is none, or if that is not
+        known before a stream is read."""
         total = self.total_steps
         if self.num_samples is None or total is None:
             return 0 if self.global_batch == 1 else None
         # Only the last step of an epoch, and that of the training, may be smaller than the others.
         places = {0, _ceil(self._length, self.global_batch) - 1, total - 1}
-        found = [step for step in places if step < total and self.num_samples_of(step) == 1]
+        found = [index for index in places if index < total and self.num_samples_of(index) == 1]
         return min(found, default=None)
 
-    def epoch_of(self, step: int) -> int:
-        """The epoch in which `step` starts."""
-        return self.samples_before(step) // self.epoch_samples
+    def epoch_of(self, index: int) -> int:
+        """The epoch in which the step `index` starts."""
+        return self.samples_before(index) // self.epoch_samples
 
-    def is_epoch_end(self, step: int) -> bool:
-        """Whether `step` takes the last sample (that is used) of an epoch."""
-        ends = self.samples_before(step + 1) // self.epoch_samples
-        return ends > self.epoch_of(step)
+    def is_epoch_end(self, index: int) -> bool:
+        """Whether the step `index` takes the last sample (that is used) of an epoch."""
+        ends = self.samples_before(index + 1) // self.epoch_samples
+        return ends > self.epoch_of(index)
 
     @property
     def _length(self) -> int:
@@ -156,12 +158,12 @@ class Steps:
             )
         return self.num_samples
 
-    def _start(self, step: int) -> int:
-        """Where `step` starts if training had no end."""
+    def _start(self, index: int) -> int:
+        """Where the step `index` starts if training had no end."""
         if self.last != "keep":
-            return step * self.global_batch
-        epoch, step_of_epoch = divmod(step, _ceil(self._length, self.global_batch))
-        return epoch * self._length + step_of_epoch * self.global_batch
+            return index * self.global_batch
+        epoch, index_in_epoch = divmod(index, _ceil(self._length, self.global_batch))
+        return epoch * self._length + index_in_epoch * self.global_batch
 
 
 def _ceil(count: int, size: int) -> int:

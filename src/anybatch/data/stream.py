@@ -28,6 +28,7 @@ from anybatch.data.loader import Cut, StepData
 from anybatch.data.order import mix
 from anybatch.data.schedule import Span, Steps
 from anybatch.errors import DataError, InputError
+from anybatch.events import step_number
 from anybatch.oom import is_memory_error
 
 
@@ -35,7 +36,7 @@ from anybatch.oom import is_memory_error
 class _Held:
     """A global batch of samples, and where in the stream they come from."""
 
-    step: int
+    index: int  # of the step
     first_sample: int
     samples: list[Any]
     spans: list[Span]
@@ -86,9 +87,9 @@ class StreamLoader:
         """Never: a stream is read by the ranks themselves, in its order."""
         return False
 
-    def begin(self, first_step: int, cut: Cut) -> None:
-        """Makes `first_step` the next one, under `cut`."""
-        self._next, self._cut = first_step, cut
+    def begin(self, index: int, cut: Cut) -> None:
+        """Makes the step `index` the next one, under `cut`."""
+        self._next, self._cut = index, cut
         self._life += 1
 
     def next_step(self) -> StepData | None:
@@ -100,16 +101,16 @@ class StreamLoader:
 
     def _given(self, gaps: Sequence[int]) -> StepData | None:
         if self._cut is None:
-            raise InputError("the loader has not begun: call begin(first_step, cut) first.")
+            raise InputError("the loader has not begun: call begin(index, cut) first.")
         held = self._read(self._next)
         if held is None:
             return None
         self._next += 1
         self._gaps = gaps
-        extent = self.extent(held.step, gaps)
+        extent = self.extent(held.index, gaps)
         ranges = self._cut(extent)
         return StepData(
-            step=held.step,
+            index=held.index,
             epoch=held.spans[0].epoch,
             first_sample=held.first_sample,
             num_samples=len(held.samples),
@@ -126,15 +127,15 @@ class StreamLoader:
         the samples at the positions `gaps` (in order) of its global batch."""
         if self._held is None:
             raise InputError("there is no step to redo: none is held since the last commit().")
-        self.begin(self._held.step, cut)
+        self.begin(self._held.index, cut)
         data = self._given(gaps)
         assert data is not None  # it is held
         return data
 
-    def extent(self, step: int, gaps: Sequence[int] = ()) -> Extent:
-        """The samples of `step`, which is held, without those at the positions `gaps`."""
+    def extent(self, index: int, gaps: Sequence[int] = ()) -> Extent:
+        """The samples of the step `index`, which is held, without those at the positions `gaps`."""
         assert self._held is not None
-        assert self._held.step == step
+        assert self._held.index == index
         return Extent(len(self._held.samples) - len(gaps))
 
     def commit(self) -> None:
@@ -165,13 +166,13 @@ class StreamLoader:
     def _new_reader(self) -> _Reader:
         return _Reader(self._dataset, self._steps, self._seed, self._find_all)
 
-    def _read(self, step: int) -> _Held | None:
-        if self._held is not None and self._held.step == step:
+    def _read(self, index: int) -> _Held | None:
+        if self._held is not None and self._held.index == index:
             return self._held
-        if self._reader.next_step > step:
+        if self._reader.next_index > index:
             self._reader = self._new_reader()
         self._held = None  # before the next is read: two would double the memory
-        while self._reader.next_step < step:
+        while self._reader.next_index < index:
             if self._reader.read() is None:
                 return None
         self._held = self._reader.read()
@@ -182,8 +183,8 @@ class StreamLoader:
         for part in ranges:
             if life != self._life:
                 raise InputError(
-                    f"step {held.step} has been begun anew: take the micro-batches of the newer"
-                    " StepData."
+                    f"step {step_number(held.index)} has been begun anew: take the micro-batches of"
+                    " the newer StepData."
                 )
             places = _places(held.spans, part, self._gaps)
             positions = [place.position for place in places]
@@ -214,7 +215,7 @@ class _Reader:
         self._steps = steps
         self._seed = seed
         self._past_errors = past_errors
-        self.next_step = 0
+        self.next_index = 0  # of a step
         self._taken = 0  # samples in the steps so far
         self._epoch = -1
         self._samples: Iterator[Any] | None = None  # of this epoch; None between epochs
@@ -226,7 +227,7 @@ class _Reader:
     def read(self) -> _Held | None:
         """The next step; None when training is over."""
         steps = self._steps
-        if steps.steps is not None and self.next_step >= steps.steps:
+        if steps.steps is not None and self.next_index >= steps.steps:
             return None
         with Borrowed():
             return self._assembled()
@@ -250,8 +251,8 @@ class _Reader:
                     break
         if not samples:
             return None
-        held = _Held(self.next_step, self._taken, samples, spans, epoch_end, next_epoch)
-        self.next_step += 1
+        held = _Held(self.next_index, self._taken, samples, spans, epoch_end, next_epoch)
+        self.next_index += 1
         self._taken += len(samples)
         return held
 

@@ -8,6 +8,7 @@ from anybatch.engine.evaluation import Together as Together
 from anybatch.engine.garbage import SetAside as SetAside
 from anybatch.engine.learning_rate import LearningRate as LearningRate
 from anybatch.engine.limit import Limit as Limit
+from anybatch.engine.limit import at_work as at_work
 from anybatch.engine.limit import held_bytes as held_bytes
 from anybatch.engine.limit import make_limit as make_limit
 from anybatch.engine.limit import uncounted as uncounted
@@ -25,5 +26,6 @@ from anybatch.engine.straggler import Stragglers as Stragglers
 from anybatch.engine.transaction import Transactions as Transactions
 from anybatch.engine.transaction import to_reserve as to_reserve
 from anybatch.engine.trial import Trial as Trial
+from anybatch.engine.waiting import Waiting as Waiting
 from anybatch.engine.watchdog import Watchdog as Watchdog
 from anybatch.engine.watchdog import checked_seconds as checked_seconds

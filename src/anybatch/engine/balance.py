@@ -9,6 +9,7 @@ in a row, since every change is a new cut of the data.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 _APART = 1.1
 """The slowest rank has to take this much longer than the fastest before shares are changed."""
@@ -24,6 +25,20 @@ Cut = Callable[[Sequence[float]], Sequence[int]]
 """From shares to what each rank has to do of the step at hand: samples, or their total length."""
 
 
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """New shares.
+
+    Attributes:
+        shares: the ranks' speeds.
+        seconds: that each rank takes under those so far, in the middle of the steps that were watched;
+            0 without a part.
+    """
+
+    shares: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
 class Balance:
     """Watches the steps of a run and proposes shares."""
 
@@ -32,8 +47,8 @@ class Balance:
 
     def observe(
         self, cut: Cut, shares: Sequence[float], seconds: Sequence[float]
-    ) -> tuple[float, ...] | None:
-        """Take in one step; new shares (the ranks' speeds), or None to leave them.
+    ) -> Proposal | None:
+        """Take in one step; None: leave the shares.
 
         Args:
             cut: of the step.
@@ -55,10 +70,10 @@ class Balance:
         middle = [sorted(column)[_PATIENCE // 2] for column in zip(*self._speeds, strict=True)]
         self._speeds.clear()
         after = tuple(float(f"{speed:.3g}") for speed in middle)
-        now, then = (_longest(each, middle) for each in (amounts, cut(after)))
-        return after if now >= _PAYS * then else None
+        now, then = (_seconds(each, middle) for each in (amounts, cut(after)))
+        return Proposal(after, now) if max(now) >= _PAYS * max(then) else None
 
 
-def _longest(amounts: Sequence[int], speeds: Sequence[float]) -> float:
-    """Seconds of the slowest rank."""
-    return max(n / speed for n, speed in zip(amounts, speeds, strict=True) if speed)
+def _seconds(amounts: Sequence[int], speeds: Sequence[float]) -> tuple[float, ...]:
+    """Of each rank."""
+    return tuple(n / speed if speed else 0.0 for n, speed in zip(amounts, speeds, strict=True))

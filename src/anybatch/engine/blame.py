@@ -25,7 +25,7 @@ from anybatch.compute.modes import evaluating
 from anybatch.data import Bad, Place
 from anybatch.engine.source import Source
 from anybatch.parallel import Group
-from anybatch.parallel.told import first_line
+from anybatch.parallel.failures import first_line
 from anybatch.task import JointLoss, LossFunction
 
 

@@ -39,7 +39,7 @@ from anybatch.engine.trial import (
     tried_amount,
     typical,
 )
-from anybatch.events import CompileDecided, Sink
+from anybatch.events import CompileDecided, Sink, step_number
 from anybatch.parallel import Group
 from anybatch.plans import Plan
 from anybatch.units import format_bytes, format_seconds
@@ -97,30 +97,31 @@ class CompileTrial:
         self._sink = sink
         self.was_made: bool = False
 
-    def run(self, step: int, source: Source) -> Plan:
+    def run(self, index: int, source: Source) -> Plan:
         """The plan to follow, the same on all ranks: it says whether blocks are compiled. The engine
         follows it already.
 
         Args:
-            step: number of the step that comes next.
+            index: of the step that comes next: the number of those before it.
             source: its samples.
 
         Raises `PeerLost` if another rank is gone.
         """
+        step = step_number(index)
         against = self._unfit() or too_short(self._plan, self._num_steps) or self._missing()
         if against:
             return self._decided(step, compiled=False, reason=against)
         begun, self.was_made = time.perf_counter(), True
-        mine = self._tried(step, source)
+        mine = self._tried(index, source)
         gc.collect()  # a compiler leaves its graphs behind, in circles
         everyone = self._exchanged(mine if self._plan.shares[self._group.rank] else None)
         return self._judged(step, everyone, time.perf_counter() - begun)
 
-    def keep(self, step: int, compiled: bool) -> Plan:
+    def keep(self, index: int, compiled: bool) -> Plan:
         """As `run`, where the run has decided before it was stopped and resumed."""
         against = (self._held() or self._missing()) if compiled else ""
         reason = against or "that was decided before the run was resumed"
-        return self._decided(step, compiled and not against, reason)
+        return self._decided(step_number(index), compiled and not against, reason)
 
     def _unfit(self) -> str:
         """What in the plan speaks against a trial, or against compiling."""
@@ -139,12 +140,12 @@ class CompileTrial:
         everyone = self._exchanged(kernel_choices.missing(self._device) or None)
         return self._on_ranks(everyone)
 
-    def _tried(self, step: int, source: Source) -> _Found:
+    def _tried(self, index: int, source: Source) -> _Found:
         plain: list[float] = []
         compiled: list[float] = []
         for number in range(1 + ROUNDS):
             for ways, seconds in ((False, plain), (True, compiled)):
-                found = self._passes(step, source, ways)
+                found = self._passes(index, source, ways)
                 if isinstance(found, str):
                     return _Found(tuple(plain), tuple(compiled), found)
                 if number > 0:
@@ -153,14 +154,14 @@ class CompileTrial:
                 break
         return _Found(tuple(plain), tuple(compiled), "")
 
-    def _passes(self, step: int, source: Source, compiled: bool) -> float | str:
+    def _passes(self, index: int, source: Source, compiled: bool) -> float | str:
         """Seconds as `Rehearsed` has them; or why compiling does not come to anything."""
         choice, budget = self._plan.choice, self._plan.budget_bytes
         kernels = self._plan.kernels.model_copy(update={"compile": compiled})
         most = -(-tried_amount(self._plan, [choice]) // choice.micro_batch)
         how = "compiled" if compiled else "uncompiled"
         try:
-            found = self._engine.rehearsal.run(step, source, choice, choice, most, kernels)
+            found = self._engine.rehearsal.run(index, source, choice, choice, most, kernels)
         except (
             Exception
         ) as error:  # what is not of the compiler the step itself will meet, and tell

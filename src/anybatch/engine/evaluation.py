@@ -22,20 +22,20 @@ from anybatch.compute.joint import tensors_in, with_tensors
 from anybatch.compute.modes import evaluating
 from anybatch.data import Bad, BadSamples, to_device
 from anybatch.data.evaluation import join, turns
-from anybatch.engine.bench import Bench
+from anybatch.engine.headroom import Crossing
 from anybatch.engine.ladder import BatchLadder
 from anybatch.engine.limit import Limit
 from anybatch.engine.meter import Meter
 from anybatch.engine.outcome import by_rank
-from anybatch.engine.room import Crossing
 from anybatch.engine.scores import Scores
 from anybatch.engine.sentences import nothing_leaner
+from anybatch.engine.step_thread import StepThread
 from anybatch.engine.totals import Means, Names, Totals
 from anybatch.errors import AnybatchError, LossError, NoPlanFits
 from anybatch.events import Replanned, Sink
 from anybatch.metrics import Metrics
 from anybatch.parallel import Agreed, Group, PassAbandoned
-from anybatch.parallel.told import Told, first_error, memory_events
+from anybatch.parallel.failures import RankReport, first_error, memory_events
 from anybatch.plans import Plan
 from anybatch.task import Loss, LossFunction, MetricFunction, MetricsOfTask, several
 
@@ -102,7 +102,7 @@ class Evaluation:
         replica: the model.
         group: the ranks.
         device: of the replica.
-        bench: where steps are computed.
+        thread: where steps are computed.
         crossing: around what ranks do together.
         limit: the memory budget, entered.
         meter: of the memory in use.
@@ -117,7 +117,7 @@ class Evaluation:
         group: Group,
         *,
         device: torch.device,
-        bench: Bench,
+        thread: StepThread,
         crossing: Crossing,
         limit: Limit,
         meter: Meter,
@@ -128,7 +128,7 @@ class Evaluation:
         self._replica = replica
         self._group = group
         self._device = device
-        self._bench = bench
+        self._thread = thread
         self._limit = limit
         self._meter = meter
         self._sink = sink
@@ -183,7 +183,7 @@ class Evaluation:
             self._ladder.evaluated()
             return Measured(means.loss, _merged(named), int(sum(agreed.notes))), plan
 
-    def _compared(self, mine: Any, together: Together) -> Means | list[Told]:
+    def _compared(self, mine: Any, together: Together) -> Means | list[RankReport]:
         """Means of a joint loss over the samples of all ranks, of which `mine` are encoded by this one;
         or what each has to tell, if memory ran out on one."""
         everyone, failed = self._joined(mine, together.interleaved)
@@ -233,10 +233,10 @@ class Evaluation:
                     return joined, plan
             plan = self._make_room(plan, step, found)
 
-    def _joined(self, mine: Any, interleaved: bool) -> tuple[Any, list[Told]]:
+    def _joined(self, mine: Any, interleaved: bool) -> tuple[Any, list[RankReport]]:
         """The outputs of all ranks in one; or, if memory ran out on one, what each has to tell."""
         joined: Any = None
-        told = Told()
+        told = RankReport()
         wrong: Exception | None = None
         with self._crossing.open():
             everyone = self._group.exchange(mine)
@@ -268,10 +268,10 @@ class Evaluation:
         done, given = 0, plan
         ladder = self._ladder if self._group.size == 1 else BatchLadder()
         while True:
-            told = Told()
+            told = RankReport()
             try:
                 for batch, num_samples in batches(plan.choice.evaluation_batch, done):
-                    result = self._bench.run(partial(self._output, output, batch))
+                    result = self._thread.run(partial(self._output, output, batch))
                     done += num_samples
                     del batch
                     yield result, plan if self._group.size == 1 else given
@@ -284,7 +284,7 @@ class Evaluation:
 
     def _attempt(
         self, work: Callable[[], _Part], skips: bool = False, phase: str = "evaluation"
-    ) -> tuple[_Part, Agreed] | list[Told]:
+    ) -> tuple[_Part, Agreed] | list[RankReport]:
         """One try, on all ranks: this rank's part and what they agreed on, or what each has to tell, of
         which one at least ran out of memory, or found bad samples that it `skips`.
 
@@ -292,13 +292,13 @@ class Evaluation:
         """
         group = self._group
         part: _Part | None = None
-        told = Told()
+        told = RankReport()
         wrong: Exception | None = None
         if group.lockstep:
             group.begin()
         try:
             self._crossing.reserve()
-            part = self._bench.run(work)
+            part = self._thread.run(work)
         except PassAbandoned:  # another rank failed, and will say so in the vote
             pass
         except Exception as error:
@@ -389,8 +389,8 @@ class Evaluation:
             self._scores = list(map(id, objects)), Scores(objects, self._device, self._group)
         return [one for one in given if not isinstance(one, Metrics)], self._scores[1]
 
-    def _told(self, error: Exception, phase: str) -> Told:
-        return Told.of(error, phase, self._meter)
+    def _told(self, error: Exception, phase: str) -> RankReport:
+        return RankReport.of(error, phase, self._meter)
 
     def _grown(self, plan: Plan, step: int) -> Plan:
         """The plan with the batch that memory ran out with, if it is time to try it again."""
@@ -404,14 +404,14 @@ class Evaluation:
         self,
         plan: Plan,
         step: int,
-        everyone: Sequence[Told],
+        everyone: Sequence[RankReport],
         ladder: BatchLadder | None = None,
     ) -> Plan:
         """The plan with half the batch. `everyone`: the word of all ranks, or of this one alone."""
         size = plan.choice.evaluation_batch
         mine = everyone[self._group.rank if len(everyone) > 1 else 0].failure
         if mine is not None:
-            self._bench.recover(mine, self._limit)
+            self._thread.recover(mine, self._limit)
         found = (ladder or self._ladder).down(size)
         then = "" if found is None else f"evaluation batch {found[0]}"
         for event in memory_events(everyone, step, size, plan, then):

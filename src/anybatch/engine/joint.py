@@ -25,10 +25,10 @@ from anybatch.compute.joint import (
     tensors_in,
     with_tensors,
 )
+from anybatch.engine.headroom import Crossing
 from anybatch.engine.limit import Limit
 from anybatch.engine.randomness import Randomness
 from anybatch.engine.rollback import SavedBuffers
-from anybatch.engine.room import Crossing
 from anybatch.engine.source import MicroBatch, Source
 from anybatch.parallel import Group, PassAbandoned
 from anybatch.parallel.rows import all_rows
@@ -76,9 +76,10 @@ class JointPasses:
                 self._all_rows(None)
 
     def of(
-        self, step: int, source: Source, choice: Choice, naming: Naming
+        self, index: int, source: Source, choice: Choice, naming: Naming
     ) -> Iterator[tuple[MicroBatch, Ask | None]]:
-        """The micro-batches of a step, each with whom to ask for its share; see `Replica.accumulate`.
+        """The micro-batches of the step `index`, each with whom to ask for its share; see
+        `Replica.accumulate`.
 
         Raises what `Replica.encode`, `Replica.compare` and `all_rows` raise.
         """
@@ -95,8 +96,8 @@ class JointPasses:
         del first
         for number, micro in enumerate(micros):
             if micro.grain is not None:
-                self._randomness.begin_grain(step, micro.grain)
-            self._randomness.begin_pass(step, number)
+                self._randomness.begin_grain(index, micro.grain)
+            self._randomness.begin_pass(index, number)
             with naming(number), self._limit.first_pass(("encoding", choice.kind), micro.batch):
                 encoded = self._replica.encode(micro.batch, micro.num_samples, micro.ghosts)
                 rows.add(encoded, micro.num_samples)
@@ -108,7 +109,7 @@ class JointPasses:
         comparison, start = self._compare(rows.taken())
         self._buffers.put_back()
         for number, micro in enumerate(source.once_more()):
-            self._randomness.begin_pass(step, number)
+            self._randomness.begin_pass(index, number)
             if micro.num_samples:
                 share = comparison.share(start, start + micro.num_samples)
                 start += micro.num_samples

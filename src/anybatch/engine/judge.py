@@ -16,8 +16,8 @@ from typing import final
 
 from anybatch.compute.lm_loss import wrong_target
 from anybatch.data import Bad, told_samples
+from anybatch.engine.headroom import Crossing
 from anybatch.engine.outcome import Again, PassedOver, by_rank
-from anybatch.engine.room import Crossing
 from anybatch.engine.source import Blame, Source
 from anybatch.engine.totals import Means, Totals
 from anybatch.errors import AnybatchError, LossError
@@ -30,7 +30,7 @@ class Staged:
     """What this rank has staged in one attempt.
 
     Attributes:
-        step: number of the step.
+        step: its number, from 1.
         source: its samples.
         totals: sums over the micro-batches.
         numbers: of the micro-batches that are in the totals, in that order.
@@ -110,11 +110,8 @@ class Judge:
         """What becomes of a gradient whose `norm` is not finite, though its `loss` is. Raises
         `LossError` if that is the end."""
         if self._group.delays:  # by samples that are gone
-            raise LossError(
-                f"the gradient under way in step {staged.step}, that of the step before, has the norm"
-                f" {norm}: a learning rate that is too large, or a division by zero in backward, is the"
-                f" usual cause. It was not applied, and nothing of step {staged.step} was kept."
-            )
+            step = f"step {staged.step}"
+            raise not_applied(norm, f"the step before {step}", f", and nothing of {step} was kept")
         mine: tuple[Bad, ...] = ()
         if self._blame is not None:
             mine = tuple(self._blame.gradients(staged.numbers, staged.source))
@@ -179,6 +176,15 @@ class Judge:
         return _Suspicion(where, bad, wrong or "", every)
 
 
+def not_applied(norm: float, step: str, lost: str = "") -> LossError:
+    """The error of a gradient that crossed while others were computed, and is not finite. `step`: which
+    one's, in words; `lost`: what else has come to nothing."""
+    return LossError(
+        f"the gradient of {step}, which was under way, has the norm {norm}: a learning rate that is too"
+        f" large, or a division by zero in backward, is the usual cause. It was not applied{lost}."
+    )
+
+
 _LEFT_OUT = "bad_data='skip' leaves such samples out. Nothing of the step was kept."
 
 
@@ -193,4 +199,4 @@ def _culprits(found: Sequence[tuple[int, Bad]], num_ranks: int) -> str:
 
 def _too_fast(step: int) -> str:
     """Before the first update the learning rate has done nothing yet."""
-    return "a learning rate that is too large, or " if step else ""
+    return "a learning rate that is too large, or " if step > 1 else ""

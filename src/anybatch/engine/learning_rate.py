@@ -3,35 +3,52 @@
 A schedule is a function of what has been trained, counted over all ranks, so the rate does not depend
 on their number. It is set right before the update, from committed progress alone: a step that is redone
 asks again and gets the same answer.
+
+A scheduler, which may hold any objects, is not saved with a run. What made it what it is can be done
+again at the price of microseconds: so many steps, or of one that goes by measured values, those values.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anybatch.errors import InputError
+from anybatch.events import step_number
 from anybatch.task import Progress, Schedule
 
 
 class LearningRate:
-    """The learning rate of each group, by the task's schedule or by a torch scheduler."""
+    """The learning rate of each group, by the task's schedule or by a torch scheduler.
+
+    Args:
+        optimizer: whose groups have the rates.
+        schedule, scheduler: see `Task`.
+        evaluates: whether there will be evaluations, by which a `ReduceLROnPlateau` goes.
+
+    Attributes:
+        evaluated: losses by which a `ReduceLROnPlateau` has taken its steps.
+
+    Raises `InputError` if `scheduler` returns what cannot be used.
+    """
 
     def __init__(
         self,
         optimizer: Optimizer,
         schedule: Schedule | None = None,
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        evaluates: bool = False,
     ) -> None:
         self._groups = optimizer.param_groups
         self._schedule = schedule
         self._base = [float(group["lr"]) for group in self._groups if "lr" in group]
-        self._scheduler = _checked_scheduler(scheduler(optimizer)) if scheduler else None
+        self._scheduler = _checked_scheduler(scheduler(optimizer), evaluates) if scheduler else None
+        self.evaluated: list[float] = []
 
     @property
     def current(self) -> float:
@@ -42,7 +59,7 @@ class LearningRate:
         """Set the rates of the coming update."""
         if self._schedule is None:
             return
-        factor = _checked_factor(self._schedule(progress), progress)
+        factor = _checked_factor(_asked(self._schedule, progress), progress)
         for group, base in zip(self._groups, self._base, strict=True):
             rate = group["lr"]
             if isinstance(rate, torch.Tensor):
@@ -52,18 +69,34 @@ class LearningRate:
 
     def after_update(self) -> None:
         """Let a torch scheduler take its step."""
-        if self._scheduler is not None:
+        if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step()
 
-    def skip(self, steps: int) -> None:
-        """Go on as after so many steps. A scheduler, which may hold any objects, is not saved: taking
-        its steps again costs microseconds each."""
-        if self._scheduler is None:
-            return
+    def after_evaluation(self, loss: float) -> None:
+        """The same for one that goes by the held-out `loss`."""
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(loss)
+            self.evaluated.append(loss)
+
+    def skip(self, steps: int, evaluated: Sequence[float] = ()) -> None:
+        """Go on as after so many steps, and evaluations with these losses."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the optimizer takes none meanwhile
-            for _ in range(steps):
-                self._scheduler.step()
+            for _ in range(steps if self._scheduler is not None else 0):
+                self.after_update()
+        for loss in evaluated:
+            self.after_evaluation(loss)
+
+
+def _asked(schedule: Schedule, progress: Progress) -> object:
+    try:
+        return schedule(progress)
+    except TypeError as error:  # most often it was written to be called with the optimizer
+        raise InputError(
+            f"the schedule raised TypeError: {error}. It is called with an anybatch.Progress and"
+            " returns the factor for the learning rate; a function that makes a torch scheduler of the"
+            " optimizer is given to the task as scheduler=..."
+        ) from error
 
 
 def _checked_factor(factor: object, progress: Progress) -> float:
@@ -71,21 +104,28 @@ def _checked_factor(factor: object, progress: Progress) -> float:
         factor = float(factor)
     if not isinstance(factor, int | float) or not math.isfinite(factor):
         raise InputError(
-            f"the schedule returned {factor!r} for step {progress.step}: return a finite number, by"
-            " which the learning rate is multiplied."
+            f"the schedule returned {factor!r} for step {step_number(progress.step)} (progress.step is"
+            f" {progress.step}): return a finite number, by which the learning rate is multiplied."
         )
     return float(factor)
 
 
-def _checked_scheduler(scheduler: object) -> LRScheduler:
+def _checked_scheduler(scheduler: object, evaluates: bool) -> LRScheduler:
     if not isinstance(scheduler, LRScheduler):
         raise InputError(
             f"the scheduler function returned a value of type {type(scheduler).__name__}: return a"
             " torch.optim.lr_scheduler.LRScheduler made from the optimizer it was given."
         )
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise InputError(
-            "the scheduler function returned a ReduceLROnPlateau, which wants a measured value at"
-            " each step: give a scheduler that goes by steps, or the task schedule=..."
-        )
+        if not evaluates:
+            raise InputError(
+                "the scheduler function returned a ReduceLROnPlateau, which goes by the loss of"
+                " evaluations, and the task has no held-out data: give it valid=..., or a scheduler"
+                " that goes by steps."
+            )
+        if scheduler.mode != "min":
+            raise InputError(
+                f"the scheduler function returned a ReduceLROnPlateau with mode={scheduler.mode!r}, but"
+                " it goes by the loss of evaluations, which is the lower the better: give mode='min'."
+            )
     return scheduler

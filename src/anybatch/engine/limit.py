@@ -15,8 +15,19 @@ refused memory (see `anybatch.oom`; some kernels then jump to address zero). Ker
 a shape is computed with for the first time. So the first passes of each shape run with the limit
 lifted, and are measured instead: one that went over the budget counts as out of memory all the same.
 
+On CUDA, cuDNN may try its algorithms for a shape when it first meets it. What they take for that, up
+to all that is free, is given back after the pass and not measured: no prediction knows it, no later
+pass needs it, and it gives way to a budget by itself.
+
 A process may hold several budgets, as two `Step`s that take turns do. Each counts what the process has
-taken since it was entered, whoever took it; the strictest holds, and to lift one is to lift all.
+taken since it was entered, whichever of them took it; the strictest holds, and to lift one is to lift
+all.
+
+Between two steps the process is its script's, which evaluates, draws samples, saves: nothing is refused
+there, and what it takes and keeps counts for no budget.
+
+    at work    | step |            | step |                 | evaluation |
+    at rest           | the script |      | the script ... |
 """
 
 from __future__ import annotations
@@ -28,7 +39,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import psutil
@@ -36,8 +47,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch.compute.optimizers import parts_of, warm_up_compiler
+from anybatch.compute.low_bit_optimizers import parts_of, warm_up_compiler
 from anybatch.data import map_leaves
+from anybatch.driver import release_unused
 from anybatch.engine.meter import CpuMeter, CudaMeter, Meter
 from anybatch.engine.process import (
     generated_code_bytes,
@@ -49,7 +61,8 @@ from anybatch.engine.process import (
     status,
     trim,
 )
-from anybatch.engine.strictest import Strictest
+from anybatch.engine.script_bytes import ScriptBytes
+from anybatch.engine.shared_limit import SharedLimit
 from anybatch.mkl import free_product_buffers
 from anybatch.plans import Plan
 from anybatch.units import format_bytes
@@ -75,6 +88,7 @@ class Limit(ABC):
     """
 
     is_ours: bool = False
+    _tuning: _Tuning | None = None  # while cuDNN tries its algorithms
 
     @abstractmethod
     def enter(self) -> Meter:
@@ -89,7 +103,7 @@ class Limit(ABC):
 
         Raises `MemoryError` at the end if the pass went over the budget.
         """
-        return nullcontext()
+        return nullcontext() if self._tuning is None else self._tuning.first_pass(kind, batch)
 
     def lifted(self) -> AbstractContextManager[None]:
         """What is taken inside, and stays, does not count."""
@@ -105,16 +119,44 @@ class Limit(ABC):
         return nullcontext()
 
 
-class Unlimited(Limit):
-    """No budget is held; only measured."""
+class _Tuning:
+    """First passes over shapes for which cuDNN tries its algorithms. `meter`: of the device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, meter: Meter) -> None:
         self._device = device
+        self._meter = meter
+        self._met: set[Hashable] = set()
+
+    def first_pass(self, kind: object, batch: Any) -> AbstractContextManager[None]:
+        """See `Limit`."""
+        shape = kind, shapes_of(batch)
+        if shape in self._met:
+            return nullcontext()
+        self._met.add(shape)
+        return self._unmeasured()
+
+    @contextmanager
+    def _unmeasured(self) -> Iterator[None]:
+        with self._meter.aside():
+            try:
+                yield
+            finally:
+                release_unused(self._device)
+
+
+class Unlimited(Limit):
+    """No budget is held; only measured. `tunes`: cuDNN tries its algorithms."""
+
+    def __init__(self, device: torch.device, tunes: bool = False) -> None:
+        self._device = device
+        self._tunes = tunes
 
     def enter(self) -> Meter:
         """See `Limit`."""
         if self._device.type == "cuda":
-            return CudaMeter(self._device)
+            meter = CudaMeter(self._device)
+            self._tuning = _Tuning(self._device, meter) if self._tunes else None
+            return meter
         with uncounted():
             _warm_up_once()
         free_product_buffers()
@@ -126,17 +168,19 @@ class Unlimited(Limit):
 
 
 class CudaLimit(Limit):
-    """Held by torch's caching allocator, as a fraction of the device."""
+    """Held by torch's caching allocator, as a fraction of the device. `tunes`: see `Unlimited`."""
 
-    def __init__(self, device: torch.device, budget_bytes: int) -> None:
+    def __init__(self, device: torch.device, budget_bytes: int, tunes: bool = False) -> None:
         self._device = device
         self._budget = budget_bytes
-        self._fraction: Strictest[CudaLimit] | None = None
+        self._tunes = tunes
+        self._fraction: SharedLimit[CudaLimit] | None = None
 
     def enter(self) -> Meter:
         """See `Limit`."""
         gc.collect()
         meter = CudaMeter(self._device)
+        self._tuning = _Tuning(self._device, meter) if self._tunes else None
         _, total = torch.cuda.mem_get_info(self._device)
         fraction = (self._budget - meter.beside_bytes) / total
         index = self._device.index
@@ -151,13 +195,13 @@ class CudaLimit(Limit):
 
 
 @functools.cache
-def _fraction_of(index: int) -> Strictest[CudaLimit]:
+def _fraction_of(index: int) -> SharedLimit[CudaLimit]:
     """What the allocator may have of the device with that number."""
 
     def write(fraction: float) -> None:
         torch.cuda.set_per_process_memory_fraction(fraction, index)
 
-    return Strictest(lambda: torch.cuda.get_per_process_memory_fraction(index), write)
+    return SharedLimit(lambda: torch.cuda.get_per_process_memory_fraction(index), write)
 
 
 class ProcessLimit(Limit):
@@ -178,10 +222,12 @@ class ProcessLimit(Limit):
         self._spare = 0
         self._beside = self._most_beside = 0  # bytes for other processes: now, and so far
         self._passing = 0  # most addresses without memory that came and went in a pass
+        self._script = ScriptBytes(0)
         self._measured_passes: Counter[Hashable] = Counter()
 
     def enter(self) -> Meter:
         """See `Limit`."""
+        _REST.end()
         with uncounted():
             warm_up()
             free_product_buffers()
@@ -193,13 +239,16 @@ class ProcessLimit(Limit):
         # Room that the heap had before is no part of what training adds.
         self._spare = max(0, held - status("VmRSS"))
         self._meter = CpuMeter(self._counted)
-        self._set(status("VmData") + self._budget - self._counted)
+        there = status("VmData")
+        self._script = ScriptBytes(there)
+        self._set(there + self._budget - self._counted)
         return self._meter
 
     def leave(self) -> None:
         """See `Limit`."""
         _DATA.give_up(self)
         if not _DATA.holders:
+            _REST.end()
             keep_freed_memory()
 
     def first_pass(self, kind: object, batch: Any) -> AbstractContextManager[None]:
@@ -210,8 +259,7 @@ class ProcessLimit(Limit):
     @contextmanager
     def _measured(self, shape: Hashable) -> Iterator[None]:
         self._meter.begin_lap()
-        code, hollow = generated_code_bytes(), hollow_bytes()
-        before = self._meter.used_bytes()
+        code, hollow, beside = generated_code_bytes(), hollow_bytes(), _beside_data()
         with _let_go():
             try:
                 with new_peak_of_addresses():
@@ -227,7 +275,8 @@ class ProcessLimit(Limit):
             # has to fit again.
             used, reached = self._meter.lap_bytes(), status("VmPeak")
             kept = max(0, hollow_bytes() - hollow)
-            _grow(kept, passing=(reached - size) - (used - before) - kept)
+            filled = self._meter.lap_growth() + max(0, _beside_data() - beside)
+            _grow(kept, passing=(reached - size) - filled - kept)
         if used > self._budget + self._spare:
             self._meter.drop_lap()
             raise MemoryError(
@@ -263,14 +312,38 @@ class ProcessLimit(Limit):
         self._most_beside += more
         self._set(self._soft + more)
 
+    def rest(self) -> None:
+        """What is taken from now on is the script's."""
+        self._meter.rest()
+        self._script.rest(status("VmData"))
+
+    def resume(self) -> None:
+        """It is so no more."""
+        self._meter.resume()
+        self._script.resume(status("VmData"))
+        self._set(self._soft)
+
     def _set(self, soft: int) -> None:
         self._soft = soft
-        _DATA.hold(self, soft)
+        _DATA.hold(self, soft + self._script.num_bytes)
+
+
+@contextmanager
+def at_work() -> Iterator[None]:
+    """Around what is done under the budgets that this process is held to, from the first on. May stand
+    inside itself. Between two such blocks nobody is held to any."""
+    with _REST.interrupted():
+        yield
 
 
 def uncounted() -> AbstractContextManager[None]:
     """What is taken inside, and stays, counts for no limit that this process is held to by `Limit`s."""
     return _LIFTED.entered(None if _DATA.before is None else _most())
+
+
+def _beside_data() -> int:
+    """Addresses that count for no limit on data: program files, and what is only set aside."""
+    return status("VmSize") - status("VmData")
 
 
 def _let_go() -> AbstractContextManager[None]:
@@ -335,7 +408,49 @@ class _Region:
                         self._grow(status("VmData") - self._start)
 
 
-_DATA: Strictest[ProcessLimit] = Strictest(_read, _write)
+class _Rest:
+    """The times in which nobody is at work; see `at_work`."""
+
+    def __init__(self) -> None:
+        self._num_at_work = 0
+        self._is_now = False
+        self._limits = ExitStack()  # those that it had before, while this is now
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Around work."""
+        with self._lock:
+            self.end()
+            self._num_at_work += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_at_work -= 1
+                if not self._num_at_work:
+                    self._begin()
+
+    def end(self) -> None:
+        """Somebody is at work, or nobody holds a budget any more."""
+        with self._lock:
+            if self._is_now:
+                self._is_now = False
+                for limit in _DATA.holders:
+                    limit.resume()
+                self._limits.close()
+
+    def _begin(self) -> None:
+        before = _DATA.before
+        if before is not None and _DATA.holders:
+            for limit in _DATA.holders:
+                limit.rest()
+            self._limits.enter_context(_DATA.instead(before))
+            self._is_now = True
+
+
+_DATA: SharedLimit[ProcessLimit] = SharedLimit(_read, _write)
+_REST = _Rest()
 _LIFTED = _Region(lambda taken: _grow(max(0, taken)))
 _BESIDE = _Region(_grow_beside)
 
@@ -349,10 +464,11 @@ def make_limit(plan: Plan, device: torch.device, counted: Iterable[object] = ())
         counted: modules and optimizers that were built before: what they hold is in the process
             already, and in the budget. Anything else in it is passed over.
     """
+    tunes = plan.kernels.autotune and device.type == "cuda"
     if not plan.enforced or plan.budget_bytes is None:
-        return Unlimited(device)
+        return Unlimited(device, tunes)
     if device.type == "cuda":
-        return CudaLimit(device, plan.budget_bytes)
+        return CudaLimit(device, plan.budget_bytes, tunes)
     return ProcessLimit(plan.budget_bytes, held_bytes(counted))
 
 

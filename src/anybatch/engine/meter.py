@@ -11,6 +11,7 @@ import torch
 
 from anybatch.driver import beside_bytes, release_unused
 from anybatch.engine.process import free_in_heap, reset_peak, status
+from anybatch.engine.script_bytes import ScriptBytes
 
 
 class Meter(ABC):
@@ -67,17 +68,31 @@ class CpuMeter(Meter):
         self._process = psutil.Process()
         self._exact = reset_peak()
         self._files = status("RssFile") if self._exact else 0
-        self._baseline = self._process.memory_info().rss - counted_bytes
+        there = self._process.memory_info().rss
+        self._baseline = there - counted_bytes
+        self._script = ScriptBytes(there)
         self._highest = 0
+        self._lap_start = there
 
     def peak_bytes(self) -> int:
         """See `Meter`. Without the kernel's peak: the largest value seen at a call."""
-        self._highest = max(self._highest, self.lap_bytes())
+        if not self._script.rests:
+            self._highest = max(self._highest, self.lap_bytes())
         return self._highest
+
+    def rest(self) -> None:
+        """From now on the process is its script's: what is taken, and kept, does not count."""
+        self.peak_bytes()
+        self._script.rest(self._own_bytes())
+
+    def resume(self) -> None:
+        """It is no more."""
+        self._script.resume(self._own_bytes())
+        reset_peak()
 
     def used_bytes(self) -> int:
         """See `Meter`."""
-        return max(0, self._process.memory_info().rss - self._baseline - self._code_bytes())
+        return max(0, self._own_bytes() - self._baseline - self._script.num_bytes)
 
     def fragmented_bytes(self) -> int | None:
         """See `Meter`: what the heap holds free."""
@@ -87,6 +102,7 @@ class CpuMeter(Meter):
         """See `Meter`."""
         self.peak_bytes()
         reset_peak()
+        self._lap_start = self._own_bytes()
 
     def drop_lap(self) -> None:
         """See `Meter`."""
@@ -94,8 +110,19 @@ class CpuMeter(Meter):
 
     def lap_bytes(self) -> int:
         """See `Meter`."""
-        now = status("VmHWM") if self._exact else self._process.memory_info().rss
-        return max(0, now - self._baseline - self._code_bytes())
+        return max(0, self._most_own_bytes() - self._baseline - self._script.num_bytes)
+
+    def lap_growth(self) -> int:
+        """Most bytes since the lap began beyond those of its begin. These may be fewer than the
+        baseline: what was in the process before, and is given back, is no part of this."""
+        return max(0, self._most_own_bytes() - self._lap_start)
+
+    def _most_own_bytes(self) -> int:
+        """Since the lap began; without the kernel's peak those of now."""
+        return status("VmHWM") - self._code_bytes() if self._exact else self._own_bytes()
+
+    def _own_bytes(self) -> int:
+        return self._process.memory_info().rss - self._code_bytes()
 
     def _code_bytes(self) -> int:
         """Pages of program files that were touched since: the kernel may drop them at any time, so

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from anybatch.data import Bad
 from anybatch.parallel import Wish
-from anybatch.parallel.told import Told
+from anybatch.parallel.failures import RankReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Again:
         bad: samples to do the step without, each with the rank that found it.
     """
 
-    told: Sequence[Told] = ()
+    told: Sequence[RankReport] = ()
     bad: Sequence[tuple[int, Bad]] = ()
 
 

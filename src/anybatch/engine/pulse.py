@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Protocol, final
 
 from anybatch.errors import PeerLost
+from anybatch.events import whereabouts
 
-_SILENT = ("saving", "resuming", "closing")
+_SILENT = ("saving", "resuming", "reading weights", "closing")
 """What may take long without a sign of life: checkpoints are as large as disks are slow. It gets the
 time of what is done for the first time."""
 
@@ -33,7 +34,7 @@ class Pulse:
 
     Attributes:
         rank: whose it is.
-        step: global steps done.
+        step: number of the one that is under way, or else was done last.
         num_beats: signs of life so far.
     """
 
@@ -139,7 +140,7 @@ class Word:
     @property
     def where(self) -> str:
         """Step and phase, in words."""
-        return f"in step {self.step}, {self.phase}" if self.phase else f"after step {self.step}"
+        return whereabouts(self.step, self.phase)
 
     @property
     def is_busy(self) -> bool:

@@ -1,8 +1,9 @@
 """Random state as a function of the step, or as it was found.
 
 A run that anybatch owns seeds every generator at the beginning of each attempt of a step, from (seed,
-step, rank): then a redone step draws what the first attempt drew, and a resumed run needs no saved
-state. A reproducible run seeds them for every pass, from what does not depend on the ranks.
+index, rank), where the index is the number of steps before it: then a redone step draws what the first
+attempt drew, and a resumed run needs no saved state. A reproducible run seeds them for every pass, from
+what does not depend on the ranks.
 Around an existing script the generators are the user's: they are left alone, and only put back when a
 step is redone.
 """
@@ -23,21 +24,21 @@ class Randomness(ABC):
     """What the generators of Python, NumPy and torch hold when a step is computed."""
 
     @abstractmethod
-    def begin(self, step: int) -> None:
-        """Called before the first attempt of `step`."""
+    def begin(self, index: int) -> None:
+        """Called before the first attempt of the step `index`."""
 
     @abstractmethod
-    def redo(self, step: int) -> None:
-        """Called before every further attempt of `step`."""
+    def redo(self, index: int) -> None:
+        """Called before every further attempt of it."""
 
-    def begin_grain(self, step: int, grain: int) -> None:  # noqa: B027
+    def begin_grain(self, index: int, grain: int) -> None:  # noqa: B027
         """Called before the pass over `grain` of a reproducible step."""
 
-    def begin_update(self, step: int) -> None:  # noqa: B027
-        """Called before the update of `step`."""
+    def begin_update(self, index: int) -> None:  # noqa: B027
+        """Called before the update of a step."""
 
     @abstractmethod
-    def begin_pass(self, step: int, number: int) -> None:
+    def begin_pass(self, index: int, number: int) -> None:
         """Called before a pass that is run twice, both times: it draws the same."""
 
     @abstractmethod
@@ -46,7 +47,7 @@ class Randomness(ABC):
 
 
 class Keyed(Randomness):
-    """Seeded from (seed, step, rank); after the run the generators are as they were before it."""
+    """Seeded from (seed, index, rank); after the run the generators are as they were before it."""
 
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
         self._found = Ambient(device)
@@ -55,15 +56,15 @@ class Keyed(Randomness):
         self._rank = rank
         self._cuda = device if device.type == "cuda" else None
 
-    def begin(self, step: int) -> None:
-        """Seed all generators for `step`."""
-        self._seed_by(mix(self._seed, step, self._rank))
+    def begin(self, index: int) -> None:
+        """Seed all generators for the step `index`."""
+        self._seed_by(mix(self._seed, index, self._rank))
 
     redo = begin
 
-    def begin_pass(self, step: int, number: int) -> None:
+    def begin_pass(self, index: int, number: int) -> None:
         """See `Randomness`."""
-        self._seed_by(mix(self._seed, step, self._rank, number))
+        self._seed_by(mix(self._seed, index, self._rank, number))
 
     def close(self) -> None:
         """Put the generators back."""
@@ -74,22 +75,22 @@ class Keyed(Randomness):
 
 
 class KeyedByGrain(Keyed):
-    """Seeded from (seed, step, grain) for each pass, and from (seed, step) for the update: whichever
+    """Seeded from (seed, index, grain) for each pass, and from (seed, index) for the update: whichever
     rank runs a grain draws the same."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(seed, 0, device)
 
-    def begin_grain(self, step: int, grain: int) -> None:
+    def begin_grain(self, index: int, grain: int) -> None:
         """See `Randomness`."""
-        self._seed_by(mix(self._seed, step, 0, grain))
+        self._seed_by(mix(self._seed, index, 0, grain))
 
-    def begin_pass(self, step: int, number: int) -> None:
+    def begin_pass(self, index: int, number: int) -> None:
         """See `Randomness`: it is seeded as a grain."""
 
-    def begin_update(self, step: int) -> None:
+    def begin_update(self, index: int) -> None:
         """See `Randomness`."""
-        self.begin(step)
+        self.begin(index)
 
 
 class Ambient(Randomness):
@@ -101,16 +102,16 @@ class Ambient(Randomness):
         self._after: _States | None = None  # of passes that were seeded
         self._key = 0
 
-    def begin(self, step: int) -> None:
+    def begin(self, index: int) -> None:
         """Remember the generators' states."""
         self._before, self._after = self._now(), None
 
-    def redo(self, step: int) -> None:
+    def redo(self, index: int) -> None:
         """Put the remembered states back."""
         self._put_back(self._before)
         self._after = None
 
-    def begin_pass(self, step: int, number: int) -> None:
+    def begin_pass(self, index: int, number: int) -> None:
         """See `Randomness`. Seeded from a number that is drawn once; when the passes are over, the
         generators go on from there."""
         if self._after is None:
@@ -118,7 +119,7 @@ class Ambient(Randomness):
             self._after = self._now()
         _seed(mix(self._key, number), self._cuda)
 
-    def begin_update(self, step: int) -> None:
+    def begin_update(self, index: int) -> None:
         """See `Randomness`."""
         self._put_back(self._after)
         self._after = None

@@ -14,14 +14,14 @@ import torch
 
 from anybatch.compute import Replica
 from anybatch.compute.joint import Ask, nobody
-from anybatch.engine.bench import Bench
+from anybatch.engine.compute_timer import ComputeTimer
 from anybatch.engine.joint import is_encoded_first
 from anybatch.engine.limit import Limit
 from anybatch.engine.meter import Meter
 from anybatch.engine.randomness import Randomness
 from anybatch.engine.rollback import SavedBuffers
 from anybatch.engine.source import MicroBatch, Source
-from anybatch.engine.watch import Watch
+from anybatch.engine.step_thread import StepThread
 from anybatch.oom import MemoryFailure, as_memory_failure
 from anybatch.parallel import Group
 from anybatch.plans import Choice, KernelChoices
@@ -46,7 +46,7 @@ class Rehearsed:
 @final
 class Rehearsal:
     """Runs passes on a replica between two steps. The arguments are those of `Transactions`, whose
-    buffers, watch and bench it shares."""
+    buffers, timer and thread it shares."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class Rehearsal:
         randomness: Randomness,
         limit: Limit,
         meter: Meter,
-        bench: Bench,
+        thread: StepThread,
         buffers: SavedBuffers,
-        watch: Watch,
+        timer: ComputeTimer,
         device: torch.device,
     ) -> None:
         self._replica = replica
@@ -66,37 +66,37 @@ class Rehearsal:
         self._randomness = randomness
         self._limit = limit
         self._meter = meter
-        self._bench = bench
+        self._thread = thread
         self._buffers = buffers
-        self._watch = watch
+        self._timer = timer
         # Among several ranks, or with a device that is waited for, idling is not want of a core.
         self._alone_on_cpu = group.size == 1 and device.type == "cpu"
 
     def run(
         self,
-        step: int,
+        index: int,
         source: Source,
         choice: Choice,
         after: Choice,
         most: int,
         kernels: KernelChoices | None = None,
     ) -> Rehearsed | None:
-        """Run the first passes of `step` under `choice`, at most so many, and leave the model as
-        `after` has it. With `kernels`, its blocks are compiled in these passes as they say, and
+        """Run the first passes of the step `index` under `choice`, at most so many, and leave the model
+        as `after` has it. With `kernels`, its blocks are compiled in these passes as they say, and
         after them as before. None: memory ran out, or there are no samples.
 
         Raises what the data, the model or the loss raises.
         """
-        self._randomness.begin(step)
+        self._randomness.begin(index)
         before = self._replica.kernels
         self._replica.switch(choice, kernels)
         try:
             with self._replica.loss_untouched():
-                found = self._bench.run(lambda: self._passes(source, choice, most))
+                found = self._thread.run(lambda: self._passes(source, choice, most))
         finally:
             self._replica.switch(after, before)
         if isinstance(found, MemoryFailure):
-            self._bench.recover(found, self._limit)
+            self._thread.recover(found, self._limit)
             return None
         return found
 
@@ -125,7 +125,7 @@ class Rehearsal:
             self._meter.begin_lap()
             passes = source.micro_batches(choice)
             for _ in range(most):
-                with self._watch.running():
+                with self._timer.running():
                     micro = next(passes, None)
                     if micro is None or not micro.num_samples:
                         break
@@ -133,7 +133,7 @@ class Rehearsal:
                         stopwatch = Stopwatch()
                         self._pass(micro, source)
                         idle = stopwatch.idle_seconds() if self._alone_on_cpu else 0.0
-                each.append((max(0.0, self._watch.wait() - idle), micro.amount))
+                each.append((max(0.0, self._timer.wait() - idle), micro.amount))
                 del micro
             if not each:
                 return None
@@ -145,6 +145,6 @@ class Rehearsal:
                 raise
             return failure
         finally:
-            self._bench.clear()
+            self._thread.clear()
             self._replica.drop()
             self._buffers.put_back()

@@ -15,7 +15,10 @@ class SavedBuffers:
     """The buffers of `model`, saved and put back."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = [(module, name) for module in model.modules() for name in module._buffers]
+        # By `items`, since nothing else goes through the buffers of what torch.jit has compiled.
+        self._places = [
+            (module, name) for module in model.modules() for name, _ in module._buffers.items()
+        ]
         self._index = {place: i for i, place in enumerate(self._places)}
         self._copies: list[tuple[Tensor, Tensor] | None] = []  # their memory is used again
         self._saved: list[tuple[Tensor, Tensor] | None] = []  # empty: nothing to put back

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from anybatch.errors import InputError
 from anybatch.metrics import Metrics
 from anybatch.parallel import Group
-from anybatch.parallel.told import Told, first_error
+from anybatch.parallel.failures import RankReport, first_error
 
 _NUMBERED = 1000  # a vector may have a value for each class
 
@@ -80,7 +80,7 @@ class Scores:
                 values = self._values(everyone)
         except Exception as error:
             wrong = error
-        told = self._group.exchange((values, Told() if wrong is None else _plain(wrong)))
+        told = self._group.exchange((values, RankReport() if wrong is None else _plain(wrong)))
         first_error(wrong, [one for _, one in told], None)
         self.reset()
         return next(found for found, _ in told if found is not None)
@@ -229,10 +229,10 @@ def _never() -> bool:
     return False
 
 
-def _plain(error: Exception) -> Told:
+def _plain(error: Exception) -> RankReport:
     """An error of any kind: no smaller batch mends `compute`."""
-    told = Told.of(error)
-    return Told(error=told.error, exit_status=told.exit_status)
+    told = RankReport.of(error)
+    return RankReport(error=told.error, exit_status=told.exit_status)
 
 
 def _sent(value: Any) -> Any:

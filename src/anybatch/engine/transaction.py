@@ -9,6 +9,9 @@ staged, put back what forward wrote, take a leaner plan (or a smaller loss scale
 again. Where bad samples are to be skipped they are taken out of the step in the same way: what is left
 is a step of fewer samples. Commit itself does not fail for want of memory: what it needs at its peak is
 taken, and released, before the ranks agree, and is not given back to anybody else.
+
+`run` is asked for a step by its index, from 0, which keys random state. Events and sentences tell it by
+its number, from 1 (see `events`), which is what `step` means in the engine.
 """
 
 from __future__ import annotations
@@ -26,9 +29,10 @@ from anybatch.compute import Replica
 from anybatch.compute.joint import Ask
 from anybatch.data import Bad, BadSamples, told_samples
 from anybatch.driver import release_unused
-from anybatch.engine.bench import Bench
+from anybatch.engine.compute_timer import ComputeTimer
+from anybatch.engine.headroom import Crossing, Headroom
 from anybatch.engine.joint import JointPasses
-from anybatch.engine.judge import Judge, Staged
+from anybatch.engine.judge import Judge, Staged, not_applied
 from anybatch.engine.ladder import Ladder
 from anybatch.engine.limit import Limit
 from anybatch.engine.meter import Meter
@@ -36,18 +40,17 @@ from anybatch.engine.outcome import Again, Committed, PassedOver, by_rank
 from anybatch.engine.randomness import Randomness
 from anybatch.engine.rehearsal import Rehearsal
 from anybatch.engine.rollback import SavedBuffers
-from anybatch.engine.room import Crossing, Room
 from anybatch.engine.sentences import nothing_leaner, too_late
 from anybatch.engine.skips import Skips
 from anybatch.engine.source import Blame, MicroBatch, Source
+from anybatch.engine.step_thread import StepThread
 from anybatch.engine.totals import Means, Names, Totals, over_parts
-from anybatch.engine.watch import Watch
-from anybatch.errors import DataError, InputError, LossError, NoPlanFits, PeerLost, RankLost
-from anybatch.events import Overflowed, Replanned, Sink
+from anybatch.errors import DataError, LossError, NoPlanFits, PeerLost, RankLost
+from anybatch.events import Overflowed, Replanned, Sink, step_number
 from anybatch.interrupts import held
 from anybatch.oom import as_memory_failure, is_limited
 from anybatch.parallel import Agreed, Group, PassAbandoned, Wish
-from anybatch.parallel.told import Told, first_error, memory_events
+from anybatch.parallel.failures import Outdated, RankReport, first_error, memory_events
 from anybatch.plans import Plan
 
 LEAST_LOSS_SCALE = 2.0**-14
@@ -84,7 +87,7 @@ class Transactions:
         skips: is told of bad samples and of steps that are left out; None: they are errors.
 
     Attributes:
-        bench: where steps are computed.
+        thread: where steps are computed.
         rehearsal: passes that are undone.
         crossing: around what ranks do together.
         wish: what this rank wishes; all know with the next step's vote.
@@ -121,7 +124,7 @@ class Transactions:
         self._commit_bytes = commit_bytes
         self._skips = skips
         self._buffers = SavedBuffers(replica.model)
-        self._room = Room(device)
+        self._headroom = Headroom(device)
         self.crossing: Crossing = Crossing(group, limit, device)
         self._joint = JointPasses(
             replica,
@@ -134,37 +137,40 @@ class Transactions:
         )
         self._judge = Judge(group, self.crossing, blame, skips is not None)
         self._ladder = Ladder()
-        self.bench: Bench = Bench()
+        self.thread: StepThread = StepThread()
+        if not group.in_one_process:
+            replica.guard_outside_gradients()
         self._names = Names(group)
-        self._watch = Watch(device)
+        self._timer = ComputeTimer(device)
         self.rehearsal: Rehearsal = Rehearsal(
             replica,
             group,
             randomness=randomness,
             limit=limit,
             meter=meter,
-            bench=self.bench,
+            thread=self.thread,
             buffers=self._buffers,
-            watch=self._watch,
+            timer=self._timer,
             device=device,
         )
         self.wish: Wish = Wish.NOTHING
         self.stops: bool = False
         self.failed_together: bool = False
-        self._step = 0
+        self._index = 0
+        self._step = 0  # the number of the step that was run last; 0: none was
         self._has_updated = False
         self._is_applied = False  # the update of the attempt that is under way
         self._committed: Committed | None = None  # what came of the step that was run last
         self._is_tidy = device.type != "cuda"  # see `_reserve`
 
     def run(
-        self, step: int, source: Source, before_update: Callable[[], None], whole: ExitStack
+        self, index: int, source: Source, before_update: Callable[[], None], whole: ExitStack
     ) -> Committed | PassedOver:
-        """Do global step `step`, however many attempts it takes. Only where bad samples are skipped it
-        may be left out.
+        """Do the global step `index`, however many attempts it takes. Only where bad samples are
+        skipped it may be left out.
 
         Args:
-            step: its number, from 0.
+            index: the number of steps before it.
             source: its samples.
             before_update: called right before the update (to set the learning rate).
             whole: to be closed when the step has been counted. That raises the interrupt (Ctrl-C), if
@@ -179,10 +185,10 @@ class Transactions:
 
         Whatever is raised, parameters, optimizer and buffers are those of the step before.
         """
-        self._step = step
+        self._index, self._step = index, step_number(index)
         self._committed = None
         self.failed_together = False
-        self._randomness.begin(step)
+        self._randomness.begin(index)
         try:
             return self._done(source, before_update, whole)
         except BaseException as error:
@@ -222,7 +228,7 @@ class Transactions:
     def close(self) -> None:
         """No further step will be run."""
         self.crossing.close()
-        self.bench.close()
+        self.thread.close()
 
     def _settle(self) -> None:
         with self.crossing.open():
@@ -232,32 +238,28 @@ class Transactions:
         norm = float(self._replica.finish(weight, self._clip_norm))
         if not math.isfinite(norm):
             self._replica.drop()
-            raise LossError(
-                f"the last gradient under way, of step {self._step}, has the norm {norm}: a learning"
-                " rate that is too large, or a division by zero in backward, are the usual causes."
-            )
+            raise not_applied(norm, f"step {self._step}")
         self._replica.apply()
 
     def _done(
         self, source: Source, before_update: Callable[[], None], whole: ExitStack
     ) -> Committed | PassedOver:
-        step = self._step
         while True:
-            result = self.bench.run(lambda: self._attempt(source, before_update, whole))
+            result = self.thread.run(lambda: self._attempt(source, before_update, whole))
             if not isinstance(result, Again):
                 return result
             if any(told.failure for told in result.told):
-                self._make_room(result.told, step)
+                self._make_room(result.told, self._step)
             if result.bad and not self._leave_out(result.bad, source):
                 return PassedOver("each of its samples is bad")
-            self._randomness.redo(step)
+            self._randomness.redo(self._index)
 
     def _attempt(
         self, source: Source, before_update: Callable[[], None], whole: ExitStack
     ) -> Committed | PassedOver | Again:
         """One try: the committed step, or nothing changed and what is to be done about it."""
         staged = Staged(self._step, source, Totals(self._device, self._group.num_parts))
-        told = Told()
+        told = RankReport()
         mine: torch.Tensor | None = None
         wrong: Exception | None = None
         begun = time.perf_counter()
@@ -277,7 +279,7 @@ class Transactions:
         except PassAbandoned:  # another rank failed, and will say so in the vote
             mine = None
         except Exception as error:
-            told = Told.of(error, self._replica.phase, self._meter)
+            told = RankReport.of(error, self._replica.phase, self._meter)
             if self._skips is not None and isinstance(error, BadSamples):
                 told = replace(told, bad=error.bad)
             wrong = None if told.can_be_mended else error
@@ -296,15 +298,15 @@ class Transactions:
                 with self.crossing.open():
                     try:
                         self._group.gather(failed=told.failed)
-                        sure.enter_context(self.bench.sure())
+                        sure.enter_context(self.thread.sure())
                         wish = self.wish | Wish.STOP if self.stops else self.wish
                         agreed = self._group.agree(
-                            None if told.failed else mine, self._watch.last_seconds, wish
+                            None if told.failed else mine, self._timer.last_seconds, wish
                         )
                     except Exception as error:
                         if not self._is_common(error):
                             raise
-                        agreed, told = None, Told.of(error, "reduction", self._meter)
+                        agreed, told = None, RankReport.of(error, "reduction", self._meter)
                     voted = True
                     agreed_seconds = time.perf_counter() - begun
                     if agreed is None:
@@ -318,7 +320,7 @@ class Transactions:
                     if accepted:
                         self._group.accepted(agreed)
                 if accepted:
-                    with self._limit.waived(), self._room.opened():
+                    with self._limit.waived(), self._headroom.opened():
                         done = self._commit(means, before_update, agreed)
                 if isinstance(done, Committed):
                     self._ladder.committed()
@@ -351,7 +353,7 @@ class Transactions:
     def _stage(self, staged: Staged) -> None:
         replica, group = self._replica, self._group
         if replica.is_outdated:  # their gradients would be neither divided nor added up over ranks
-            raise InputError(
+            raise Outdated(
                 f"the optimizer trains other parameters in step {self._step} than at the beginning:"
                 " some were added, taken out or unfrozen. Let the task give it all of them, unfrozen,"
                 " with a learning rate of 0 for as long as they are to rest; or use Step, which begins"
@@ -364,11 +366,11 @@ class Transactions:
             self._is_tidy = True
         replica.phase = "loading"
         choice = self.plan.choice
-        with self._watch.running():
+        with self._timer.running():
             for number, (micro, ask) in enumerate(self._passes(staged)):
                 measured = self._is_measured(micro, staged)
                 if micro.grain is not None:
-                    self._randomness.begin_grain(self._step, micro.grain)
+                    self._randomness.begin_grain(self._index, micro.grain)
                 with (
                     self._naming(staged, number),
                     self._limit.first_pass(choice.kind, micro.batch),
@@ -388,13 +390,13 @@ class Transactions:
                         self._buffers.put_back()
                 del micro, ask  # so that they are gone while the next one is loaded
                 group.between_passes()
-                self.bench.look()
+                self.thread.look()
                 replica.phase = "loading"
 
     def _passes(self, staged: Staged) -> Iterator[tuple[MicroBatch, Ask | None]]:
         source, choice = staged.source, self.plan.choice
         if self._replica.is_joint:
-            return self._joint.of(self._step, source, choice, partial(self._naming, staged))
+            return self._joint.of(self._index, source, choice, partial(self._naming, staged))
         return ((micro, None) for micro in source.micro_batches(choice))
 
     def _is_measured(self, micro: MicroBatch, staged: Staged) -> bool:
@@ -402,7 +404,7 @@ class Transactions:
         first one on this rank, if its samples are a part of the step, and one like any other, not the
         longest of all, and if its loss is its own. It reads every gradient once, which costs some
         percent of a step that does little else: so later on only some steps are measured."""
-        is_due = self._step < ALL_MEASURED or self._step % MEASURED_EVERY == 0
+        is_due = self._index < ALL_MEASURED or self._index % MEASURED_EVERY == 0
         is_first = bool(micro.num_samples) and not staged.numbers
         is_whole = micro.last and self._group.size == 1
         is_alone = micro.padded is None and not self._replica.is_joint
@@ -430,7 +432,7 @@ class Transactions:
         scale = replica.loss_scale
         if scale is None and not math.isfinite(norm):
             return _Steep(norm)
-        self._randomness.begin_update(self._step)
+        self._randomness.begin_update(self._index)
         before_update()
         if replica.apply():
             self._has_updated = self._is_applied = True
@@ -488,12 +490,12 @@ class Transactions:
             about, generously = self._replica.update_bytes()
             on_host = self._device.type == "cpu"
             pieces = self._replica.part_bytes()
-            self._room.take(need or (about if on_host else 0), generously, pieces)
+            self._headroom.take(need or (about if on_host else 0), generously, pieces)
 
     def _clear(self) -> None:
         """After a failure: what it left in autograd's queue, so that there is room to tell of it."""
-        self.bench.clear()
-        self._room.give_back()
+        self.thread.clear()
+        self._headroom.give_back()
 
     def _put_back(self) -> None:
         self._clear()
@@ -502,11 +504,11 @@ class Transactions:
             self._buffers.put_back()
             self._group.undone()
 
-    def _make_room(self, everyone: Sequence[Told], step: int) -> None:
+    def _make_room(self, everyone: Sequence[RankReport], step: int) -> None:
         """Go on in `step` under the next leaner plan, on all ranks alike."""
         mine = everyone[self._group.rank].failure
         if mine is not None:
-            self.bench.recover(mine, self._limit)
+            self.thread.recover(mine, self._limit)
         before = self.plan
         found = self._ladder.down(before)
         then = "" if found is None else found[0].choice.describe()
@@ -543,18 +545,19 @@ class Transactions:
         if any(told.failure for told in everyone):
             self._make_room(everyone, step)
 
-    def _move_states(self, plan: Plan, step: int) -> Sequence[Told]:
+    def _move_states(self, plan: Plan, step: int) -> Sequence[RankReport]:
         """Bring the optimizer's states to where `plan` has them. What all ranks tell of it."""
-        told, wrong = Told(), None
+        told, wrong = RankReport(), None
         try:
             self._replica.updater.keep_states(plan.choice.optimizer_states)
             self._replica.updater.reserve()
         except Exception as error:
-            told = Told.of(error, "update", self._meter)
+            told = RankReport.of(error, "update", self._meter)
             wrong = None if told.can_be_mended else error
         if self._group.diverges:  # the others change their plans when they have to
             everyone = [
-                told if rank == self._group.rank else Told() for rank in range(self._group.size)
+                told if rank == self._group.rank else RankReport()
+                for rank in range(self._group.size)
             ]
         else:
             with self.crossing.open():

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from anybatch.engine.source import Source
 from anybatch.engine.transaction import Transactions
-from anybatch.events import Sink, Tried
+from anybatch.events import Sink, Tried, step_number
 from anybatch.parallel import Group
 from anybatch.plans import Choice, Plan, Prediction, Rival
 
@@ -90,12 +90,12 @@ class Trial:
         self._rivals, self._rounds = found or ((), 0)
         self._choices = [plan.choice, *(rival.choice for rival in self._rivals)]
 
-    def run(self, step: int, source: Source) -> Plan:
+    def run(self, index: int, source: Source) -> Plan:
         """The plan to follow, the same on all ranks: with the choice that was fastest. The engine
         follows it already. Only where it `pays`.
 
         Args:
-            step: number of the step that comes next.
+            index: of the step that comes next: the number of those before it.
             source: its samples.
 
         Raises `PeerLost` if another rank is gone. What else goes wrong counts against the choice.
@@ -104,18 +104,18 @@ class Trial:
         tried = [_Tried(choice) for choice in self._choices]
         for number in range(1 + self._rounds):
             for one in tried:
-                self._pass(one, step, source, counts=number > 0)
+                self._pass(one, index, source, counts=number > 0)
             fastest = min(one.typical for one in tried)
             for one in tried:
                 one.failed |= number > 0 and one.typical > OUT * fastest
-        return self._decided(step, tried, time.perf_counter() - begun)
+        return self._decided(step_number(index), tried, time.perf_counter() - begun)
 
-    def _pass(self, one: _Tried, step: int, source: Source, counts: bool) -> None:
+    def _pass(self, one: _Tried, index: int, source: Source, counts: bool) -> None:
         if one.failed:
             return
         try:
             found = self._engine.rehearsal.run(
-                step, source, one.choice, self._plan.choice, self._passes(one.choice)
+                index, source, one.choice, self._plan.choice, self._passes(one.choice)
             )
         except Exception:  # the step itself will meet it, and tell
             found = None

@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, final
 
-from anybatch.engine import stillness
+from anybatch.engine import stall
 from anybatch.engine.pulse import LEFT, Pulse, Word
 from anybatch.engine.stacks import stacks, waits_for_others
-from anybatch.engine.stillness import PATIENCE, Heard, Stillness, judged
+from anybatch.engine.stall import PATIENCE, Heard, Stall, judged
 from anybatch.errors import AnybatchError, InputError, PeerLost, Stuck
 from anybatch.events import Stalled
 
@@ -107,7 +107,7 @@ class Watchdog:
     """Watches the ranks of this process: one, or all of a crew of threads. A context manager.
 
     Args:
-        stall_seconds: without progress, after which a rank is stuck; None: see `Stillness`.
+        stall_seconds: without progress, after which a rank is stuck; None: see `Stall`.
         board: where the other ranks' words hang; None: there are none in other processes.
         end: ends this process with an error. None: it is the user's own, who is only told, on
             standard error and by `stalled`.
@@ -131,8 +131,8 @@ class Watchdog:
         self._end = end
         self._last_resort = last_resort
         self._clock = clock
-        self._stillness = Stillness(stall_seconds)
-        self._tick = min(_TICK_SECONDS, (stall_seconds or stillness.LEAST_SECONDS) / _TICKS)
+        self._stillness = Stall(stall_seconds)
+        self._tick = min(_TICK_SECONDS, (stall_seconds or stall.LEAST_SECONDS) / _TICKS)
         self._pulses: list[Pulse] = []
         self._looked = clock()
         self._number = 0

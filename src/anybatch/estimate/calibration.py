@@ -36,7 +36,16 @@ _POINT_SECONDS = 0.012
 """Measuring time for one point of a curve."""
 
 _LONGEST_SECONDS = 4.0
-"""After so long each point is measured in the fewest rounds: the machine is busy, or slow."""
+"""After so long each point is measured in the fewest rounds: the machine is slow."""
+
+_LEAST_IDLE_SECONDS = 0.1
+"""Before the end it is not given up for less."""
+
+_PARALLEL_FROM = 1 << 15
+"""Numbers that one thread works on alone (`at::internal::GRAIN_SIZE`)."""
+
+_CORES_OF_MEMORY = 4
+"""Cores that stream as many bytes as the memory has for all of them, about."""
 
 # What is left of the figures on a data sheet in a training step: large products of transformers reach
 # 60 to 75% of the matrix rate, streaming operations 80 to 90% of the memory's.
@@ -65,7 +74,8 @@ class Speeds:
             counts, not their sum.
         fault_seconds_per_byte: what memory costs that the system maps anew (CPU under a budget).
         measured: False where they are drawn from nominal figures.
-        waited: part of the measuring time in which the process waited for a core that others had.
+        disturbed: other processes had the cores in between, so they are those of one core at a time,
+            by the time that it computed, as if all cores were free: a rough guide.
     """
 
     matmul: dict[str, Products]
@@ -76,12 +86,7 @@ class Speeds:
     overlap: bool
     fault_seconds_per_byte: float = 0.0
     measured: bool = field(default=True)
-    waited: float = 0.0
-
-    @property
-    def disturbed(self) -> bool:
-        """Whether other processes have slowed the measurement down, so that it says little."""
-        return self.waited > MOST_IDLE
+    disturbed: bool = False
 
 
 def rate_at(curve: Curve, work: float) -> float:
@@ -184,52 +189,119 @@ def _rising(most: float, half_full: float) -> Curve:
 # ------------------------------------------------------------------------------------- measuring
 
 
-def measure(device: Device, best: bool = False) -> Speeds:
+def measure(device: Device) -> Speeds:
     """Measure `device`, which is here, for a second or two. Torch's random state is left as it was.
 
-    Args:
-        device: which is here.
-        best: take the best of several times, not the median: where others have the cores for most of
-            the time, the median is theirs.
+    Operations that several threads share wait for the slowest of them. Where another process has a
+    core in between, that is for a time slice of its, some milliseconds, however short the operation:
+    such times say nothing of the device. Then one thread is measured, by the time that it computes.
 
     Raises whatever torch raises, out of memory for one.
     """
     target = torch.device(device.torch_name)
     with torch.random.fork_rng(devices=[target] if target.type == "cuda" else []), torch.no_grad():
-        bench = _Bench(target, best)
-        bench.warm_up()
-        watch = Stopwatch()
-        start = bench.floor()
-        found = Speeds(
-            matmul={name: bench.products(name, start) for name in bench.dtypes},
-            convolution={name: bench.convolutions(name, start) for name in bench.dtypes},
-            attention={name: bench.attention(name, start) for name in bench.dtypes},
-            memory={family: bench.streams(family, start) for family in FAMILIES},
-            call_seconds=bench.calls(),
-            overlap=target.type == "cuda",
-            fault_seconds_per_byte=bench.faults() if target.type == "cpu" else 0.0,
-        )
-        # Where the host waits for a device, that it waits says nothing.
-        return found if target.type == "cuda" else replace(found, waited=watch.waited())
+        if target.type == "cuda":  # where the host waits for a device, that it waits says nothing
+            return _measured(_Bench(target), watched=False)
+        try:
+            return _measured(_Bench(target), watched=True)
+        except _Disturbed:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                found = _measured(_Bench(target, time.thread_time), watched=False)
+            finally:
+                torch.set_num_threads(threads)
+            return _by_all(found, threads)
+
+
+def _measured(bench: _Bench, watched: bool) -> Speeds:
+    bench.warm_up()
+    bench.watch = Stopwatch() if watched else None
+    start = bench.floor()
+    found = Speeds(
+        matmul={name: bench.products(name, start) for name in bench.dtypes},
+        convolution={name: bench.convolutions(name, start) for name in bench.dtypes},
+        attention={name: bench.attention(name, start) for name in bench.dtypes},
+        memory={family: bench.streams(family, start) for family in FAMILIES},
+        call_seconds=bench.calls(),
+        overlap=bench.is_cuda,
+        fault_seconds_per_byte=0.0 if bench.is_cuda else bench.faults(),
+    )
+    bench.check()
+    return found
+
+
+def _by_all(one: Speeds, threads: int) -> Speeds:
+    """What so many threads reach that are each as fast as the one measured."""
+
+    def products(found: Products) -> Products:
+        thin, narrow, cubes = found
+        return thin, _times(narrow, threads), _times(cubes, threads)
+
+    def stream(curve: Curve) -> Curve:
+        return tuple((size, rate * _sharing(size, threads)) for size, rate in curve)
+
+    return replace(
+        one,
+        matmul={name: products(found) for name, found in one.matmul.items()},
+        convolution={name: products(found) for name, found in one.convolution.items()},
+        attention={
+            name: (_times(forward, threads), _times(backward, threads))
+            for name, (forward, backward) in one.attention.items()
+        },
+        memory={family: stream(curve) for family, curve in one.memory.items()},
+        disturbed=True,
+    )
+
+
+def _times(curve: Curve, factor: float) -> Curve:
+    return tuple((size, rate * factor) for size, rate in curve)
+
+
+def _sharing(num_bytes: float, threads: int) -> float:
+    """Threads that a stream of so many bytes, read and written, gains by."""
+    parts = num_bytes / 8 / _PARALLEL_FROM
+    return max(1.0, min(parts, threads, _CORES_OF_MEMORY))
+
+
+class _Disturbed(Exception):
+    """Other processes have the cores in between."""
 
 
 class _Bench:
-    """Times operations on one device."""
+    """Times operations on one device.
 
-    def __init__(self, target: torch.device, best: bool) -> None:
+    Args:
+        target: the device.
+        clock: seconds, by which operations are timed.
+
+    Attributes:
+        watch: tells whether other processes have the cores in between; None: that is no matter.
+        is_cuda: whether it is one of CUDA's.
+        dtypes: in which it is measured.
+
+    Raises `_Disturbed` from any measurement if `watch` tells so.
+    """
+
+    def __init__(
+        self,
+        target: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.watch: Stopwatch | None = None
         self._target = target
-        self._best = best
-        self._cuda = target.type == "cuda"
-        self._begun = time.perf_counter()
+        self._clock = clock
+        self._begun = clock()
+        self.is_cuda: bool = target.type == "cuda"
         self.dtypes: tuple[str, ...] = ("float32", "bfloat16")
-        if self._cuda:
+        if self.is_cuda:
             self.dtypes = ("float32", "tf32", "float16", "bfloat16")
 
     def warm_up(self) -> None:
         """Load what is loaded at first use, and let clocks rise."""
         x = torch.ones(256, 256, device=self._target)
-        until = time.perf_counter() + 0.1
-        while time.perf_counter() < until:
+        until = self._clock() + 0.1
+        while self._clock() < until:
             torch.mm(x, x)
             self._wait()
 
@@ -242,7 +314,7 @@ class _Bench:
         """Rates of matrix products: thin ones, and squares."""
         sides = (32, 64, 128, 256, 512, 1024)
         wide = (64, 256, 1024)
-        if self._cuda:
+        if self.is_cuda:
             sides, wide = (128, 256, 512, 1024, 2048, 4096, 8192), (256, 1024, 4096, 16384)
         thin = 16
         dtype, tf32 = _arithmetic(name)
@@ -258,11 +330,11 @@ class _Bench:
     def convolutions(self, name: str, start: float) -> Products:
         """Rates of 3 x 3 convolutions, forward and backward together: with few channels, and many. On a
         CPU the channels lie last: in this layout nothing is copied, and copies are priced apart."""
-        many = 256 if self._cuda else 64
+        many = 256 if self.is_cuda else 64
         dtype, tf32 = _arithmetic(name)
         before = torch.backends.cudnn.allow_tf32
         torch.backends.cudnn.allow_tf32 = tf32
-        sizes = ((8, 32), (64, 32), (256, 32)) if self._cuda else ((16, 8), (16, 16), (16, 32))
+        sizes = ((8, 32), (64, 32), (256, 32)) if self.is_cuda else ((16, 8), (16, 16), (16, 32))
         try:
             few = self._curve(self._convolution(batch, 16, side, dtype) for batch, side in sizes)
             wide = self._curve(
@@ -280,7 +352,7 @@ class _Bench:
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = tf32
         try:
-            lengths = (256, 1024, 4096) if self._cuda else (64, 256, 1024)
+            lengths = (256, 1024, 4096) if self.is_cuda else (64, 256, 1024)
             found = [self._attention(length, dtype, start) for length in lengths]
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before
@@ -291,7 +363,7 @@ class _Bench:
         self, length: int, dtype: torch.dtype, start: float
     ) -> tuple[tuple[float, float], tuple[float, float]]:
         """(length, rate) of forward and of backward."""
-        heads = 64 if self._cuda else max(2048 // length, torch.get_num_threads())
+        heads = 64 if self.is_cuda else max(2048 // length, torch.get_num_threads())
         numbers = torch.ones(length, 3, heads, HEAD_DIM, dtype=dtype, device=self._target)
         q, k, v = (x[None].requires_grad_() for x in numbers.permute(1, 2, 0, 3))
         with torch.enable_grad():
@@ -321,7 +393,7 @@ class _Bench:
     ) -> tuple[float, Callable[[], Any]]:
         x = torch.ones(batch, channels, side, side, dtype=dtype, device=self._target)
         w = torch.ones(channels, channels, 3, 3, dtype=dtype, device=self._target)
-        if not self._cuda:
+        if not self.is_cuda:
             x, w = (t.contiguous(memory_format=torch.channels_last) for t in (x, w))
 
         def both() -> None:
@@ -342,7 +414,7 @@ class _Bench:
     def streams(self, family: str, start: float) -> Curve:
         """Bytes per second of operations that wait for memory."""
         sizes = [1 << 14, 1 << 18, 1 << 21, 1 << 24]
-        if self._cuda:
+        if self.is_cuda:
             sizes += [1 << 27, 1 << 29]
         elif family == "plain":  # the others make their result, of pages that the system must map
             sizes += [1 << 26, 1 << 28]
@@ -385,29 +457,35 @@ class _Bench:
     def _seconds(self, run: Callable[[], Any], least: int = 5, best: bool = False) -> float:
         """The median of several times, since what disturbs the measurement disturbs a step too; or the
         best of them."""
+        self.check(_LEAST_IDLE_SECONDS)
         run()
         self._wait()
-        begun = time.perf_counter()
+        begun = self._clock()
         run()
         self._wait()
-        once = max(time.perf_counter() - begun, 1e-7)
+        once = max(self._clock() - begun, 1e-7)
         # On CUDA the time of waiting is spread over many calls.
-        calls = max(1, int((_POINT_SECONDS / 4) / once)) if self._cuda or once < 1e-4 else 1
+        calls = max(1, int((_POINT_SECONDS / 4) / once)) if self.is_cuda or once < 1e-4 else 1
         times: list[float] = []
-        until = min(time.perf_counter() + _POINT_SECONDS, self._begun + _LONGEST_SECONDS)
-        rounds = 0
         late = self._begun + _LONGEST_SECONDS
-        while time.perf_counter() < until or rounds < (2 if time.perf_counter() > late else least):
-            begun = time.perf_counter()
+        until = min(self._clock() + _POINT_SECONDS, late)
+        while self._clock() < until or len(times) < (2 if self._clock() > late else least):
+            begun = self._clock()
             for _ in range(calls):
                 run()
             self._wait()
-            times.append((time.perf_counter() - begun) / calls)
-            rounds += 1
-        return min(times) if best or self._best else sorted(times)[len(times) // 2]
+            times.append((self._clock() - begun) / calls)
+        return min(times) if best else sorted(times)[len(times) // 2]
+
+    def check(self, least_idle: float = 0.0) -> None:
+        """Raises `_Disturbed` if others had the cores for too much of the time until now, and for at
+        least so many seconds."""
+        watch = self.watch
+        if watch and watch.waited() > MOST_IDLE and watch.idle_seconds() >= least_idle:
+            raise _Disturbed
 
     def _wait(self) -> None:
-        if self._cuda:
+        if self.is_cuda:
             torch.cuda.synchronize(self._target)
 
 

@@ -19,25 +19,17 @@ SPEEDS: TypeAdapter[Speeds] = TypeAdapter(Speeds)
 _DEADLINE_SECONDS = 120.0
 
 
-def measure_apart(device: Device, threads: int, best: bool = False) -> Speeds:
-    """`measure(device, best)`, elsewhere.
+def measure_apart(device: Device, threads: int) -> Speeds:
+    """`measure(device)`, elsewhere.
 
     Args:
         device: which is here.
         threads: of torch, where the device is a CPU.
-        best: see `measure`.
 
     Raises `OSError`, `subprocess.SubprocessError` or `ValueError` if it cannot be done.
     """
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            __name__,
-            device.torch_name,
-            str(threads),
-            *(["best"] if best else []),
-        ],
+        [sys.executable, "-m", __name__, device.torch_name, str(threads)],
         capture_output=True,
         check=True,
         timeout=_DEADLINE_SECONDS,
@@ -45,12 +37,11 @@ def measure_apart(device: Device, threads: int, best: bool = False) -> Speeds:
     return SPEEDS.validate_json(done.stdout)
 
 
-def _main(name: str, threads: str, *best: str) -> None:
+def _main(name: str, threads: str) -> None:
     import torch
 
     torch.set_num_threads(int(threads))
-    found = measure(Machine.here(device=name).device, best=bool(best))
-    sys.stdout.buffer.write(SPEEDS.dump_json(found))
+    sys.stdout.buffer.write(SPEEDS.dump_json(measure(Machine.here(device=name).device)))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from anybatch.estimate.calibration_apart import SPEEDS, measure_apart
 from anybatch.files import cache_folder
 from anybatch.machine import Device
 
-FORMAT = 4
+FORMAT = 5
 """Of the files, and of the way in which speeds are measured."""
 
 
@@ -94,9 +94,6 @@ def write(path: Path, adapter: TypeAdapter[Any], value: Any) -> bool:
 
 _memo: dict[Where, Speeds] = {}
 
-_PATIENCE_SECONDS = 10.0
-"""A measurement that took longer is not made again: the machine is too busy for a better one."""
-
 _SHORT_LIFE_SECONDS = 600.0
 """For so long a measurement is believed that was disturbed: then the machine may be quiet."""
 
@@ -104,18 +101,18 @@ _SHORT_LIFE_SECONDS = 600.0
 def speeds_of(device: Device) -> Speeds:
     """The speeds of `device`: as measured, now or earlier, or nominal where it is not here.
 
-    A measurement that other processes disturbed is made once more, by the best of several times, if it
-    was not too long; what is disturbed again is used for a short time only."""
+    A measurement that other processes disturbed is used for a short time only."""
     if not device.present:
         return nominal(device)
     here = where(device)
     found = _memo.get(here) or _load(here)
     if found is None:
         try:
-            found = _measured(device)
-        except Exception:  # no room for it, say: a plan can do with less
-            return nominal(device)
-        write(_speeds_path(here), SPEEDS, found)
+            found = measure_apart(device, torch.get_num_threads())
+        except Exception:  # no room for it, say: a plan can do with less, and asks more than once
+            found = nominal(device)
+        else:
+            write(_speeds_path(here), SPEEDS, found)
     _memo[here] = found
     return found
 
@@ -123,14 +120,6 @@ def speeds_of(device: Device) -> Speeds:
 def known_speeds(device: Device) -> Speeds | None:
     """Those that this process has used already."""
     return _memo.get(where(device))
-
-
-def _measured(device: Device) -> Speeds:
-    begun = time.monotonic()
-    first = measure_apart(device, torch.get_num_threads())
-    if not first.disturbed or time.monotonic() - begun > _PATIENCE_SECONDS:
-        return first
-    return measure_apart(device, torch.get_num_threads(), best=True)
 
 
 def forget_speeds(device: Device) -> None:
@@ -170,7 +159,6 @@ def _sound(speeds: Speeds) -> bool:
         and set(FAMILIES) <= speeds.memory.keys()
         and all(curve for curve in curves)
         and all(math.isfinite(figure) and figure > 0 for figure in figures)
-        and 0 <= speeds.waited <= 1
         and math.isfinite(speeds.call_seconds)
         and speeds.call_seconds > 0
     )

@@ -142,8 +142,8 @@ def course_of(task: Task, ghost: int | None = None) -> Course:
     total = steps.total_steps or 0
     per_epoch = max(1, -(-steps.epoch_samples // task.global_batch))
     # Steps differ at the ends of epochs and of the run; epochs are alike.
-    ends = {number for number in (per_epoch - 1, total - 1) if 0 <= number < total}
-    sizes = {steps.num_samples_of(number) for number in ends}
+    ends = {index for index in (per_epoch - 1, total - 1) if 0 <= index < total}
+    sizes = {steps.num_samples_of(index) for index in ends}
     first = task.evaluate_every or per_epoch
     kept = min(_ORDERS_KEPT, steps.epoch_of(max(0, total - 1)) + 1)
     unequal = _unequal(task, steps, ghost)
@@ -183,7 +183,7 @@ def _unequal(task: Task, steps: Steps, ghost: int | None) -> Unequal | None:
     )
     total = steps.total_steps or 1
     seen = range(min(total, _STEPS_SEEN))
-    first = tuple(lengths_of_step(step, lengths, steps, order) for step in seen)
+    first = tuple(lengths_of_step(index, lengths, steps, order) for index in seen)
     return Unequal(first, total, int(lengths.max()), ghost)
 
 

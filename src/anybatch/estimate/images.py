@@ -252,29 +252,30 @@ def _unfolded_bytes(convolved: Convolved) -> int:
 
 def _num_unfolded(convolved: Convolved) -> int:
     """Samples that are unfolded at a time."""
-    one_by_one = convolved.transposed or max(convolved.dilation) > 1
-    return 1 if one_by_one else convolved.image.size(0)
+    return 1 if max(convolved.dilation) > 1 else convolved.image.size(0)
 
 
 def _unfolding(convolved: Convolved) -> int:
-    """The result of a transposed one, and those of groups, stand there twice."""
-    twice = convolved.transposed or convolved.groups > 1
-    unfolded = _num_unfolded(convolved) * _unfolded_bytes(convolved)
-    return unfolded + twice * convolved.made.nbytes
+    """A transposed one takes a sample more in half precision. The results of groups stand there
+    twice."""
+    more = convolved.transposed and convolved.image.dtype in _HALF
+    unfolded = (_num_unfolded(convolved) + more) * _unfolded_bytes(convolved)
+    return unfolded + (convolved.groups > 1) * convolved.made.nbytes
 
 
 def _unfolding_backward(convolved: Convolved, num_threads: int) -> int:
     """For the gradient of the weight images are unfolded again; for that of the image each thread has
-    one sample (dilated ones go one by one), and its sums in float32 beside it. Deep images stay
-    unfolded meanwhile. Gradients of groups stand there twice."""
+    one sample (dilated ones go one by one), and of half precision its sums in float32 beside it. Deep
+    images stay unfolded meanwhile. Gradients of groups stand there twice."""
     one, num = _unfolded_bytes(convolved), _num_unfolded(convolved)
     size, apart = convolved.image.itemsize, convolved.image.nbytes * (convolved.groups > 1)
+    sums = 4 if convolved.image.dtype in _HALF else 0
     if convolved.transposed:
         return one + apart
     threads = min(num_threads, num)
     if len(convolved.kernel) == 3:
         return (num + threads) * one + apart
-    return max(num * one, threads * one * (size + 4) // size) + apart
+    return max(num * one, threads * one * (size + sums) // size) + apart
 
 
 def _by_channels_last(image: Tensor, weight: Tensor) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.compute.several import as_one, parts_of
+from anybatch.compute.several_optimizers import as_one, parts_of
 from anybatch.estimate.subject import fake_copy
 from anybatch.estimate.untraced import NoOptimizer
 from anybatch.estimate.values import UNKNOWN

@@ -39,6 +39,9 @@ _LATENCY_SECONDS = {"cuda": 2e-5, "cpu": 1.5e-4}
 """What one hop between ranks takes however little it carries: over NCCL, and over gloo on one machine
 (a sum of 4 to 200 KB on two ranks took 0.2 to 0.35 ms, which is two hops)."""
 
+_HOST_BYTES = 20e9
+"""Bytes per second that one rank's cores stream from the host's memory in an update, about."""
+
 _MEETING_SECONDS = 4e-4
 """What one meeting of ranks inside a norm takes, which the host waits for: two small exchanges and what
 surrounds them, over gloo on one machine."""
@@ -189,6 +192,11 @@ class Pace:
         return self._speeds.measured
 
     @property
+    def disturbed(self) -> bool:
+        """Whether other processes slowed the device down while it was measured."""
+        return self._speeds.disturbed
+
+    @property
     def parameter_bytes(self) -> int:
         """Of what is trained."""
         return self._first.parameter_bytes
@@ -201,6 +209,12 @@ class Pace:
             for one, other in self._lines
             for between in [self._between(one, other, num_samples)]
         )
+
+    def update_on_host(self, part: float) -> float:
+        """Seconds to update so large a `part` of the model on the host: every number is read, and all
+        but gradients are written."""
+        state = self._first.state_bytes
+        return part * (3 * self._first.parameter_bytes + 2 * state) / _HOST_BYTES
 
     def in_half(self) -> Pace:
         """About the pace under autocast to bfloat16, of operations in float32, without tracing them in
@@ -469,7 +483,12 @@ def tabulated_link(device: Device) -> Link:
 def crossing_seconds(state_bytes: int, device: Device) -> float:
     """Time for the optimizer's states to come from host memory to `device` and go back, one after the
     other."""
-    return 2 * state_bytes / _bus_bytes(device)
+    return 2 * bus_seconds(state_bytes, device)
+
+
+def bus_seconds(num_bytes: float, device: Device) -> float:
+    """Time for so many bytes to cross between host memory and `device`, one way."""
+    return num_bytes / _bus_bytes(device)
 
 
 def _bus_bytes(device: Device) -> float:

@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from anybatch.compute import Replica
 from anybatch.compute.joint import Share, nobody, rows_like
-from anybatch.compute.optimizers import is_compiled, uncompiled
-from anybatch.compute.optimizers_update import can_part, fuses_divided, leanest_update
+from anybatch.compute.low_bit_optimizers import is_compiled, uncompiled
+from anybatch.compute.optimizer_update import can_part, fuses_divided, leanest_update
 from anybatch.estimate.cuda import laid_over
 from anybatch.estimate.layout import layout_on
 from anybatch.estimate.recall import READ, Recall, fake_mode

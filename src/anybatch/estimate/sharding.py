@@ -90,6 +90,7 @@ def sharded_bytes(
     copies_by_network: int = 1,
     prefetch: bool = False,
     reduce_at_last: bool = False,
+    offload: bool = False,
 ) -> ShardedBytes:
     """What each of `ranks` ranks holds of a model.
 
@@ -102,15 +103,21 @@ def sharded_bytes(
         copies_by_network: of a buffer, made while it crosses the network: 1 for gloo, 0 for NCCL.
         prefetch: whether backward gathers the next block while it computes (on CUDA).
         reduce_at_last: whether gradients are kept whole until the last pass of a step.
+        offload: whether what is kept lies in host memory; of whole gradients, which no pass has added
+            up yet, nothing does.
     """
     gathered = [round(size * gathered_as) for size in parts.blocks]
     root = round(parts.root * gathered_as)
+    kept = 0 if offload else 1
+    # On its way to and from the host a rank's part of the largest group is on the device.
+    crossing = 0 if kept else 2 * _part(max(root, *gathered, 0), ranks)
     return ShardedBytes(
-        parameters=_part(parts.whole, ranks),
-        gradients=root + sum(gathered) if reduce_at_last else _part(parts.whole, ranks),
-        optimizer_state=_part(optimizer_state, ranks),
-        forward=_forward(root, gathered, copies_by_network),
-        backward=_backward(
+        parameters=kept * _part(parts.whole, ranks),
+        gradients=root + sum(gathered) if reduce_at_last else kept * _part(parts.whole, ranks),
+        optimizer_state=kept * _part(optimizer_state, ranks),
+        forward=crossing + _forward(root, gathered, copies_by_network),
+        backward=crossing
+        + _backward(
             root, gathered, parts, ranks, copies_by_network, prefetch and len(gathered) > 1
         ),
     )
@@ -128,13 +135,17 @@ class Division:
 
     Attributes:
         parts: of its weights.
-        ranks: that divide it.
+        ranks: that divide it: one group of them, where several groups replicate each other.
         by_gloo: between CPU ranks, whose network copies what crosses.
+        reduce_at_last: gradients are kept whole until the last pass of a step.
+        offload: what is kept lies in host memory.
     """
 
     parts: Parts
     ranks: int
     by_gloo: bool
+    reduce_at_last: bool = False
+    offload: bool = False
 
     def divided(self, num_bytes: int, by_kind: dict[str, int]) -> tuple[int, dict[str, int]]:
         """A peak of one rank from that of the whole model: the state is a part of it, and the weights
@@ -147,6 +158,8 @@ class Division:
             by_kind.get("optimizer state", 0),
             copies_by_network=int(self.by_gloo),
             prefetch=not self.by_gloo,
+            reduce_at_last=self.reduce_at_last,
+            offload=self.offload,
         )
         kinds = {
             **by_kind,

@@ -26,8 +26,8 @@ from torch import nn
 
 from anybatch.compute.joint import Ask, Comparison, rows_like
 from anybatch.compute.lm_loss import few_chunks
+from anybatch.compute.low_bit_optimizers import is_compiled, parts_of, uncompiled
 from anybatch.compute.modes import evaluating
-from anybatch.compute.optimizers import is_compiled, parts_of, uncompiled
 from anybatch.estimate.cuda import laid_over
 from anybatch.estimate.fake_modules import without_fused_layers
 from anybatch.estimate.family import Traced
@@ -251,7 +251,7 @@ class Stage:
 
     def _batches(self, size: int, count: int) -> Iterator[Any]:
         """The batches, each of which comes before the one before it is gone, as in a run on CUDA
-        (`data.ahead`)."""
+        (`data.prefetch`)."""
         batch = None
         for _ in range(count):
             if self._device.kind == "cpu":

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.compute import Replica
-from anybatch.compute.optimizers import check_whole
+from anybatch.compute.low_bit_optimizers import check_whole
 from anybatch.data import ghosts
 from anybatch.estimate.cuda import is_overlaid, update_together
 from anybatch.estimate.cuda_kernels import CudaKernels, resident_threads

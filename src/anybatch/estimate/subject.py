@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from anybatch.compute import DEFAULT_GHOST_BATCH, find_blocks, find_chains
 from anybatch.compute.building import optimizer_for
-from anybatch.compute.ghost import cut_norms, depends_on_cut
+from anybatch.compute.ghost_norm import cut_norms, depends_on_cut
+from anybatch.compute.kernel_choices import is_compiled
 from anybatch.compute.modes import into_training
 from anybatch.data import (
     lengths_of,
@@ -39,8 +40,8 @@ from anybatch.estimate.template import template_of
 from anybatch.estimate.values import UNKNOWN
 from anybatch.machine import Device
 from anybatch.plans import TaskIdentity
+from anybatch.side_effects import untouched
 from anybatch.task import JointLoss, LossFunction, Task, parameters_in
-from anybatch.untouched import untouched
 
 T = TypeVar("T")
 
@@ -69,6 +70,7 @@ class Subject:
         samples: what they take beside their batches.
         compared: samples of all ranks, whose encodings a joint loss compares in a step; 0: the loss is
             a sum over samples.
+        compiled: the user has compiled the model, or a part of it.
         uneven: samples that were looked at, of which the largest stand for all, where samples differ in
             size and no lengths are given; else 0.
         families: traces made so far, so that none is made twice.
@@ -97,6 +99,7 @@ class Subject:
     long: str = ""
     samples: Samples = field(default_factory=Samples)
     compared: int = 0
+    compiled: bool = False
     uneven: int = 0
     depends: tuple[str, ...] = ()
     families: dict[Hashable, Family] = field(default_factory=dict, compare=False, repr=False)
@@ -223,6 +226,7 @@ def subject_of(task: Task) -> Subject:
         long=_told_lengths(task),
         samples=samples_of(task, template),
         compared=task.global_batch if isinstance(task.loss, JointLoss) else 0,
+        compiled=is_compiled(model),
         uneven=uneven,
         depends=depends_on_cut(model),
     )
@@ -270,7 +274,12 @@ def fake_copy(model: nn.Module) -> nn.Module:
     trace (elsewhere they are empty).
 
     Nothing is allocated: the copy is given empty tensors where it would copy real ones.
+
+    Raises `TypeError` for what torch.jit has compiled, whose copies have parameters of their own.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"{name or 'the model'!r} is compiled by torch.jit")
     memo: dict[int, Any] = {}
     tensors: Iterable[Tensor] = (*model.parameters(), *model.buffers())
     for tensor in tensors:

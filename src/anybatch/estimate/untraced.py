@@ -32,8 +32,9 @@ class NoOptimizer(RuntimeError):
         self.name: str = name
 
 
-def why_untraced(error: BaseException) -> str:
-    """Sentences on `error`, which was raised on fake tensors: what, where, and what to do."""
+def why_untraced(error: BaseException, here: bool) -> str:
+    """Sentences on `error`, which was raised on fake tensors: what, where, and what to do. `here`: the
+    device is, so that passes can be run instead."""
     cause = error.__cause__
     if isinstance(error, NoOptimizer) and cause is not None:
         return (
@@ -42,16 +43,24 @@ def why_untraced(error: BaseException) -> str:
             " under the names of its arguments."
         )
     place = place_of(error)
-    remedy = (
-        "A size there depends on data that no estimate has: write it for fixed sizes (each expert a"
-        " fixed number of tokens, say), or plan on the device itself, where passes are measured."
-        if isinstance(error, UNKNOWN)
-        else "If the model runs on real tensors, plan on the device itself, where passes are measured."
-    )
-    return (
+    told = (
         f"The model could not be traced on fake tensors ({_what(error)}"
-        f"{f', at {place}' if place else ''}). {remedy}"
+        f"{f', at {place}' if place else ''})."
     )
+    if isinstance(error, UNKNOWN):
+        told += (
+            " A size there depends on data that no estimate has: write it for fixed sizes (each expert"
+            " a fixed number of tokens, say)"
+        )
+        return told + (
+            "." if here else ", or plan on the device itself, where passes are measured."
+        )
+    if not here:
+        told += (
+            " If the model runs on real tensors, plan on the device itself, where passes are"
+            " measured."
+        )
+    return told
 
 
 def _what(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
-from anybatch.compute.optimizers import parts_of
+from anybatch.compute.low_bit_optimizers import parts_of
 from anybatch.task import parameters_in
 
 

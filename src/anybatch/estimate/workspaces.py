@@ -1,11 +1,13 @@
 """Workspaces: what libraries take on a CUDA device, by rule, since a trace does not see it.
 
-**cuBLAS** has its own of torch's allocator. torch gives each of its handles a workspace when it first
-multiplies on a stream, and keeps it. A handle belongs to a thread: forward has one, and backward, which
-runs on autograd's, has another; and forward's has a third of 1 MiB (`CUBLASLT_WORKSPACE_SIZE`) for
-products to which a bias is added. A run takes all of them first (`driver.take_workspaces`). Sizes of
-the others are torch's (`aten/src/ATen/cuda/CublasHandlePool.cpp`; its documentation, "CUDA semantics:
-cuBLAS workspaces"): 32 MiB from compute capability 9 on, 8.125 MiB before; on ROCm 128 MiB for the
+**cuBLAS** has its own of torch's allocator: torch gives each of its handles a workspace when it first
+multiplies on a stream. A handle belongs to a thread: forward has one, and backward, which runs on
+autograd's, has another. A run takes all of them first (`driver.take_workspaces`). In torch 2.11 each
+thread has one more, of 1 MiB (`CUBLASLT_WORKSPACE_SIZE`), for products to which a bias is added; from
+2.15 on the two threads keep none, unless `TORCH_CUBLAS_WORKSPACE_CACHE` is 1: each product takes one
+while it runs, which is counted here as one that is kept. Sizes of the others are torch's
+(`aten/src/ATen/cuda/CublasHandlePool.cpp`; its documentation, "CUDA semantics: cuBLAS workspaces"): 32
+MiB from compute capability 9 on (in torch 2.11 for 9 alone), 8.125 MiB else; on ROCm 128 MiB for the
 MI300 and its followers, and 32 MiB for others.
 
 **NCCL** has them of the driver, beside the allocator. A connection to a neighbour takes 12 MiB on each
@@ -21,6 +23,8 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
+
+import torch
 
 from anybatch.estimate.family import Traced
 from anybatch.estimate.trace import Block
@@ -42,21 +46,31 @@ _CONNECTION, _CONNECTIONS, _SWITCHED = 12 << 20, 2, 256 << 20
 _NVLINK, _NVLINK_CHANNELS, _PCIE_CHANNELS = 1e11, 24, 2
 """Of NCCL; NVLink is what crosses more bytes per second than the first of these."""
 
-LT_BYTES = 1 << 20
-"""Of cuBLASLt."""
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+_UNIFIED = (2, 12)  # since then cuBLASLt shares those of cuBLAS
+_RELEASED = (2, 15)  # since then none is kept
+_LT = 1 << 20  # of cuBLASLt, where it has its own
 
 _LARGE, _SMALL, _ROCM_LARGE = 32 << 20, (2 * 4096 + 8 * 16) << 10, 128 << 20
-_CONFIG = "CUBLAS_WORKSPACE_CONFIG"
+_CONFIG, _CACHE = "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUBLAS_WORKSPACE_CACHE"
 
 
 def with_workspaces(traced: Traced, device: Device) -> Traced:
     """`traced` with the workspaces of cuBLAS, which a run has taken before anything else."""
     if device.kind != "cuda":
         return traced
-    one = workspace_bytes(device)
-    blocks = [Block(size, 0, "setup", None, WORKSPACES) for size in (one, LT_BYTES) * 2]
+    blocks = [Block(size, 0, "setup", None, WORKSPACES) for size in workspaces_of(device)]
     timeline = replace(traced.timeline, blocks=[*blocks, *traced.timeline.blocks])
     return replace(traced, timeline=timeline)
+
+
+def workspaces_of(device: Device) -> tuple[int, ...]:
+    """Bytes of each that a run takes, in its two threads."""
+    size = workspace_bytes(device)
+    if _TORCH < _UNIFIED:
+        return (size, _LT) * 2
+    is_kept = device.capability.startswith("gfx") or os.environ.get(_CACHE) == "1"
+    return (size, size) if _TORCH < _RELEASED or is_kept else (size,)
 
 
 def workspace_bytes(device: Device) -> int:
@@ -68,7 +82,9 @@ def workspace_bytes(device: Device) -> int:
     if device.capability.startswith("gfx"):
         return _ROCM_LARGE if device.capability in ("gfx942", "gfx950") else _LARGE
     major = device.capability.partition(".")[0]
-    return _SMALL if major.isdigit() and int(major) < 9 else _LARGE
+    if not major.isdigit():
+        return _LARGE
+    return _LARGE if int(major) == 9 or (int(major) > 9 and _TORCH >= _UNIFIED) else _SMALL
 
 
 def recorder_bytes(total_steps: int | None) -> int:

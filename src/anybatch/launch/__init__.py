@@ -6,7 +6,7 @@ from anybatch.launch.agent import call as call
 from anybatch.launch.agent import parse_nodes as parse_nodes
 from anybatch.launch.agent import run_command as run_command
 from anybatch.launch.board import open_board as open_board
-from anybatch.launch.leaving import leave as leave
+from anybatch.launch.forced_exit import leave as leave
 from anybatch.launch.membership import Launcher as Launcher
 from anybatch.launch.membership import Membership as Membership
 from anybatch.launch.membership import find as find

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from anybatch.errors import InputError, LaunchError, Stopped
 from anybatch.launch import janitor
-from anybatch.launch.ends import End, first
+from anybatch.launch.exits import End, first
 from anybatch.launch.membership import find
 from anybatch.launch.network import parse_address
 
@@ -118,9 +118,10 @@ def run_command(
         if ending.signal is not None:
             if all(end.status == 0 for end in ends):
                 return 0
+            _tell_of_stop(ends)
             spoken = [end.status for end in ends if end.spoke and end.status]
             if len(spoken) == len(ends) and set(spoken) == {Stopped.exit_status}:
-                _delete(orders.logs, unless=logs)  # each has said what rank 0 said
+                _delete(orders.logs, unless=logs)  # each has said what was told
             return spoken[0] if spoken else 128 + ending.signal
         cause = ending.cause or first(ends)
         if ending.silent or ending.lost is not None:
@@ -131,8 +132,9 @@ def run_command(
             _delete(orders.logs, unless=logs)
             return 0
         zero = next((end for end in ends if end.rank == 0), None)
-        if zero is not None and zero.has_told and zero.status == cause.status:
-            _delete(orders.logs, unless=logs)  # it has been told by rank 0
+        is_told = zero is not None and not zero.is_told_by_agent and zero.status == cause.status
+        if is_told or _tell_of_stop([cause]):
+            _delete(orders.logs, unless=logs)  # what is in them, rank 0 has told
         else:
             _tell(_tale(orders, ending, cause))
         return cause.status if cause.status > 0 else 128 - cause.status
@@ -208,7 +210,8 @@ def call(
                 f"{name} or what it is given cannot be handed to the ranks, since it cannot be"
                 f" pickled ({error}): create what holds files, locks or threads inside the function."
             ) from error
-        (orders.folder / "call").write_bytes(cloudpickle.dumps((sys.path, data)))
+        home = getattr(function, "__module__", None) or ""
+        (orders.folder / "call").write_bytes(cloudpickle.dumps((sys.path, home, data)))
         from anybatch.launch import elastic
 
         with _forwarded(orders.folder):
@@ -409,7 +412,8 @@ def _error(orders: Orders, ending: Ending) -> Exception | None:
         error: Exception = LaunchError(_gone(orders, ending))
     elif ending.cause is not None and not ending.here:
         error = LaunchError(
-            f"{ending.cause.who(ending.world_size, several=True)} failed first: {ending.cause.what}"
+            f"{ending.cause.who(ending.world_size, several=True)} failed first:"
+            f" {ending.cause.sentence}.{_below(ending.cause.stack)}"
         )
     elif failed:
         cause = ending.cause or failed[0]
@@ -418,7 +422,7 @@ def _error(orders: Orders, ending: Ending) -> Exception | None:
     else:
         return None
     for end in later:
-        error.add_note(f"later, rank {end.rank} (process {end.pid}): {end.what}")
+        error.add_note(f"later, rank {end.rank} (process {end.pid}): {end.sentence}.")
     return error
 
 
@@ -430,12 +434,15 @@ def _raised(orders: Orders, ending: Ending, end: End) -> Exception:
     path = _stem(orders, ending, end.local_rank).with_suffix(".failure")
     if not end.spoke or not path.exists():
         tail = _tail(orders.logs / f"rank-{end.rank}.log")
-        return LaunchError(f"{who} ended without returning from its function: {end.what}.{tail}")
+        return LaunchError(
+            f"{who} ended without returning from its function: {end.sentence}.{tail}"
+        )
     told = cloudpickle.loads(path.read_bytes())
     error = _unpacked(told["error"])
     if error is None:
         error = LaunchError(f"{who} raised {told['what']}\n\n{told['traceback']}")
-    error.__cause__ = LaunchError(f"on {who}:\n\n{told['traceback']}")
+    if not end.stack:  # else the error shows it
+        error.__cause__ = LaunchError(f"on {who}:\n\n{told['traceback']}")
     error.add_note(f"on {who}")
     return error
 
@@ -479,10 +486,26 @@ def _tell(sentence: str) -> None:
     sys.stderr.flush()
 
 
+def _tell_of_stop(ends: Sequence[End]) -> bool:
+    """Tell that the ranks have stopped as they were asked to, if that is how one of `ends` came about.
+    Whether it is."""
+    sentence = next((end.was_stopped for end in ends if end.was_stopped), "")
+    if sentence:
+        _tell(sentence)
+    return bool(sentence)
+
+
 def _tale(orders: Orders, ending: Ending, cause: End) -> str:
     several = orders.most > 1
-    tail = "" if not ending.here else _tail(orders.logs / f"rank-{cause.rank}.log")
-    return f"{cause.who(ending.world_size, several)} failed first: {cause.what.rstrip('.')}.{tail}"
+    shown = _below(cause.stack)
+    if ending.here and not shown:
+        shown = _tail(orders.logs / f"rank-{cause.rank}.log")
+    return f"{cause.who(ending.world_size, several)} failed first: {cause.sentence}.{shown}"
+
+
+def _below(stack: str) -> str:
+    """A stack, to be put below a sentence."""
+    return stack and f"\n{stack}"
 
 
 def _gone(orders: Orders, ending: Ending) -> str:

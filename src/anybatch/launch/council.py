@@ -29,7 +29,7 @@ from typing import TypeVar
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from anybatch.errors import LaunchError
-from anybatch.launch.ends import End, Told, Turn, Verdict, judge
+from anybatch.launch.exits import End, Told, Turn, Verdict, judge
 from anybatch.launch.network import Deadline, gather_at
 
 T = TypeVar("T")

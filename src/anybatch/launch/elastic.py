@@ -5,8 +5,8 @@ is tied to its agent (`worker`, `janitor`), the order in which ranks end is seen
 (`watch`), agents tell each other how and decide together what follows (`ends`, `council`), and what
 torch says on the way into its log is left to the errors of this package.
 
-The agent installs handlers for SIGTERM, SIGINT, SIGHUP and SIGQUIT in the main thread; they are put
-back. In another thread signals are not handled. `os.environ` is not changed.
+The agent installs handlers for SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1 in the main thread; they
+are put back. In another thread signals are not handled. `os.environ` is not changed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -45,10 +46,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
+from anybatch import early_signals
 from anybatch.errors import LaunchError
 from anybatch.launch import janitor
 from anybatch.launch.council import SILENT_SECONDS, Attempt, Council
-from anybatch.launch.ends import End, Told, Turn, Verdict, first, read
+from anybatch.launch.exits import End, Told, Turn, Verdict, first, read
 from anybatch.launch.membership import ATTEMPT
 from anybatch.launch.network import LOOPBACK, Deadline, joined, meet, route_to
 from anybatch.launch.watch import Watch
@@ -181,7 +183,7 @@ def _run(agent: _Agent, orders: Orders, handler: _Meeting, place: str) -> Ending
         stays = orders.least < orders.most  # the others may go on without this machine
     except RendezvousTimeoutError as error:
         raise LaunchError(
-            f"not all of the {_count(orders)} machines have come to {place} within"
+            f"fewer than {_machines(orders.least)} have come to {place} within"
             f" {orders.timeout_seconds:g} s: check that the same command was started on each of them,"
             f" with the same address and number of machines.{agent.before}"
         ) from error
@@ -272,9 +274,10 @@ class _Agent(LocalElasticAgent):
         if orders.meeting is None:
             super()._rendezvous(worker_group)  # type: ignore[call-arg]
             return
+        least = "" if orders.least == orders.most else "at least "
         with _patience(
             self._tell,
-            f"waiting at {joined(*orders.meeting)} for {_count(orders)} machines, for"
+            f"waiting at {joined(*orders.meeting)} for {least}{_machines(orders.least)}, for"
             f" {orders.timeout_seconds:g} s at the most. Start the same command on each of them.",
         ):
             super()._rendezvous(worker_group)  # type: ignore[call-arg]
@@ -291,6 +294,7 @@ class _Agent(LocalElasticAgent):
         self._where.attempt = attempt.number
         self._bad = []
         pids = super()._start_workers(worker_group)  # type: ignore[call-arg]
+        _answer_warnings()  # as torch has just done with other signals
         assert isinstance(self._pcontext, SubprocessContext)
         handlers = self._pcontext.subprocess_handlers
         self._watch = Watch({local: handler.proc for local, handler in handlers.items()})
@@ -373,13 +377,21 @@ class _Agent(LocalElasticAgent):
             return f"nothing was heard from {names} for {SILENT_SECONDS:g} s"
         assert verdict.cause is not None
         who = verdict.cause.who(self._where.world_size, several=len(attempt.names) > 1)
-        return f"{who} failed first: {verdict.cause.what.rstrip('.')}"
+        return f"{who} failed first: {verdict.cause.sentence}"
 
     def _announcement(self, attempt: Attempt, verdict: Verdict) -> str:
         count = f" (restart {verdict.failures} of {self._orders.restarts})"
         if verdict.failures == attempt.failures:
             count = ""
-        return f"{self._sentence(attempt, verdict)}. All ranks are started again{count}."
+        sentence = f"{self._sentence(attempt, verdict)}. All ranks are started again{count}."
+        cause = verdict.cause
+        # What rank 0 of this machine has to say, people have read.
+        is_read = cause is not None and cause.rank == 0 and cause in self._bad
+        return (
+            sentence
+            if cause is None or is_read or not cause.stack
+            else f"{sentence}\n{cause.stack}"
+        )
 
     def _file(self, attempt: Attempt, local: int, suffix: str) -> Path:
         return self._orders.folder / f"{attempt.number}-{local}{suffix}"
@@ -476,9 +488,8 @@ class _Meeting(DynamicRendezvousHandler):
             Deadline(_GOODBYE_SECONDS).within(goodbye)
 
 
-def _count(orders: Orders) -> str:
-    """How many machines there are to be, in words."""
-    return str(orders.most) if orders.least == orders.most else f"at least {orders.least}"
+def _machines(count: int) -> str:
+    return f"{count} machine{'' if count == 1 else 's'}"
 
 
 @contextmanager
@@ -559,10 +570,24 @@ def _handlers_kept() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def _answer_warnings() -> None:
+    """SIGUSR1, by which Slurm is often told to warn, ends the ranks as SIGTERM does. torch leaves it to
+    the program: only where that has no answer of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if early_signals.is_unanswered(signal.SIGUSR1):
+        signal.signal(signal.SIGUSR1, _end_ranks)
+
+
+def _end_ranks(number: int, frame: FrameType | None) -> None:
+    came = signal.Signals(number)
+    raise SignalException(f"{came.name} has come to process {os.getpid()}", came)

@@ -28,7 +28,7 @@ _ROUNDS, _PAUSE_SECONDS = 10, 0.1
 
 def main() -> None:
     """Wait for the agent's word or its end."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     folders, agent = sys.argv[1:], os.getppid()
     while True:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from anybatch.errors import InputError, LaunchError
-from anybatch.launch import moment
+from anybatch.launch import first_failure
 from anybatch.launch.hostlist import counts, hosts
 from anybatch.launch.network import (
     LOOPBACK,
@@ -140,7 +140,7 @@ def join(
         return
     _num_joins += 1
     deadline = Deadline(timeout_seconds)
-    moment.forget()
+    first_failure.forget()
     with ExitStack() as stack:
         if device_type == "cuda":
             _take_device(membership)
@@ -151,13 +151,13 @@ def join(
             stack.enter_context(_interface(membership, host))
             _connect(membership, device_type, store, place, deadline)
         except BaseException as error:
-            moment.note(error)
+            first_failure.note(error)
             raise
         _store_of_group = store
         try:
             yield
         except BaseException as error:
-            moment.note(error)
+            first_failure.note(error)
             _leave(device_type, failed=True)
             raise
         finally:

@@ -24,13 +24,16 @@ import traceback
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from anybatch.launch import moment
-from anybatch.launch.ends import write_whole, write_word
+from anybatch import libraries
+from anybatch.errors import name_of
+from anybatch.launch import first_failure
+from anybatch.launch.exits import write_whole, write_word
+from anybatch.launch.forced_exit import prepare
 from anybatch.launch.janitor import start_time
-from anybatch.launch.leaving import prepare
 from anybatch.launch.membership import ATTEMPT, MARK
 
 _PR_SET_PDEATHSIG = 1
@@ -40,10 +43,11 @@ def main() -> None:
     """Run one rank."""
     folder, agent, logs, kind, *arguments = sys.argv[1:]
     _tie_to(int(agent))
+    libraries.stay()
     path = Path(folder) / f"{os.environ[ATTEMPT]}-{os.environ['LOCAL_RANK']}"
     write_whole(path.with_suffix(".pid"), f"{os.getpid()} {start_time(os.getpid()) or 0}".encode())
     _place_output(Path(folder), Path(logs), int(os.environ["RANK"]))
-    moment.listener = partial(_note, path.with_suffix(".noted"))
+    first_failure.listener = partial(_note, path.with_suffix(".noted"))
     faulthandler.enable()
     os.environ[MARK] = "1"
     if kind == "call":
@@ -52,7 +56,7 @@ def main() -> None:
         _command(arguments[0], arguments[1:], path)
 
 
-def _note(path: Path, failure: moment.Failure | None) -> None:
+def _note(path: Path, failure: first_failure.Failure | None) -> None:
     with suppress(OSError, MemoryError):  # what has failed before is what has to be told
         if failure is None:
             path.unlink(missing_ok=True)
@@ -91,8 +95,11 @@ def _call(payload: Path, path: Path) -> None:
 
     prepare(partial(_write_failure, path))
     try:
-        import_path, data = cloudpickle.loads(payload.read_bytes())
+        import_path, home, data = cloudpickle.loads(payload.read_bytes())
         sys.path[:] = import_path
+        if home.startswith("anybatch."):  # before the user's code, which comes with the data
+            with libraries.loading():
+                import_module(home)
         function, args, kwargs = cloudpickle.loads(data)
         result = function(*args, **kwargs)
     except BaseException as error:
@@ -105,18 +112,18 @@ def _call(payload: Path, path: Path) -> None:
         _write_failure(path, error)
         sys.exit(1)
     write_whole(path.with_suffix(".result"), packed)
-    write_word(path.with_suffix(".word"), 0, moment.note())
+    write_word(path.with_suffix(".word"), 0, first_failure.note())
 
 
 def _write_failure(path: Path, error: BaseException) -> None:
     import cloudpickle
 
-    noted = moment.note(error)
+    noted = first_failure.note(error)
     try:
         packed = cloudpickle.dumps(error)
     except Exception:
         packed = None
-    what = f"{type(error).__qualname__}: {error}"
+    what = f"{name_of(error)}: {error}"
     failure: dict[str, Any] = {
         "what": what,
         "traceback": "".join(traceback.format_exception(error)),
@@ -130,7 +137,7 @@ def _write_failure(path: Path, error: BaseException) -> None:
 def _command(module: str, arguments: list[str], path: Path) -> None:
     sys.argv[1:] = arguments
     word = path.with_suffix(".word")
-    prepare(lambda error: write_word(word, error.exit_status, moment.note(error)))
+    prepare(lambda error: write_word(word, error.exit_status, first_failure.note(error)))
     status, failed = 1, None
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -145,7 +152,7 @@ def _command(module: str, arguments: list[str], path: Path) -> None:
     finally:
         # Its agent takes the word for told, so the interpreter gets to print what has been raised.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        write_word(word, status, moment.note(failed))
+        write_word(word, status, first_failure.note(failed))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def group_of(plan: Plan) -> Iterator[tuple[Group, str]]:
         yield _as_asked(plan, torch.device(device), overlaps), device
         return
     if plan.parallel == "shard":
-        yield Shard(plan.shares, torch.device(device), plan.choice.precision), device
+        yield _divided(plan, torch.device(device)), device
         return
     synchronised = plan.norms == "synchronised"
     yield Replicate(plan.shares, torch.device(device), overlaps, synchronised), device
@@ -63,6 +63,18 @@ def group_of(plan: Plan) -> Iterator[tuple[Group, str]]:
 
 def _in_parts(plan: Plan, part: int, device: str) -> Group:
     return Reproducible(plan.shares, torch.device(device), plan.task.global_batch, part)
+
+
+def _divided(plan: Plan, device: torch.device) -> Shard:
+    sharding = plan.sharding
+    return Shard(
+        plan.shares,
+        device,
+        plan.choice.precision,
+        over=sharding.over,
+        reduce=sharding.reduce,
+        to_host=plan.choice.optimizer_states == "host",
+    )
 
 
 def _as_asked(plan: Plan, device: torch.device, overlaps: bool) -> Group:

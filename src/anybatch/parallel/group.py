@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from anybatch.compute import Replica
 from anybatch.parallel.buffers import Held
-from anybatch.parallel.told import together
+from anybatch.parallel.failures import together
 
 T = TypeVar("T")
 

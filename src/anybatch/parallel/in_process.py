@@ -34,9 +34,9 @@ from anybatch.compute.buckets import Buckets
 from anybatch.data import restore, snapshot
 from anybatch.errors import InputError, PeerFailed
 from anybatch.parallel.buffers import BufferAgreement, Held
+from anybatch.parallel.failures import first_line
 from anybatch.parallel.group import Agreed, Group, Wish
 from anybatch.parallel.thread_state import ThreadState
-from anybatch.parallel.told import first_line
 from anybatch.parallel.turns import Turns
 from anybatch.task import Task
 

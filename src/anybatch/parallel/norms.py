@@ -65,7 +65,7 @@ class _Header:
 
 @final
 class NormExchange:
-    """See the module; an `anybatch.compute.synchronised.Exchange` over torch.distributed.
+    """See the module; an `anybatch.compute.synchronised_norm.Exchange` over torch.distributed.
 
     `begin` and `finish` surround the passes of an attempt on every rank, whatever happens between them;
     no other collective of the process group may be started there.

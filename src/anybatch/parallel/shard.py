@@ -17,8 +17,8 @@ What is different from `Replicate`, and what is done about it here:
 - Every micro-batch is added up at once. Adding up once per step would save communication, and would
   keep whole gradients on every rank: what sharding is to avoid. It can be had (`reduce="last pass"`).
 
-On several machines the model is divided within each, and the machines replicate: the parts of the
-gradients are added up across machines once per step, after the last pass, whatever happened in it.
+Groups of ranks, those of a machine, say, may divide a model each, and replicate each other: the parts
+of the gradients are added up across groups once per step, after the last pass, whatever happened in it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from torch.utils._pytree import tree_map_only
 from anybatch.compute import Replica, find_blocks
 from anybatch.compute.blocks import match_blocks
 from anybatch.compute.buckets import BUCKET_BYTES
-from anybatch.compute.dividing import check_divisible
 from anybatch.compute.precision import FORMATS, NORMS
+from anybatch.compute.shardable import check_divisible
 from anybatch.errors import InputError, PeerFailed, PeerLost
 from anybatch.parallel.buffers import BuffersOverGroup, Held
 from anybatch.parallel.earlier_fsdp import add_zeros_for_unused, forget_pass
@@ -71,12 +71,12 @@ class Shard(Group):
             masters; weights are gathered in half precision, those of norms in float32.
         blocks: names of the modules that are gathered at a time, as in `plans.Recompute`; by default
             what `find_blocks` finds.
-        ranks_per_machine: ranks that divide one model among them; by default all.
+        over: ranks that divide one model among them, those of a machine, say; by default all.
         reduce: when gradients are added up: after every pass, or after the last one.
         to_host: parts of parameters, gradients and optimizer state stay in host memory (CUDA only).
         deadline: how long a rank waits for another inside a pass.
 
-    Raises `InputError` if ranks and machines do not go together, or an option is not for this device.
+    Raises `InputError` if ranks and groups do not go together, or an option is not for this device.
     """
 
     lockstep: bool = True
@@ -88,7 +88,7 @@ class Shard(Group):
         precision: Precision = "fp32",
         *,
         blocks: Sequence[str] = (),
-        ranks_per_machine: int | None = None,
+        over: int | None = None,
         reduce: Literal["every pass", "last pass"] = "every pass",
         to_host: bool = False,
         deadline: timedelta = DEADLINE,
@@ -99,21 +99,21 @@ class Shard(Group):
         self._vote = Vote(device)
         self._precision: Precision = precision
         self._patterns = tuple(blocks)
-        self._parts = ranks_per_machine or self.size
+        self._parts = over or self.size
         _check_options(self.size, self._parts, device, precision, to_host)
         self._to_host = to_host
         # Half-precision gradients are added up in float32 only where they are added up at once.
         self._at_last = reduce == "last pass" and not FORMATS[precision].masters
-        machines = [range(i, i + self._parts) for i in range(0, self.size, self._parts)]
-        if len(machines) == 1:
+        groups = [range(i, i + self._parts) for i in range(0, self.size, self._parts)]
+        if len(groups) == 1:
             self._mesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("shard",))
             self._across: dist.ProcessGroup | None = None
         else:
             both = init_device_mesh(
-                device.type, (len(machines), self._parts), mesh_dim_names=("replicate", "shard")
+                device.type, (len(groups), self._parts), mesh_dim_names=("replicate", "shard")
             )
             self._mesh, self._across = both["shard"], both.get_group("replicate")
-        self._wire = Wire(machines, deadline, device)
+        self._wire = Wire(groups, deadline, device)
         self._modules: list[FSDPModule] = []
         self._root: nn.Module | None = None
         self._trained: dict[str, nn.Parameter] = {}  # the parts, by name
@@ -126,8 +126,8 @@ class Shard(Group):
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
         """The model that `make` builds, divided, with the values of rank 0.
 
-        The ranks of a machine build one after the other, so that it never holds more than one whole
-        model. The others' values are not used: rank 0 builds last, and sends them.
+        The ranks of a group build one after the other, so that their machine never holds more than one
+        whole model. The others' values are not used: rank 0 builds last, and sends them.
 
         Raises the error of `make` on the rank where it fails, and `PeerFailed` on the others.
         """
@@ -192,7 +192,7 @@ class Shard(Group):
         return None
 
     def gather(self, failed: bool) -> None:
-        """See `Group`. Within a machine gradients were added up in the passes."""
+        """See `Group`. Within a group gradients were added up in the passes."""
         self._failed = failed
         if failed:
             self._wire.cut()
@@ -200,7 +200,7 @@ class Shard(Group):
             with calling("while buffers were agreed upon"):
                 self._buffers.gather()
         if self._across is not None:
-            with calling("while gradients were added up across machines"):
+            with calling("while gradients were added up across groups"):
                 for bucket in self._buckets():
                     self._sum_across(bucket, self._across)
 
@@ -419,8 +419,8 @@ def _check_options(
 ) -> None:
     if size % parts:
         raise InputError(
-            f"{size} ranks cannot be divided into machines of {parts}: start equally many ranks on each"
-            " machine, or shard over all of them."
+            f"{size} ranks cannot be divided into groups of {parts}: shard over a number that divides"
+            " theirs, or over all of them."
         )
     if to_host and device.type != "cuda":
         raise InputError(

@@ -1,8 +1,8 @@
 """Stale: gradients that cross the network while the next step computes, applied one step late.
 
-    compute   | step 0 | step 1 | step 2 | step 3 |
-    network            |  g 0   |  g 1   |  g 2   |  g 3   |
-    update         -       g 0      g 1      g 2      g 3 (at the end)
+    compute   | step 1 | step 2 | step 3 | step 4 |
+    network            |  g 1   |  g 2   |  g 3   |  g 4   |
+    update         -       g 1      g 2      g 3      g 4 (at the end)
 
 The time of a step becomes the larger of computing and crossing instead of their sum, which overlap
 inside a step reaches only for the last backward pass. The gradient that updates the weights was

@@ -64,9 +64,13 @@ class Vote:
         slots = [0.0] * (2 * size)
         slots[self._rank], slots[size + self._rank] = len(mine), note
         wishes = [bool(wish & one) for one in Wish]
-        head = torch.tensor([totals is None, *flags, *wishes, *slots], dtype=torch.float64)
+        head = torch.tensor(
+            [totals is None, *flags, *wishes, *slots],
+            dtype=torch.float64,
+            pin_memory=self._device.type == "cuda",  # else the copy would wait for all of backward
+        )
         ballot = torch.zeros(len(head) + _INLINE, dtype=torch.float64, device=self._device)
-        ballot[: len(head)] = head.to(self._device)
+        ballot[: len(head)].copy_(head, non_blocking=True)
         ballot[len(head) : len(head) + len(mine)] = mine[:_INLINE]
         with calling("in the vote at the end of a step"):
             work = cast(Any, dist.all_reduce(ballot, async_op=True))

@@ -17,7 +17,14 @@ sockets, so those that appear while it connects are asked which other rank they 
 
 On NCCL it is the device that waits, in a kernel, and the host may be anywhere: far ahead, in the vote,
 in whatever waits for the device. So a rank that cuts its wire rings an `Alarm`, and a thread on every
-rank aborts its end of the wire: kernels of it end then, and what stands behind them goes on.
+rank aborts its end of the wire: kernels of it end then, and what stands behind them goes on. None does
+so before all have heard the alarm, since a rank that is taken unawares ends: over a network NCCL has an
+error as soon as another aborts, and torch's watchdog, which looks for errors ten times a second, then
+takes the process down. It looks no more where an abort has begun.
+
+    rank 0   X rings | hears ....... | aborts
+    rank 1             looks | hears | aborts
+    rank 2                looks, hears | aborts
 """
 
 from __future__ import annotations
@@ -44,9 +51,12 @@ from anybatch.parallel.vote import calling, exchange
 DEADLINE = timedelta(minutes=10)
 """How long a rank waits for another inside a pass, if nobody says otherwise."""
 
-_ALARM = "wire is cut"
+_ALARM, _HEARD, _ALL_HEARD = "wire is cut", "have heard it", "all have heard it"
 _EVERY_SECONDS = 0.1
 """Between two looks for the key: one small message to the machine that serves the store."""
+
+_HEARING = timedelta(seconds=5)
+"""How long one waits for others to have heard the alarm, who may be gone."""
 
 _Ends = tuple[tuple[str, int], tuple[str, int]]
 """Address and port of this end of a connection, and of the other."""
@@ -157,6 +167,7 @@ class Alarm:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self._size = dist.get_world_size(group)
         store: Any = dist.distributed_c10d._get_process_group_store(group)
         self._store = store.clone()  # a thread that waits in one would keep others out
         self._once = threading.Lock()
@@ -174,7 +185,7 @@ class Alarm:
         """Abort the group on every rank."""
         with suppress(RuntimeError):  # nobody serves the store any more: the run is over
             self._store.set(_ALARM, "1")
-        self._abort()
+        self._abort(together=True)
 
     def end(self) -> None:
         """Abort the group on this rank, where nobody listens any more."""
@@ -186,14 +197,24 @@ class Alarm:
         while not self._ended.wait(_EVERY_SECONDS):
             with suppress(RuntimeError):
                 if self._store.check([_ALARM]):
-                    self._abort()
+                    self._abort(together=True)
                     return
 
-    def _abort(self) -> None:
+    def _abort(self, together: bool = False) -> None:
         with self._once:  # a second time would end the process
             if not self._aborted.is_set():
                 self._aborted.set()
+                if together:
+                    with suppress(RuntimeError):
+                        self._await_others()
                 self._group.abort()
+
+    def _await_others(self) -> None:
+        """Until all ranks have heard the alarm. Raises `RuntimeError` if they have not for long."""
+        if self._store.add(_HEARD, 1) == self._size:
+            self._store.set(_ALL_HEARD, "1")
+        else:
+            self._store.wait([_ALL_HEARD], _HEARING)
 
 
 class _Buffers:

@@ -4,9 +4,9 @@ from anybatch.planner.accounting import Account as Account
 from anybatch.planner.accounting import account as account
 from anybatch.planner.accounting import smallest_micro_batch as smallest_micro_batch
 from anybatch.planner.evaluating import make_evaluation_plan as make_evaluation_plan
+from anybatch.planner.make import as_measured as as_measured
 from anybatch.planner.make import default_ghost_notice as default_ghost_notice
 from anybatch.planner.make import make_plan as make_plan
-from anybatch.planner.make import unpredicted as unpredicted
 from anybatch.planner.ranks import Layout as Layout
 from anybatch.planner.ranks import layouts_of as layouts_of
 from anybatch.planner.setting import Wishes as Wishes

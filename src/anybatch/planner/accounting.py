@@ -31,8 +31,8 @@ def account(subject: Subject, machine: Machine, plan: Plan) -> Account:
     Raises whatever the model or loss raises on fake tensors.
     """
     device, choice = machine.device, plan.choice
-    layout = Layout(plan.parallel, plan.shares, plan.balance, plan.devices, plan.norms, plan.link)
-    subject = rank_of(subject, layout, device)
+    layout = Layout.of(plan)
+    subject = rank_of(subject, layout, device, choice.optimizer_states)
     setting = setting_of(subject, device, choice.precision, layout, plan.enforced)
     whole = choice.model_copy(update={"chunked_head": ""})
     head = head_of(subject, whole, device) if choice.chunked_head else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from anybatch.planner.costs import Costs
-from anybatch.planner.ways import order
+from anybatch.planner.recompute_ways import order
 from anybatch.plans import Candidate, Choice, FrontierPoint
 from anybatch.units import format_bytes
 
@@ -69,7 +69,7 @@ def frontier(every: Iterable[Costs]) -> tuple[FrontierPoint, ...]:
 def _reason(choice: Choice, costs: Costs, taken: Choice, by: Costs) -> str:
     peak = costs.bytes(choice)
     if peak > costs.room:
-        return f"needs {format_bytes(peak - costs.room)} more than the budget leaves"
+        return f"exceeds the budget by {format_bytes(peak - costs.room)}"
     slower = costs.seconds(choice) / max(by.seconds(taken), 1e-12) - 1
     if slower >= 1:
         return f"fits, but is predicted to take {1 + slower:.1f} times as long"

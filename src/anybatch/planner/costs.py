@@ -180,7 +180,7 @@ class Costs:
         division = self.subject.division
         if division is None:
             return found
-        part = 1 / division.ranks
+        part = 0.0 if division.offload else 1 / division.ranks
         first, later = found.commit_bytes
         commit = int(first * part), int(later * part)
         return replace(found, peak=self._peak_divided(found.peak), commit_bytes=commit)
@@ -203,6 +203,11 @@ class Costs:
             choice.optimizer_states,
             self.head,
         )
+        division = self.subject.division
+        if division is not None:  # each rank updates its part
+            part = 1 / division.ranks
+            on_host = self.setting.pace.update_on_host(part)
+            step = replace(step, update=on_host if division.offload else part * step.update)
         return step.corrected(self.setting.correction.seconds)
 
     def seconds(self, choice: Choice) -> float:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from anybatch.estimate import Subject
 from anybatch.machine import Device, can_enforce
 from anybatch.planner.ranks import Layout
 from anybatch.planner.setting import Wishes
 
 
-def is_enforced(device: Device, layout: Layout, wishes: Wishes, limited: bool) -> bool:
+def is_enforced(
+    subject: Subject, device: Device, layout: Layout, wishes: Wishes, limited: bool
+) -> bool:
     """Whether the budget of `device` is enforced, if the user named it (`limited`)."""
     if not (limited and device.present and can_enforce(device.kind)):
         return False
     # On a CPU ranks of one process, or a compiler, would take from the same budget.
-    beside = layout.parallel == "in-process" or wishes.compile is True
+    compiles = wishes.compile is True or subject.compiled
+    beside = layout.parallel == "in-process" or compiles
     return not (device.kind == "cpu" and beside)
 
 
-def budget_notices(device: Device, layout: Layout, limited: bool) -> Iterator[str]:
-    """What to say of a budget that is not enforced, but for the sake of a compiler, whose own notice
-    says so."""
+def budget_notices(
+    subject: Subject, device: Device, layout: Layout, limited: bool
+) -> Iterator[str]:
+    """What to say of a budget that is not enforced, but for the sake of blocks that the plan compiles,
+    whose own notice says so."""
     if limited and device.present:
         if not can_enforce(device.kind):
             yield (
@@ -31,6 +37,12 @@ def budget_notices(device: Device, layout: Layout, limited: bool) -> Iterator[st
             yield (
                 "The ranks are in one process and have its memory in common, so the budget of each is"
                 " only planned with."
+            )
+        elif subject.compiled and device.kind == "cpu":
+            yield (
+                "The model is compiled by torch.compile, whose compiler takes memory in this process:"
+                " the budget is only planned with, and bytes and seconds are predicted for the model"
+                " as it is without the compiler."
             )
     if not limited and device.kind == "cpu":
         yield (

@@ -21,7 +21,7 @@ from anybatch.planner.prediction import kinds_of
 from anybatch.planner.ranks import Layout, rank_of
 from anybatch.planner.reserve import budget_for, reserve_of
 from anybatch.planner.setting import Wishes
-from anybatch.plans import Choice, KernelChoices, Plan, Precision, Prediction, Recompute
+from anybatch.plans import Choice, KernelChoices, Plan, Precision, Prediction, Recompute, StatesOn
 from anybatch.units import format_bytes
 
 
@@ -63,7 +63,10 @@ def make_evaluation_plan(
         NoPlanFits: not even one sample at a time does.
         InputError: `batch` cannot be.
     """
-    one = rank_of(subject, layout, device)
+    # A divided model that was kept in host memory may fit only so.
+    is_kept_so = layout.parallel == "shard" and device.kind == "cuda"
+    states_on: StatesOn = before.choice.optimizer_states if is_kept_so else "device"
+    one = rank_of(subject, layout, device, states_on)
     identity = subject.identity
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
         raise InputError(f"micro_batch is {batch!r}: give a whole number of at least 1.")
@@ -72,13 +75,14 @@ def make_evaluation_plan(
         evaluation_batch=batch or before.choice.evaluation_batch,
         precision=precision or before.choice.precision,
         recompute=Recompute(),
+        optimizer_states=states_on,
         # Planned for whole models only.
         chunked_head="" if layout.parallel == "shard" else before.choice.chunked_head,
     )
     learned = correction(device, identity)
     found = _fitting(one, choice, device, learned, fixed=batch is not None)
-    enforced = is_enforced(device, layout, Wishes(), limited)
-    told = [*notices, *budget_notices(device, layout, limited)]
+    enforced = is_enforced(subject, device, layout, Wishes(), limited)
+    told = [*notices, *budget_notices(subject, device, layout, limited)]
     if found.peak is None:
         told.append("The model cannot be traced, so nothing is predicted.")
     plan = Plan(

@@ -1,24 +1,31 @@
 """Exchange: the seconds of a step in which ranks tell each other gradients and weights.
 
 Ranks that hold the whole model add up their gradients once per step. Of a divided model the weights are
-gathered twice in every pass, for forward and for backward, and gradients are added up in every pass:
+gathered twice in every pass, for forward and for backward, and gradients are added up in every pass, or
+in the last one:
 
     replicate   | forward | backward | forward | backward, all gradients |
     shard       | forward, weights | backward, weights and gradients | ...
+
+Where groups of ranks divide a model each, their parts of the gradients are added up over the groups
+after the last pass. Parts that lie in host memory come over its bus first, and go back there.
 
 On CUDA this goes on beside the computing, and only what is left over counts: at the least what crosses
 for the first block, before which nothing can be computed, or for the last, after which nothing is left.
 Then comes the vote, which is small and which everybody waits for.
 
-How long ranks take to add up so many bytes, the link of the layout tells (`plans.Link`).
+How long ranks take to add up so many bytes, the link of the layout tells (`plans.Link`). An exchange
+that is not exact (`plans.Exchange`) has fewer bytes, or not every step has one, or the whole next step
+is there to cover it.
 """
 
 from __future__ import annotations
 
 from anybatch.compute.buckets import BUCKET_BYTES
 from anybatch.estimate import Subject
+from anybatch.estimate.seconds import bus_seconds
 from anybatch.planner.setting import Setting
-from anybatch.plans import Choice, Precision
+from anybatch.plans import Choice, Exchange, Precision
 
 
 def seconds_of_exchange(subject: Subject, setting: Setting, choice: Choice, passes: int) -> float:
@@ -33,19 +40,44 @@ def seconds_of_exchange(subject: Subject, setting: Setting, choice: Choice, pass
     link = layout.link_on(device)
     vote = 0.0 if layout.parallel == "in-process" else link.seconds(0, num_ranks)
     if subject.division is None:
-        crossing = link.seconds(pace.parameter_bytes, num_ranks)
-        groups = -(-pace.parameter_bytes // BUCKET_BYTES)
+        exchange = layout.exchange
+        num_bytes = _sent(pace.parameter_bytes, subject, exchange)
+        crossing = link.seconds(num_bytes, num_ranks)
+        if exchange.every > 1:  # with nothing in between, not even a vote
+            return (vote + crossing) / exchange.every
+        if exchange.stale:
+            return vote + max(0.0, crossing - passes * sum(computing))
+        groups = -(-num_bytes // BUCKET_BYTES)
         behind = computing[1] + computing[2]  # the last backward
         return vote + (_left_over(crossing, behind, groups) if overlaps else crossing)
-    parts = subject.division.parts
-    groups = len(parts.blocks) + 1
-    gathered = parts.whole * _gathered_part(choice.precision)
-    # To gather, or to add up so that each keeps a part, is half of a whole exchange.
-    crossing = groups * sum(
-        link.seconds(size / groups, num_ranks) / 2
-        for size in (gathered, gathered, pace.parameter_bytes)
-    )
-    return vote + passes * (_left_over(crossing, sum(computing), groups) if overlaps else crossing)
+    division, within = subject.division, layout.link_within(device)
+    pieces = len(division.parts.blocks) + 1
+    gathered = division.parts.whole * _gathered_part(choice.precision)
+
+    def beside(*sizes: float) -> float:
+        """Seconds of a pass in which so many bytes cross, piece by piece, and nothing is computed."""
+        # To gather, or to add up so that each keeps a part, is half of a whole exchange.
+        crossing = pieces * sum(within.seconds(s / pieces, division.ranks) / 2 for s in sizes)
+        if division.offload:
+            crossing += bus_seconds(sum(sizes) / division.ranks, device)
+        return _left_over(crossing, sum(computing), pieces) if overlaps else crossing
+
+    every, last = beside(gathered, gathered), beside(gathered, gathered, pace.parameter_bytes)
+    if not division.reduce_at_last:
+        every = last
+    num_groups = num_ranks // division.ranks
+    across = 0.0
+    if num_groups > 1:  # nothing is computed meanwhile
+        across = link.seconds(pace.parameter_bytes / division.ranks, num_groups)
+    return vote + (passes - 1) * every + last + across
+
+
+def _sent(parameter_bytes: int, subject: Subject, exchange: Exchange) -> int:
+    """Bytes of gradients, or of weights, as they cross. What PowerSGD sends depends on the shapes of
+    the parameters: it is taken to send all of them."""
+    if exchange.compress in ("bf16", "fp16"):
+        return min(parameter_bytes, 2 * subject.identity.trainable_parameters)
+    return parameter_bytes
 
 
 def _left_over(crossing: float, computing: float, groups: int) -> float:

@@ -80,7 +80,7 @@ def _told_tuning(varying: str) -> str:
         )
     return (
         "cuDNN tries its algorithms in the first steps, since all full micro-batches have one shape."
-        " The trials take what memory is free, which is not predicted."
+        " The trials take what memory is free, which is neither predicted nor part of the peak."
     )
 
 

@@ -17,7 +17,7 @@ from anybatch.errors import AnybatchError, InputError
 from anybatch.estimate import Head, Peak, head_of
 from anybatch.estimate.sharding import Division
 from anybatch.planner.costs import Costs, Untraceable
-from anybatch.planner.ranks import Layout, division_of, half_of
+from anybatch.planner.ranks import WHOLLY, Layout, division_of, half_of
 from anybatch.planner.setting import setting_of
 from anybatch.plans import Choice, Precision, Recompute
 
@@ -230,7 +230,8 @@ class _Here:
         if self._subject.division is not None:
             return self._subject.division
         try:
-            return division_of(self._subject, self._num_ranks, self._setting.device)
+            layout = replace(self._setting.layout, sharding=WHOLLY)
+            return division_of(self._subject, layout, self._setting.device)
         except InputError:
             return None
 

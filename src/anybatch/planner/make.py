@@ -15,8 +15,8 @@ from anybatch.estimate.seconds import StepSeconds, meeting_seconds
 from anybatch.machine import Device
 from anybatch.planner.costs import Costs, Untraceable
 from anybatch.planner.enforcement import budget_notices, is_enforced
-from anybatch.planner.floor import check_floor
 from anybatch.planner.kernel_rule import with_kernels
+from anybatch.planner.least_bytes import check_floor
 from anybatch.planner.option import Option
 from anybatch.planner.precisions import faster_notice, precisions_of
 from anybatch.planner.prediction import prediction_of
@@ -31,7 +31,7 @@ from anybatch.planner.ranks import (
 )
 from anybatch.planner.search import Found, search
 from anybatch.planner.setting import Wishes, setting_of
-from anybatch.plans import Choice, Norms, Plan, Recompute, Rival
+from anybatch.plans import LOSS_SCALED, Choice, Norms, Plan, Recompute, Rival
 from anybatch.units import format_bytes, format_seconds
 
 _PAYS = 1.05
@@ -154,14 +154,14 @@ def _make(
         wishes = replace(wishes, micro_batch=pass_of(whole, layout))
     else:
         _check(of_one_rank(subject, layout), wishes, subject.identity.global_batch)
-    enforced = is_enforced(device, layout, wishes, limited)
-    told = [*notices, *budget_notices(device, layout, limited)]
+    enforced = is_enforced(whole, device, layout, wishes, limited)
+    told = [*notices, *budget_notices(whole, device, layout, limited)]
     given = {"task": whole.identity, "enforced": enforced}
     try:
         found = search(_costs(subject, device, wishes, enforced, layouts), wishes)
     except Untraceable as error:
         choice = _first_try(of_one_rank(subject, layout), wishes)
-        why = why_untraced(error.cause)
+        why = why_untraced(error.cause, device.present)
         if not device.present:
             check_floor(whole, device, layouts, choice.precision, why)
         told += [why, unpredicted(choice.micro_batch)]
@@ -256,14 +256,23 @@ def _costs(
             here = [costs for costs in here if costs.subject.division is None]
             if not here:
                 raise InputError(f"{USES_PARAMETERS}, or take parallel 'replicate'.")
-        if setting.pace.can_offload:
-            here += [
-                Costs(costs.subject, costs.setting, "host")
-                for costs in here
-                if costs.subject.division is None
-            ]
+        here += [on_host for costs in here if (on_host := _on_host(costs)) is not None]
         every += _in_chunks(here, wishes)
     return every
+
+
+def _on_host(costs: Costs) -> Costs | None:
+    """The same with the optimizer's states in host memory, and of a divided model all that it keeps;
+    None: that cannot be had."""
+    subject, pace = costs.subject, costs.setting.pace
+    if not pace.can_offload:
+        return None
+    if subject.division is None:
+        return Costs(subject, costs.setting, "host")
+    if costs.setting.precision in LOSS_SCALED:  # see `plans.checks`
+        return None
+    division = replace(subject.division, offload=True)
+    return Costs(replace(subject, division=division), costs.setting, "host")
 
 
 def _in_chunks(here: Sequence[Costs], wishes: Wishes) -> Iterator[Costs]:
@@ -311,7 +320,7 @@ def _ranks(
             yield layout, one
             continue
         try:
-            division = division_of(one, len(layout.shares), device)
+            division = division_of(one, layout, device)
         except InputError:
             if len(layouts) == 1:
                 raise
@@ -351,12 +360,12 @@ def _told_exchange(seconds: StepSeconds, layout: Layout) -> Iterator[str]:
     own = seconds.forward + seconds.backward + seconds.recompute
     alone = own * sum(layout.shares) / max(layout.shares) + seconds.update
     if seconds.total > alone:
+        less = "; --compress and --local-steps send less, and change the result"
         yield (
             "The exchange between the ranks is predicted to take"
             f" {format_seconds(seconds.exchange)} of a step of {format_seconds(seconds.total)}, which"
             f" one rank alone would do in about {format_seconds(alone)}. A larger global batch has"
-            " fewer exchanges for as many samples; --compress and --local-steps send less, and change"
-            " the result."
+            f" fewer exchanges for as many samples{less if layout.exchange.is_exact else ''}."
         )
 
 
@@ -465,3 +474,15 @@ def _check_norms(norms: Norms, subject: Subject, layout: Layout, wishes: Wishes)
 def unpredicted(micro_batch: int) -> str:
     """What to say where nothing is known of bytes and seconds."""
     return f"Nothing is predicted: the run begins with a micro-batch of {micro_batch}."
+
+
+def as_measured(found: Plan, before: Plan) -> Plan:
+    """The plan that passes over real samples have `found` in place of one `before` that predicts
+    nothing, and says so."""
+    told = (
+        "Bytes and seconds are measured instead, in passes over the first samples on this device."
+        if notice == unpredicted(before.choice.micro_batch)
+        else notice
+        for notice in before.notices
+    )
+    return found.model_copy(update={"notices": tuple(told)})

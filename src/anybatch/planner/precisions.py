@@ -32,6 +32,8 @@ def faster_notice(choice: Choice, sizes: Sizes, setting: Setting) -> Iterator[st
     """What to say of `choice`, in float32 on a device that is much faster in bfloat16."""
     if choice.precision not in ("fp32", "tf32") or not setting.device.has("bf16"):
         return
+    if setting.pace.disturbed:  # then one precision may have been measured in a worse moment
+        return
     now, half = (
         pace.step(
             choice.micro_batch, choice.recompute, sizes.whole, states_on=choice.optimizer_states
@@ -41,7 +43,7 @@ def faster_notice(choice: Choice, sizes: Sizes, setting: Setting) -> Iterator[st
     )
     if now > _WORTH_SAYING * half:
         yield (
-            f"A step is computed in {format_seconds(now)} in {choice.precision}; in bf16 it would take"
-            f" about {format_seconds(half)} on this device, and less memory. Ask for precision bf16, or"
-            " auto: nothing takes it by itself, since it rounds differently."
+            f"In bf16 a step would take about {format_seconds(half)} on this device instead of"
+            f" {format_seconds(now)}, and less memory. Ask for it with --precision bf16 or auto (in"
+            " Python, precision=): it rounds differently, so it is never chosen unasked."
         )

@@ -55,6 +55,8 @@ def _told_of_time(setting: Setting) -> str:
     if not setting.pace.measured:
         return f"from nominal figures of the device: expect them within a factor of {SHEET_ERROR:g}"
     way = "from speeds measured on this device"
+    if setting.pace.disturbed:
+        way += " while other processes were using it: a rough guide"
     if not setting.correction.num_runs:
         return way
     runs = f"{setting.correction.num_runs} run{'s' if setting.correction.num_runs > 1 else ''}"

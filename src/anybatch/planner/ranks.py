@@ -14,22 +14,27 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anybatch.compute.dividing import check_divisible
-from anybatch.compute.ghost import cut_norms
-from anybatch.compute.optimizers import check_whole
+from anybatch.compute.ghost_norm import cut_norms
+from anybatch.compute.low_bit_optimizers import check_whole
+from anybatch.compute.shardable import check_divisible
 from anybatch.data import divided_ghosts, ghosts, share
+from anybatch.errors import InputError
 from anybatch.estimate import Subject, sums_of
 from anybatch.estimate.seconds import tabulated_link
 from anybatch.estimate.sharding import Division, parts_of
 from anybatch.machine import Device
 from anybatch.planner.reserve import reserve_of
-from anybatch.plans import Balancing, Link, Norms, Parallel
+from anybatch.plans import Balancing, Exchange, Link, Norms, Parallel, Plan, Sharding, StatesOn
+
+WHOLLY, EXACT = Sharding(), Exchange()
+"""All ranks divide one model; they tell each other everything in every step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The ranks that a plan is for, and how they share a step. See `Plan` for the fields; `link` is
-    what the ranks have measured, None: they have not."""
+    """The ranks that a plan is for, how they share a step, and what they tell each other. See `Plan`
+    for the fields; `link` is what the ranks have measured, None: they have not. `exchange` may be one
+    that the plan cannot have."""
 
     parallel: Parallel = "single"
     shares: tuple[float, ...] = (1.0,)
@@ -37,10 +42,34 @@ class Layout:
     devices: tuple[str, ...] = ()
     norms: Norms = "ghosts"
     link: Link | None = None
+    sharding: Sharding = WHOLLY
+    exchange: Exchange = EXACT
+
+    @classmethod
+    def of(cls, plan: Plan) -> Layout:
+        """Of the ranks of `plan`."""
+        return cls(
+            plan.parallel,
+            plan.shares,
+            plan.balance,
+            plan.devices,
+            plan.norms,
+            plan.link,
+            plan.sharding,
+            plan.exchange,
+        )
 
     def link_on(self, device: Device) -> Link:
         """What joins these ranks, on devices like `device`: as measured, or as tabulated."""
         return self.link or tabulated_link(device)
+
+    def link_within(self, device: Device) -> Link:
+        """What joins the ranks of one group that divides a model: of groups within machines, what is
+        tabulated for those, where the ranks of all machines have measured something slower."""
+        link = self.link_on(device)
+        if self.sharding.group_size(len(self.shares)) == len(self.shares):
+            return link
+        return max(link, tabulated_link(device), key=lambda one: one.bytes_per_second)
 
     def fields(self, device: Device) -> dict[str, Any]:
         """Those of `Plan` that say where and by whom."""
@@ -50,6 +79,7 @@ class Layout:
             "shares": self.shares,
             "balance": self.balance,
             "norms": self.norms,
+            "sharding": self.sharding,
             "link": self.link_on(device) if len(self.shares) > 1 else None,
             "devices": self.devices,
             "device": device.kind if several else device.torch_name,
@@ -66,6 +96,8 @@ def layouts_of(
     *,
     divisible: bool = True,
     link: Link | None = None,
+    sharding: Sharding | None = None,
+    exchange: Exchange | None = None,
 ) -> tuple[Layout, ...]:
     """How the ranks on `devices`, one each, may share a step, before anything is measured: by the
     nominal speed of their devices. The one to take among equals comes first.
@@ -77,9 +109,20 @@ def layouts_of(
         divisible: whether ranks may have parts of the model, which takes that they tell each other
             everything in every step; else each has the whole.
         link: what the ranks have measured to join them; None: nothing.
+        sharding: how the model is to be divided, which then it is; None: over all ranks, if at all.
+        exchange: what they are to tell each other; None: everything.
+
+    Raises `InputError` if so many ranks cannot be parted into groups as `sharding` has them.
     """
+    if sharding is not None and parallel is None and divisible:
+        parallel = "shard"
     if len(devices) == 1 and parallel in (None, "single"):
         return (Layout(),)
+    if sharding is not None and len(devices) % sharding.group_size(len(devices)):
+        raise InputError(
+            f"the model is to be divided over {sharding.over} ranks, and {len(devices)} ranks cannot be"
+            " parted into groups of so many: give a number that divides theirs."
+        )
     speeds = [device.rates.flops for device in devices]
     alike = len(set(speeds)) == 1
     whole = Layout(
@@ -89,6 +132,8 @@ def layouts_of(
         balance=balance or ("fixed" if devices[0].kind == "cpu" else "measured"),
         devices=tuple(d.torch_name for d in devices) if parallel == "in-process" else (),
         link=link,
+        sharding=sharding or WHOLLY,
+        exchange=exchange or EXACT,
     )
     if parallel is not None or not divisible:
         return (whole,)
@@ -133,13 +178,16 @@ def of_one_rank(subject: Subject, layout: Layout) -> Subject:
     )
 
 
-def rank_of(subject: Subject, layout: Layout, device: Device) -> Subject:
+def rank_of(
+    subject: Subject, layout: Layout, device: Device, states_on: StatesOn = "device"
+) -> Subject:
     """What the rank with the largest share computes, and holds. Raises `InputError` if the model is to
     be divided and cannot be."""
     one = of_one_rank(subject, layout)
     if layout.parallel != "shard":
         return one
-    return replace(one, division=division_of(subject, len(layout.shares), device))
+    division = division_of(subject, layout, device)
+    return replace(one, division=replace(division, offload=states_on == "host"))
 
 
 def _parts(num_samples: int, layout: Layout, unit: int) -> list[int]:
@@ -191,8 +239,8 @@ def norms_that_meet(subject: Subject) -> int | None:
     return len(norms) if all(type(norm).forward in known for norm in norms) else None
 
 
-def division_of(subject: Subject, num_ranks: int, device: Device) -> Division:
-    """How the model is divided over `num_ranks` ranks on devices like `device`.
+def division_of(subject: Subject, layout: Layout, device: Device) -> Division:
+    """How the model is divided over the ranks of `layout`, on devices like `device`.
 
     Raises `InputError` if the model or its optimizer cannot be.
     """
@@ -201,7 +249,13 @@ def division_of(subject: Subject, num_ranks: int, device: Device) -> Division:
         check_divisible(model)
         check_whole(subject.make_optimizer(model))
         parts = parts_of(model)
-    return Division(parts, num_ranks, by_gloo=device.kind == "cpu")
+    sharding = layout.sharding
+    return Division(
+        parts,
+        sharding.group_size(len(layout.shares)),
+        by_gloo=device.kind == "cpu",
+        reduce_at_last=sharding.reduce == "last pass",
+    )
 
 
 def half_of(global_batch: int, unit: int) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from anybatch.planner.costs import Costs
+from anybatch.planner.recompute_ways import order
 from anybatch.planner.setting import Wishes
-from anybatch.planner.ways import order
 from anybatch.plans import Choice
 
 _CLOSE = 1.5

@@ -11,7 +11,7 @@ was not taken (`comparison`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,12 @@ from anybatch.planner.comparison import SAME_TIME, frontier, impossible, rejecte
 from anybatch.planner.costs import Costs, Untraceable
 from anybatch.planner.largest import largest
 from anybatch.planner.option import Option, option_of
+from anybatch.planner.recompute_ways import order, ways_of
 from anybatch.planner.refusal import nothing_fits
 from anybatch.planner.rivals import rivals_of
 from anybatch.planner.setting import Setting, Wishes
 from anybatch.planner.sizes import Sizes
 from anybatch.planner.subsets import leanest_subset, subsets
-from anybatch.planner.ways import order, ways_of
 from anybatch.plans import Candidate, Choice, FrontierPoint, Recompute
 
 PAYS = 1.03
@@ -124,7 +124,8 @@ def _leaner_costs(taken: Costs, every: Sequence[Costs]) -> list[Costs]:
     found: list[Costs] = []
     last = _turned(taken)
     for other in sorted(every, key=lambda costs: (costs.states_on == "host", bool(costs.head))):
-        if other.setting is taken.setting and last < _turned(other):
+        divided = other.subject.division is not None  # what it keeps cannot be moved in a run
+        if other.setting is taken.setting and last < _turned(other) and not divided:
             found.append(other)
             last = _turned(other)
     return found
@@ -213,17 +214,6 @@ class _Search:
         yield from rejected(costs, taken, best.costs)
         for error in self._untraceable:
             yield impossible(error.choice, costs, f"could not be traced ({error})")
-        division = costs.subject.division
-        if division is not None and costs.setting.pace.can_offload:
-            choice = costs.choice(taken.recompute, taken.micro_batch)
-            with suppress(Untraceable):
-                peak = costs.footprint(choice).peak
-                yield impossible(
-                    choice.model_copy(update={"optimizer_states": "host"}),
-                    costs,
-                    "the states of a divided model stay on the devices that it is divided over",
-                    peak.num_bytes - peak.by_kind.get("optimizer state", 0),
-                )
 
     def _fitting(self) -> list[Choice]:
         """Choices that fit, by a trace or by the line, the fastest among them."""

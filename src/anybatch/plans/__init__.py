@@ -5,6 +5,11 @@ everything that the engine needs to know: the engine has no settings of its own.
 memory runs out after all is part of it too (`ladder`), so recovery needs no planner.
 """
 
+from anybatch.plans.candidates import Candidate as Candidate
+from anybatch.plans.candidates import FrontierPoint as FrontierPoint
+from anybatch.plans.candidates import Prediction as Prediction
+from anybatch.plans.candidates import Rival as Rival
+from anybatch.plans.choice import LOSS_SCALED as LOSS_SCALED
 from anybatch.plans.choice import PRECISION_ALIASES as PRECISION_ALIASES
 from anybatch.plans.choice import Choice as Choice
 from anybatch.plans.choice import Compile as Compile
@@ -22,6 +27,7 @@ from anybatch.plans.names import parse_norms as parse_norms
 from anybatch.plans.names import parse_open_precision as parse_open_precision
 from anybatch.plans.names import parse_parallel as parse_parallel
 from anybatch.plans.names import parse_precision as parse_precision
+from anybatch.plans.names import parse_sharding as parse_sharding
 from anybatch.plans.plan import VERSION as VERSION
 from anybatch.plans.plan import Plan as Plan
 from anybatch.plans.plan import TaskIdentity as TaskIdentity
@@ -30,8 +36,6 @@ from anybatch.plans.ranks import Exchange as Exchange
 from anybatch.plans.ranks import Norms as Norms
 from anybatch.plans.ranks import Outer as Outer
 from anybatch.plans.ranks import Parallel as Parallel
+from anybatch.plans.ranks import Reduce as Reduce
+from anybatch.plans.ranks import Sharding as Sharding
 from anybatch.plans.ranks import num_units as num_units
-from anybatch.plans.weighed import Candidate as Candidate
-from anybatch.plans.weighed import FrontierPoint as FrontierPoint
-from anybatch.plans.weighed import Prediction as Prediction
-from anybatch.plans.weighed import Rival as Rival

@@ -10,6 +10,9 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from anybatch.plans.choice import LOSS_SCALED
+from anybatch.plans.ranks import Sharding
+
 if TYPE_CHECKING:
     from anybatch.plans.choice import Choice
     from anybatch.plans.plan import Plan
@@ -41,17 +44,46 @@ def _check_ranks(plan: Plan) -> None:
             "norms is 'synchronised', which is for BatchNorm over several replicated ranks:"
             f" parallel is {plan.parallel!r}"
         )
-    if plan.parallel == "shard" and any(
-        choice.optimizer_states == "host" for choice in (plan.choice, *plan.ladder)
-    ):
-        raise ValueError(
-            "optimizer_states is 'host' and parallel is 'shard', where states are divided over the"
-            " ranks instead: leave one of them out"
-        )
+    _check_sharding(plan)
     if plan.parallel == "in-process" and len(plan.devices) != plan.num_ranks:
         raise ValueError(
             f"devices names {len(plan.devices)} devices for {plan.num_ranks} shares: name one"
             " for each rank"
+        )
+
+
+def _check_sharding(plan: Plan) -> None:
+    sharding, num_ranks = plan.sharding, plan.num_ranks
+    if plan.parallel != "shard":
+        if sharding != Sharding():
+            raise ValueError(
+                f"sharding is given, and parallel is {plan.parallel!r}, which divides no model: make it"
+                " 'shard', or leave sharding out"
+            )
+        return
+    if num_ranks % sharding.group_size(num_ranks):
+        raise ValueError(
+            f"sharding.over is {sharding.over}, and {num_ranks} ranks cannot be parted into groups of"
+            " so many: make it a divisor of their number, or leave it out"
+        )
+    for place, choice in _choices(plan):
+        if choice.optimizer_states != plan.choice.optimizer_states:
+            raise ValueError(
+                f"{place}.optimizer_states is {choice.optimizer_states!r}, and that of the choice"
+                f" {plan.choice.optimizer_states!r}, but what a divided model keeps is not moved in a"
+                " run: make them the same"
+            )
+    if plan.choice.optimizer_states == "device":
+        return
+    if plan.device == "cpu":
+        raise ValueError(
+            "choice.optimizer_states is 'host', and device is 'cpu', where all memory is the host's:"
+            " make it 'device'"
+        )
+    if (precision := plan.choice.precision) in LOSS_SCALED:
+        raise ValueError(
+            f"choice.optimizer_states is 'host', and precision {precision!r}, whose loss scale is kept"
+            " on the device while a divided model's gradients are not: take bf16"
         )
 
 
@@ -87,7 +119,7 @@ def _check_exchange(plan: Plan) -> None:
             f"exchange asks for {told}, but DistributedDataParallel adds up gradients in every"
             " step: make parallel 'replicate'"
         )
-    if exchange.stale and (scaled := [p for p in precisions if p in ("fp16", "fp16-weights")]):
+    if exchange.stale and (scaled := [p for p in precisions if p in LOSS_SCALED]):
         raise ValueError(
             f"exchange.stale is true and precision is {scaled[0]!r}, whose loss scale may change"
             " before a late gradient is applied: take bf16"

@@ -25,6 +25,9 @@ everything in half precision, the optimizer too. `fp8`: matrix products of linea
 where device and torchao have it.
 """
 
+LOSS_SCALED: frozenset[Precision] = frozenset({"fp16", "fp16-weights"})
+"""Those whose loss is scaled up against underflow of float16 gradients."""
+
 PRECISION_ALIASES: dict[str, Precision] = {
     "O0": "fp32",
     "O1": "fp16",
@@ -128,10 +131,10 @@ class Choice(Frozen):
         """How the update is run, and why, in a line; empty: as torch does by itself."""
         told = {
             "as given": "",
-            "fused": "fused: one kernel that stores nothing in between",
-            "in parts": "some parameters at a time, so that little is stored in between",
+            "fused": "fused: one kernel, no temporary tensors",
+            "in parts": "some parameters at a time, so that temporary tensors stay small",
         }[self.update]
-        host = "states in host memory, which come over for some parameters at a time"
+        host = "states in host memory, brought over for some parameters at a time"
         return "; ".join(filter(None, [told, host if self.optimizer_states == "host" else ""]))
 
 
@@ -167,7 +170,11 @@ class KernelChoices(Frozen):
 
     def _describe_compiling(self) -> str:
         if self.compile_if_faster == "open":
-            return "blocks compiled if it proves faster"
+            return "blocks compiled if a trial shows it is faster"
         if self.compile_if_faster == "decided":
-            return "compiled blocks, proved faster" if self.compile else "blocks left uncompiled"
+            return (
+                "compiled blocks, measured to be faster"
+                if self.compile
+                else "blocks left uncompiled"
+            )
         return "compiled blocks" if self.compile else ""

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from anybatch.errors import InputError
 from anybatch.plans.choice import PRECISION_ALIASES, Compile, Precision
-from anybatch.plans.ranks import Balancing, Compression, Exchange, Norms, Parallel
+from anybatch.plans.ranks import Balancing, Compression, Exchange, Norms, Parallel, Sharding
 
 
 def parse_precision(text: str) -> Precision:
@@ -71,6 +71,16 @@ def parse_exchange(compress: str | None, local_steps: int, stale: bool) -> Excha
     if how is None and local_steps == 1 and not stale:
         return None
     return Exchange(compress=how, every=local_steps, stale=stale)
+
+
+def parse_sharding(over: int | None) -> Sharding | None:
+    """How a model is to be divided over so many ranks; None: that is open. Raises `InputError` for a
+    number that cannot be."""
+    if over is None:
+        return None
+    if over < 1:
+        raise InputError(f"shard-over is {over}: give a whole number of at least 1.")
+    return Sharding(over=over)
 
 
 def _named(what: str, text: str | None, known: tuple[str, ...]) -> Any:

@@ -12,13 +12,13 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from anybatch.errors import InputError
 from anybatch.files import write_whole
 from anybatch.plans import files
+from anybatch.plans.candidates import Candidate, FrontierPoint, Prediction, Rival
 from anybatch.plans.checks import check
 from anybatch.plans.choice import Choice, KernelChoices
+from anybatch.plans.description import as_table, explained, in_one_line
 from anybatch.plans.frozen import Frozen, faults
 from anybatch.plans.link import Link
-from anybatch.plans.ranks import Balancing, Exchange, Norms, Parallel, num_units
-from anybatch.plans.told import as_table, explained, in_one_line
-from anybatch.plans.weighed import Candidate, FrontierPoint, Prediction, Rival
+from anybatch.plans.ranks import Balancing, Exchange, Norms, Parallel, Sharding, num_units
 
 VERSION = 1
 
@@ -72,6 +72,7 @@ class Plan(Frozen):
         balance: `"measured"`: shares follow the ranks' measured speed; `"fixed"`: they stay.
         norms: `"ghosts"`: each ghost batch of BatchNorm is computed by one rank; `"synchronised"`: each
             is divided over the ranks, one per pass, and the norms of all ranks meet in it.
+        sharding: how a divided model is divided; see `Sharding`.
         device: as torch names it; `"cuda"`: each rank its own.
         exchange: what ranks tell each other; see `Exchange`.
         link: what joins the ranks, as the prediction reckons with it; None: not told, or one rank.
@@ -97,6 +98,7 @@ class Plan(Frozen):
     shares: tuple[float, ...] = Field(default=(1.0,), min_length=1)
     balance: Balancing = "fixed"
     norms: Norms = "ghosts"
+    sharding: Sharding = Sharding()
     exchange: Exchange = Exchange()
     link: Link | None = None
     kernels: KernelChoices = KernelChoices()

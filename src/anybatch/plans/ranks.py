@@ -35,6 +35,37 @@ Compression = Literal["bf16", "fp16", "powersgd"]
 """How gradients, or movements, are made smaller before they cross, see `Exchange`."""
 
 
+Reduce = Literal["every pass", "last pass"]
+"""When the ranks of a divided model add up their gradients."""
+
+
+class Sharding(Frozen):
+    """How a model is divided, where `parallel` is `"shard"`.
+
+    Attributes:
+        over: ranks that divide one model among them, such as those of one machine; groups of so many
+            replicate each other, and add up their gradients once per step (hybrid sharding, Zhao et al.
+            2023, "PyTorch FSDP", section 3.2.2). None: all ranks divide one model.
+        reduce: `"every pass"`: each rank keeps its part of the gradients; `"last pass"`: it keeps whole
+            gradients until the last pass of a step, so that they cross the network once, however many
+            passes there are. Weights in half precision with float32 masters are added up in every pass.
+    """
+
+    over: int | None = Field(default=None, ge=1)
+    reduce: Reduce = "every pass"
+
+    def group_size(self, num_ranks: int) -> int:
+        """Ranks that divide one model among them, of so many in all."""
+        return self.over or num_ranks
+
+    def describe(self, num_ranks: int) -> str:
+        """A few words for a table, for so many ranks."""
+        size = self.group_size(num_ranks)
+        among = "them" if size == num_ranks else f"groups of {size}, which replicate each other"
+        more = ", gradients kept whole until the last pass" if self.reduce == "last pass" else ""
+        return f"parameters, gradients and optimizer state divided among {among}{more}"
+
+
 class Outer(Frozen):
     """The optimizer that moves the common weights after a round of local steps: stochastic gradient
     descent with Nesterov momentum on the mean movement of the ranks. The defaults are those of

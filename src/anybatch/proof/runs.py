@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from anybatch.compute import Replica, chunked_loss
 from anybatch.compute.building import optimizer_for
-from anybatch.compute.calm import calm
-from anybatch.compute.doubles import InDoubles
+from anybatch.compute.float64 import InDoubles
+from anybatch.compute.held_still import calm
 from anybatch.compute.joint import Ask, Rows
 from anybatch.data import ghosts
 from anybatch.plans import Choice, Recompute
 from anybatch.proof.sample import Sample
+from anybatch.side_effects import untouched
 from anybatch.task import Loss, LossFunction, Task, parameters_in
-from anybatch.untouched import untouched
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from anybatch.engine import Limit, Meter, Skips
 from anybatch.errors import InputError
 from anybatch.events import CheckpointFailed, CheckpointSaved, Resumed, Sink
 from anybatch.parallel import Group
-from anybatch.parallel.told import together
+from anybatch.parallel.failures import together
 from anybatch.rank.position import Position
 from anybatch.state import Checkpoints, Failed, TrainingState
 

@@ -13,7 +13,7 @@ from anybatch.compute.building import checked_optimizer, optimizer_for, place
 from anybatch.driver import take_workspaces
 from anybatch.estimate import identify
 from anybatch.parallel import Group
-from anybatch.parallel.told import together
+from anybatch.parallel.failures import together
 from anybatch.plans import Plan
 from anybatch.state import frozen_checksums
 from anybatch.task import Task

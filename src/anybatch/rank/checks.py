@@ -10,6 +10,7 @@ import torch
 from anybatch.compute import kernel_choices
 from anybatch.data import Steps, lengths_of, num_samples_of
 from anybatch.errors import InputError
+from anybatch.events import step_number
 from anybatch.parallel import Group
 from anybatch.plans import Plan
 from anybatch.task import JointLoss, Task
@@ -66,17 +67,17 @@ def _digest_of_lengths(task: Task) -> str:
     return "none" if lengths is None else hashlib.sha256(lengths.numpy().tobytes()).hexdigest()[:12]
 
 
-def single_sample(steps: Steps, step: int, norm: str) -> str:
-    """The sentence for a `step` of one sample that the BatchNorm `norm` cannot normalise."""
+def single_sample(steps: Steps, index: int, norm: str) -> str:
+    """The sentence for the step `index`, of one sample, that the BatchNorm `norm` cannot normalise."""
     cannot = f"BatchNorm {norm!r} cannot normalise one: a single value per channel has no variance."
     length, size = steps.num_samples, steps.global_batch
     if size == 1 or length == 1 or length is None:
         return (
-            f"step {step} has 1 sample, and {cannot} Train with a global batch of at least"
-            " 2, or use a norm that looks at one sample only, such as GroupNorm."
+            f"step {step_number(index)} has 1 sample, and {cannot} Train with a global batch of at"
+            " least 2, or use a norm that looks at one sample only, such as GroupNorm."
         )
     whole, rest = divmod(length, size)
-    if steps.last == "keep" and rest == 1 and step == whole:
+    if steps.last == "keep" and rest == 1 and index == whole:
         return (
             f"the last step of each epoch has 1 sample ({length:,} = {whole:,} x {size:,} + 1, with"
             f" last='keep'), and {cannot} Use last='drop' or last='wrap', or another global batch."

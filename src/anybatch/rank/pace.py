@@ -28,7 +28,7 @@ class Pace:
         self._stragglers = Stragglers(group.size)
 
     def observe(self, step: int, extent: Extent, seconds: Sequence[float]) -> bool:
-        """Take in the `seconds` of each rank for a step that has `extent`, tell what is to be told.
+        """Take in the `seconds` of each rank for `step`, which had `extent`; tell what is to be told.
 
         Returns whether the shares of the group are others now.
         """
@@ -43,19 +43,20 @@ class Pace:
             return False
         before = tuple(self._group.shares)
         amounts = partial(self._cutting.amounts, extent)
-        after = self._balance.observe(amounts, before, seconds)
-        if after is None:
+        found = self._balance.observe(amounts, before, seconds)
+        if found is None:
             return False
-        self._group.shares = after
-        slowest = max(range(len(seconds)), key=lambda rank: seconds[rank])
+        self._group.shares = found.shares
+        taken = found.seconds
+        slowest = max(range(len(taken)), key=lambda rank: taken[rank])
         self._sink(
             Rebalanced(
                 time=time.time(),
-                step=step,
-                reason=f"rank {slowest} took {seconds[slowest]:.3g} s and the fastest"
-                f" {min(s for s in seconds if s):.3g} s for their shares",
+                step=step + 1,
+                reason=f"rank {slowest} takes {taken[slowest]:.3g} s and the fastest"
+                f" {min(s for s in taken if s):.3g} s for their shares, as measured over several steps",
                 before=before,
-                after=after,
+                after=found.shares,
             )
         )
         return True

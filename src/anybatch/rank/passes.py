@@ -260,5 +260,5 @@ class GlobalStep:
     def leave_out(self, bad: Sequence[Bad]) -> int:
         """See `Source`."""
         self._gaps = sorted({*self._gaps, *(one.place.position for one in bad)})
-        self.kept = self._loader.extent(self._data.step, self._gaps)
+        self.kept = self._loader.extent(self._data.index, self._gaps)
         return self.kept.num_samples

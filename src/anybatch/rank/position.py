@@ -12,7 +12,8 @@ class Position:
     """How far training has come, the same on all ranks.
 
     Attributes:
-        step: global steps that are committed, those before a resumption included.
+        step: global steps that are committed, those before a resumption included; so the number of the
+            last one, and the index of the one that comes next.
         samples_seen: in them, those left out included.
         epoch: that the next sample is of.
     """

@@ -20,7 +20,7 @@ from anybatch.compute import kernel_choices
 from anybatch.compute.determinism import deterministic
 from anybatch.compute.modes import into_training
 from anybatch.compute.precision import check_available
-from anybatch.compute.synchronised import SingleValue
+from anybatch.compute.synchronised_norm import SingleValue
 from anybatch.data import (
     Extent,
     StepData,
@@ -45,6 +45,7 @@ from anybatch.engine import (
     Together,
     Transactions,
     Trial,
+    at_work,
     make_limit,
     to_reserve,
 )
@@ -57,10 +58,11 @@ from anybatch.events import (
     RunStarted,
     Sink,
     StepDone,
+    step_number,
 )
 from anybatch.machine import Machine
 from anybatch.parallel import Group, Wish
-from anybatch.parallel.told import together
+from anybatch.parallel.failures import together
 from anybatch.plans import Plan
 from anybatch.rank.archive import Archive
 from anybatch.rank.batches import Batches
@@ -73,13 +75,13 @@ from anybatch.rank.checks import (
     single_sample,
     versions,
 )
+from anybatch.rank.data_wait import DataWait
 from anybatch.rank.measuring import Measuring
 from anybatch.rank.pace import Pace
-from anybatch.rank.parts import parts_of
 from anybatch.rank.passes import Cutting, GlobalStep
 from anybatch.rank.position import Position
 from anybatch.rank.record import Record
-from anybatch.rank.starving import Starving
+from anybatch.rank.step_parts import parts_of
 from anybatch.state import Checkpoints, TrainingState, load_weights
 from anybatch.task import Progress, Task
 from anybatch.threads import Stopwatch
@@ -91,14 +93,15 @@ T = TypeVar("T")
 def _at_work(
     what: str,
 ) -> Callable[[Callable[Concatenate[Rank, P], T]], Callable[Concatenate[Rank, P], T]]:
-    """A method that the watchdog watches; `what` names its beginning."""
+    """A method that the watchdog watches, under the plan's budget; `what` names its beginning."""
 
     def decorated(
         method: Callable[Concatenate[Rank, P], T],
     ) -> Callable[Concatenate[Rank, P], T]:
         @wraps(method)
         def watched(self: Rank, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            with self.pulse.at_work(what):
+            with at_work(), self.pulse.at_work(what):
+                self.pulse.step = self._position.step
                 return method(self, *args, **kwargs)
 
         return watched
@@ -237,7 +240,7 @@ class Rank:
         Raises what `Transactions.run` raises, and `DataError` for samples that cannot be read.
         """
         begun = time.perf_counter()
-        while (data := self._next()) is not None:
+        while (data := self._coming()) is not None:
             done = self._done(data, begun)
             if done is not None:
                 return done
@@ -262,7 +265,7 @@ class Rank:
         return Measuring(
             plan,
             self._replica,
-            lambda choice: run(data.step, source, choice, plan.choice, most=2),
+            lambda choice: run(data.index, source, choice, plan.choice, most=2),
             self._meter.used_bytes(),
         ).plan()
 
@@ -294,7 +297,7 @@ class Rank:
         """
         return None if self._archive is None else self._archive.resume()
 
-    @_at_work("loading")
+    @_at_work("reading weights")
     def take_checkpoint(self, step: int | None) -> Path:
         """Fill the model with the weights of the newest intact checkpoint, or of the one of `step`; all
         ranks call it, and stand after its step. Nothing else of the training goes on, and nothing in
@@ -305,7 +308,7 @@ class Rank:
         assert self._archive is not None
         return self._archive.take_weights(step)
 
-    @_at_work("loading")
+    @_at_work("reading weights")
     def take_weights(self, path: Path, step: int, epoch: int) -> None:
         """Fill the model with the weights in the file `path`, which are of `step` in `epoch`; all ranks
         call it. Reading them is nobody's budget.
@@ -359,7 +362,12 @@ class Rank:
             partial(self._batches.of, data, alone=True),
             output,
         )
-        for result, self._engine.plan in outputs:
+        while True:
+            with at_work():
+                found = next(outputs, None)
+            if found is None:
+                return
+            result, self._engine.plan = found
             yield result
 
     @_at_work("prediction")
@@ -398,7 +406,9 @@ class Rank:
             together(group, self._replica.rehearse)
         undo.callback(group.close)
         together(group, lambda: group.adopt(self._replica))
-        self._rates = LearningRate(self._replica.optimizer, task.schedule, task.scheduler)
+        self._rates = LearningRate(
+            self._replica.optimizer, task.schedule, task.scheduler, task.valid is not None
+        )
         self._steps, self._loader = open_training(
             task,
             pin_memory=device.type == "cuda",
@@ -434,7 +444,7 @@ class Rank:
             self._replica,
             group,
             device=device,
-            bench=self._engine.bench,
+            thread=self._engine.thread,
             crossing=self._engine.crossing,
             limit=self._limit,
             meter=self._meter,
@@ -447,7 +457,7 @@ class Rank:
         self._record = Record(
             task.name, self._steps, self._position, group, self._meter, self._skips
         )
-        self._starving = Starving(task.num_workers, self._loader.can_have_workers, self._sink)
+        self._starving = DataWait(task.num_workers, self._loader.can_have_workers, self._sink)
         self._archive: Archive | None = None
         if checkpoints is not None:
             self._archive = Archive(
@@ -468,24 +478,33 @@ class Rank:
     def _check_single_sample(self) -> None:
         """Raises `InputError` if there will be a step of one sample, and BatchNorm cannot do it: now
         rather than at the end of an epoch. Seen where ranks can run passes by themselves."""
-        step, plan, group = self._steps.first_of_one, self._given, self._group
+        index, plan, group = self._steps.first_of_one, self._given, self._group
         meets = group.lockstep or group.diverges or group.in_one_process
-        if step is None or plan.task.ghost_batch is None or plan.norms != "ghosts" or meets:
+        if index is None or plan.task.ghost_batch is None or plan.norms != "ghosts" or meets:
             return
         choice = plan.choice
 
         def rehearse() -> None:
-            self._loader.begin(step, self._cut)
+            self._loader.begin(index, self._cut)
             data = self._next()
             if data is None:
                 return
             source, run = self._source(data), self._engine.rehearsal.run
             try:
-                run(step, source, choice, choice, most=1)
+                run(index, source, choice, choice, most=1)
             except SingleValue as error:
-                raise InputError(single_sample(self._steps, step, error.norm)) from None
+                raise InputError(single_sample(self._steps, index, error.norm)) from None
 
         together(group, rehearse)
+
+    def _coming(self) -> StepData | None:
+        """The step that comes next, which the pulse is of from now on; None when training is over."""
+        done = self._position.step
+        self.pulse.step = step_number(done)
+        data = self._next()
+        if data is None:
+            self.pulse.step = done
+        return data
 
     def _next(self) -> StepData | None:
         # A stream is read here, so this can fail on one rank alone.
@@ -514,23 +533,23 @@ class Rank:
             total_samples=self._steps.total_samples,
         )
         source = self._source(data)
-        tried = self._tried(data.step, source)
+        tried = self._tried(data.index, source)
         if tried:
             begun, reading, source.waited_seconds = time.perf_counter(), 0.0, 0.0
         watch = Stopwatch()
         before_update = partial(self._rates.before_update, progress)
         with ExitStack() as whole:
-            done = self._engine.run(data.step, source, before_update, whole)
+            done = self._engine.run(data.index, source, before_update, whole)
             # A rank among several waits for the others too, and a host for its device.
             idle = watch.idle_seconds() - source.waited_seconds if self._alone_on_cpu else 0.0
             if isinstance(done, PassedOver):
                 self._pass_over(data, source.kept.num_samples, done.reason)
                 return None
             event, moved = self._counted(data, source, done, begun, reading, idle)
-        if self._engine.grow() or moved or tried:
+            grown = self._engine.grow()  # on all ranks, or on none if the interrupt comes first
+        if grown or moved or tried:
             self.begin()  # workers fetch ahead by the old choice or shares
-        if self._evaluation_due(data):
-            self.evaluate()
+        self._evaluate_if_due(data)
         return event
 
     def _counted(
@@ -584,7 +603,7 @@ class Rank:
     def _source(self, data: StepData) -> GlobalStep:
         return GlobalStep(self._loader, data, self._cutting.passes, self._device, self.pulse)
 
-    def _tried(self, step: int, source: GlobalStep) -> bool:
+    def _tried(self, index: int, source: GlobalStep) -> bool:
         """Before the first step, follow the fastest of the plan and its rivals from now on, if a trial
         pays; then decide whether to compile, where the plan leaves that open. Whether anything was
         run for it."""
@@ -598,12 +617,12 @@ class Rank:
         if due:
             trial = Trial(self._given, self._engine, self._group, left, self._sink)
             if trial.pays:
-                self._given, tried = trial.run(step, source), True
+                self._given, tried = trial.run(index, source), True
         if is_open:
-            tried |= self._decide_on_compiling(step, source, left)
+            tried |= self._decide_on_compiling(index, source, left)
         return tried
 
-    def _decide_on_compiling(self, step: int, source: GlobalStep, left: int | None) -> bool:
+    def _decide_on_compiling(self, index: int, source: GlobalStep, left: int | None) -> bool:
         """With `left` steps to go. Whether anything was run for it."""
         replica = self._replica
         on_device = self._engine.plan.choice.optimizer_states == "device"
@@ -614,33 +633,32 @@ class Rank:
         # On another device it is another question.
         same = before.get("device_name") == self._given.device_name
         if same and kernels.get("compile_if_faster") == "decided":
-            self._given = trial.keep(step, bool(kernels.get("compile")))
+            self._given = trial.keep(index, bool(kernels.get("compile")))
         else:
-            self._given = trial.run(step, source)
+            self._given = trial.run(index, source)
         return trial.was_made
 
     def _pass_over(self, data: StepData, num_kept: int, reason: str) -> None:
         """The step is left out whole: its samples are taken, the schedule goes on, that is all."""
         assert self._skips is not None
         with self._failing_together():
-            self._skips.pass_over(data.step, data.epoch, num_kept, reason)
+            self._skips.pass_over(step_number(data.index), data.epoch, num_kept, reason)
         self._rates.skip(1)
         self._advance(data)
         with self._failing_together():
             self._skips.done(data.num_samples, data.epoch, data.epoch_end)
-        if self._evaluation_due(data):
-            self.evaluate()
+        self._evaluate_if_due(data)
 
     def _advance(self, data: StepData) -> None:
         self._loader.commit()
         self._position.advance(data)
-        self.pulse.step = self._position.step
 
-    def _evaluation_due(self, data: StepData) -> bool:
+    def _evaluate_if_due(self, data: StepData) -> None:
         if self._task.valid is None:
-            return False
+            return
         every = self._task.evaluate_every
-        return data.epoch_end if every is None else self._position.step % every == 0
+        if data.epoch_end if every is None else self._position.step % every == 0:
+            self._rates.after_evaluation(self.evaluate().loss)
 
     def _cut(self, extent: Extent) -> Sequence[range]:
         return self._cutting.passes(self._engine.plan.choice, extent).fetched

@@ -14,8 +14,8 @@ from anybatch.events import RunEnded, RunStarted
 from anybatch.parallel import Group
 from anybatch.plans import Plan
 from anybatch.rank.checks import versions
-from anybatch.rank.parts import predicted_parts
 from anybatch.rank.position import Position
+from anybatch.rank.step_parts import predicted_parts
 
 _T = TypeVar("_T")
 

@@ -8,8 +8,11 @@ from anybatch.report.display import Display as Display
 from anybatch.report.display import displayed as displayed
 from anybatch.report.folder import RunFolder as RunFolder
 from anybatch.report.folder import last_plan as last_plan
+from anybatch.report.folder import new_folder as new_folder
+from anybatch.report.folder import next_folder as next_folder
 from anybatch.report.folder import output_folder as output_folder
 from anybatch.report.folder import run_files as run_files
+from anybatch.report.folder import run_folder as run_folder
 from anybatch.report.log import EventLog as EventLog
 from anybatch.report.log import follow as follow
 from anybatch.report.log import iterate as iterate
@@ -18,9 +21,9 @@ from anybatch.report.memory import print_ledger as print_ledger
 from anybatch.report.memory_page import write_frontier as write_frontier
 from anybatch.report.memory_page import write_ledger as write_ledger
 from anybatch.report.page import write as write
+from anybatch.report.past_run import PastRun as PastRun
+from anybatch.report.past_run import read_run as read_run
 from anybatch.report.progress import Progress as Progress
-from anybatch.report.remembered import Remembered as Remembered
-from anybatch.report.remembered import remembered as remembered
 from anybatch.report.sentences import describe as describe
 from anybatch.report.tensorboard import TensorBoardLog as TensorBoardLog
 from anybatch.report.tensorboard import tensorboard_folder as tensorboard_folder

@@ -16,7 +16,8 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +32,7 @@ from anybatch.events import (
     StepDone,
     Tried,
 )
+from anybatch.locks import kept_by_one
 from anybatch.plans import Plan
 from anybatch.report.log import EventLog, iterate
 
@@ -39,10 +41,14 @@ WEIGHTS_FILE, REPORT_FILE = "model.safetensors", "report.html"
 CHECKPOINTS, ADAPTERS = "checkpoints", "adapters"
 PRETRAINED, TENSORBOARD = "pretrained", "tensorboard"
 
+_IN_USE = ".in-use"
+"""Held by rank 0 of the run that writes there."""
+
 
 class RunFolder:
     """A sink that keeps plan and events in a folder, from the event that opens the run: a run that
-    cannot begin leaves the folder, with the run that may be in it, as it is.
+    cannot begin leaves the folder, with the run that may be in it, as it is. Events that find no room
+    later, on a full disk say, are left out, and a warning tells so: training goes on.
 
     Args:
         folder: of the run.
@@ -55,6 +61,7 @@ class RunFolder:
         self._plan = plan
         self._resume = resume
         self._log: EventLog | None = None
+        self._leaves_out = False
 
     def __call__(self, event: Event) -> None:
         if self._log is None:
@@ -65,7 +72,19 @@ class RunFolder:
                     shutil.rmtree(self._folder / name, ignore_errors=True)
             self._plan.save(self._folder / PLAN_FILE)
             self._log = EventLog(self._folder / EVENTS_FILE)
-        self._log(event)
+            self._log(event)
+            return
+        try:
+            self._log(event)
+            self._leaves_out = False
+        except InputError as error:
+            if not self._leaves_out:
+                warnings.warn(
+                    f"{error} Training goes on, and so does the log as soon as there is room: what"
+                    " happens until then is not in it.",
+                    stacklevel=2,
+                )
+            self._leaves_out = True
 
     def __enter__(self) -> Self:
         return self
@@ -117,19 +136,13 @@ def unfinished_step(folder: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def output_folder(folder: Path, resume: bool = False, option: str = "--out") -> Iterator[Path]:
+def output_folder(folder: Path, option: str = "--out") -> Iterator[Path]:
     """`folder`, made if need be and seen to be writable before any work is done for it. If the body
     fails before it has written a file, what was made is taken away again. `option` is where another
     can be given.
 
-    Raises `InputError` if nothing can be written there, or the run that is there is not finished and
-    is not to be resumed.
+    Raises `InputError` if nothing can be written there.
     """
-    if not resume and (step := unfinished_step(folder)) is not None:
-        raise InputError(
-            f"{folder} holds a run that is not finished, with checkpoints (step {step}): resume it with"
-            " --resume, give another folder, or remove this one."
-        )
     made = _missing(folder)
     try:
         try:
@@ -144,10 +157,73 @@ def output_folder(folder: Path, resume: bool = False, option: str = "--out") -> 
             ) from None
         yield folder
     except BaseException:
-        with contextlib.suppress(OSError):  # not empty: it is kept, and so are those above it
-            for level in made:
-                level.rmdir()
+        _take_away(made)
         raise
+
+
+@contextlib.contextmanager
+def run_folder(folder: Path, resume: bool = False, again: bool = False) -> Iterator[Path]:
+    """`folder` as an `output_folder`, for one run at a time. `again`: its ranks were started again, so
+    whoever has it is one of them that has not ended yet.
+
+    Raises `InputError` if another run has it, or the run that is there is not finished and is not to be
+    resumed.
+    """
+    with output_folder(folder), kept_by_one(folder / _IN_USE) as alone:
+        if not (alone or again):
+            raise InputError(
+                f"{folder} is in use by another run: give another folder with --out, or wait for the"
+                " end of that run."
+            )
+        if not resume and (step := unfinished_step(folder)) is not None:
+            raise InputError(
+                f"{folder} holds a run that is not finished, with checkpoints (step {step}): resume it"
+                " with --resume, give another folder, or remove this one."
+            )
+        yield folder
+
+
+@contextlib.contextmanager
+def new_folder(parent: Path, name: str) -> Iterator[Path]:
+    """The first of `parent`/NAME-1, NAME-2, ... that is not there yet, made: so no other run takes it.
+    Taken away again at the end if nothing is in it then.
+
+    Raises `InputError` if it cannot be made.
+    """
+    made = _missing(parent)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = next_folder(parent, name)
+        while True:
+            try:
+                folder.mkdir()
+                break
+            except FileExistsError:  # by another run, meanwhile
+                folder = next_folder(parent, name)
+    except OSError as error:
+        raise InputError(
+            f"no run folder can be made in {parent}: {error.strerror}. Give one with --out."
+        ) from None
+    try:
+        yield folder
+    finally:
+        _take_away([folder, *made])
+
+
+def next_folder(parent: Path, name: str) -> Path:
+    """The first of `parent`/NAME-1, NAME-2, ... that is not there yet."""
+    number = 1
+    while (folder := parent / f"{name}-{number}").exists():
+        number += 1
+    return folder
+
+
+def _take_away(made: Sequence[Path]) -> None:
+    """Delete these folders, innermost first, up to one that is not empty: it is kept, and so are those
+    above it."""
+    with contextlib.suppress(OSError):
+        for level in made:
+            level.rmdir()
 
 
 def _missing(folder: Path) -> list[Path]:

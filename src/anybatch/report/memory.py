@@ -32,7 +32,7 @@ _NARROW, _WIDE = 76, 112
 _LEAST_FREED = 0.05
 """Of the peak; less is not worth a word."""
 
-_TOLD_ANEW = ("predicted peak", "predicted step", "times are")
+_TOLD_ANEW = ("predicted peak", "predicted step", "timing")
 
 _HEIGHT = 8
 _EIGHTHS = " ▁▂▃▄▅▆▇█"

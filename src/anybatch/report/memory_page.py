@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Literal
 
 from anybatch.files import write_whole
 from anybatch.plans import Plan
-from anybatch.report import figures, ledger_figures, sheet
+from anybatch.report import figures, html, ledger_figures
+from anybatch.report.choice_table import points_of, with_plan
 from anybatch.report.figures import Figure
 from anybatch.report.layers import PARTS, Row, every_row, rows_of, total_row
 from anybatch.report.memory import assumptions, changed, loss_advice, where
-from anybatch.report.points import points_of, with_plan
 from anybatch.report.totals import totals_of
 from anybatch.units import format_bytes, format_count, format_seconds
 
@@ -141,7 +141,7 @@ def _write(
     sections: Sequence[_Section],
 ) -> Path:
     specs = {figure.id: figure.spec for section in sections for figure in section.figures}
-    page = sheet.render(
+    page = html.render(
         "sections.html.jinja",
         title=title,
         facts=[fact for fact in facts if fact],

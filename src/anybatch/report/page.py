@@ -36,9 +36,9 @@ from anybatch.events import (
 )
 from anybatch.files import write_whole
 from anybatch.insight.noise_series import Block
-from anybatch.insight.noise_told import lines, unmeasured
+from anybatch.insight.noise_text import lines, unmeasured
 from anybatch.plans import Plan
-from anybatch.report import figures, noise_figure, sheet
+from anybatch.report import figures, html, noise_figure
 from anybatch.report.log import iterate
 from anybatch.report.record import Record
 from anybatch.report.sentences import (
@@ -91,7 +91,7 @@ def _render(plan: Plan, record: Record) -> str:
     noise = record.noise()
     drawn = _figures(plan, record, noise)
     specs = {figure.id: figure.spec for group in drawn.values() for figure in group}
-    return sheet.render(
+    return html.render(
         "page.html.jinja",
         header=_header(plan, record),
         tiles=_tiles(plan, record),

@@ -101,8 +101,10 @@ class Progress:
         else:
             if isinstance(event, Evaluated):
                 self._meter.evaluated = event
-                if self.screen.redraw_seconds is not None:  # else the one before is drawn again
+                if self.screen.redraw_seconds is not None:  # or the bar before is drawn again
                     self.screen.draw(self._meter.bar())
+                else:
+                    self._draw_last()
             if type(event) in _STYLES:
                 self.screen.say(describe(event), _STYLES[type(event)])
 
@@ -143,9 +145,13 @@ class Progress:
         # The longer a run, the fewer lines say all there is to say.
         self._next_draw = now + min(60.0, max(LINE_SECONDS, (now - self._begin) / 100))
 
-    def _end(self, event: RunEnded) -> None:
+    def _draw_last(self) -> None:
+        """The last step, unless it was."""
         if self._meter.last is not None and self._meter.last is not self._shown_step:
             self._draw()
+
+    def _end(self, event: RunEnded) -> None:
+        self._draw_last()
         self.close()
         self.screen.say(f"{ending(event)}.", "" if event.finished else "yellow")
 
@@ -243,7 +249,7 @@ class _Meter:
         parts = [f"step {self.position()}", *(f"{label} {text}" for label, text in self.figures())]
         left = self.seconds_left()
         if left:
-            parts.append(f"left {format_seconds(left)}")
+            parts.append(_left(left))
         return "  ".join(parts)
 
     def bar(self) -> RenderableType:

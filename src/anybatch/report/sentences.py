@@ -26,6 +26,7 @@ from anybatch.events import (
     StepDone,
     Straggler,
     Tried,
+    whereabouts,
 )
 from anybatch.threads import MOST_IDLE
 from anybatch.units import format_bytes, format_count, format_seconds
@@ -41,7 +42,7 @@ def describe(event: Event) -> str:
     match event:
         case RunStarted():
             steps = "" if event.total_steps is None else f", {counted(event.total_steps, 'step')}"
-            return f"Training of {event.task} starts on {event.device}{steps}."
+            return f"Training {event.task} on {event.device}{steps}."
         case StepDone():
             return f"Step {format_count(event.step)} is done: loss {format_number(event.loss)}."
         case Evaluated():
@@ -68,21 +69,21 @@ def describe(event: Event) -> str:
             return " ".join([*passed_over(event), going_on(event)])
         case CheckpointSaved():
             return (
-                f"Step {format_count(event.step)} is saved: {format_bytes(event.num_bytes)} in"
-                f" {format_seconds(event.seconds)}."
+                f"Checkpoint of step {format_count(event.step)} saved:"
+                f" {format_bytes(event.num_bytes)} in {format_seconds(event.seconds)}."
             )
         case CheckpointFailed():
-            return f"Step {format_count(event.step)} could not be saved: {event.reason}"
+            return f"Checkpoint of step {format_count(event.step)} not saved: {event.reason}"
         case Straggler():
             return (
-                f"Rank {event.rank} is slow: {format_seconds(event.seconds)} for its part of step"
-                f" {format_count(event.step)}, again and again, where the others take"
+                f"Rank {event.rank} is repeatedly slow: {format_seconds(event.seconds)} for its part of"
+                f" step {format_count(event.step)}, where the others take"
                 f" {format_seconds(event.others)}."
             )
         case Stalled():
             return (
-                f"Training stood still for {format_seconds(event.seconds)} after step"
-                f" {format_count(event.step)} ({event.phase}), and goes on."
+                f"Training stalled for {format_seconds(event.seconds)}"
+                f" {whereabouts(event.step, event.phase)}, and has resumed."
             )
         case Starved():
             return _starved(event)
@@ -107,8 +108,8 @@ def ending(event: RunEnded) -> str:
 def going_on(event: Resumed) -> str:
     """From where a run goes on."""
     if not event.step:
-        return f"There is no checkpoint in {event.folder} yet: training begins at its start."
-    return f"Training goes on after step {format_count(event.step)}, from {event.folder}."
+        return f"No checkpoint in {event.folder} yet: training starts from the beginning."
+    return f"Resuming after step {format_count(event.step)}, from {event.folder}."
 
 
 def passed_over(event: Resumed) -> list[str]:
@@ -123,14 +124,14 @@ def _tried(event: Tried) -> str:
     told = [f"{choice} {format_seconds(seconds)}" for seconds, choice in sorted(times)]
     if len(event.choices) == 1 and times:
         return (
-            f"The plan's passes were tried for {format_seconds(event.seconds)}: those of a step take"
+            f"Timed the plan for {format_seconds(event.seconds)}: the passes of a step take"
             f" {format_seconds(times[0][0])}."
         )
     rest = len(event.choices) - len(told)
-    more = f", {rest} far slower or without room" if rest else ""
+    more = f"; {rest} far slower or too large" if rest else ""
     return (
-        f"A trial of {counted(len(event.choices), 'plan')} took {format_seconds(event.seconds)}; passes"
-        f" of a step: {'; '.join(told)}{more}. Taken: {event.taken}."
+        f"Timed {counted(len(event.choices), 'plan')} for {format_seconds(event.seconds)}, the passes"
+        f" of a step each: {'; '.join(told)}{more}. Taken: {event.taken}."
     )
 
 
@@ -158,7 +159,7 @@ def _starved(event: Starved) -> str:
     else:
         then = f"num_workers={event.wanted_workers} in the task would load them meanwhile"
     return (
-        f"{part:.0%} of a step is waiting for samples ({format_seconds(event.data_seconds)} of"
+        f"{part:.0%} of a step is spent waiting for samples ({format_seconds(event.data_seconds)} of"
         f" {format_seconds(event.step_seconds)}): {then}."
     )
 
@@ -167,26 +168,26 @@ def _out_of_memory(event: OutOfMemory) -> str:
     asked = (
         ""
         if event.requested_bytes is None
-        else f"{format_bytes(event.requested_bytes)} asked for with "
+        else f"{format_bytes(event.requested_bytes)} requested, "
     )
     budget = "" if event.budget_bytes is None else f" of {format_bytes(event.budget_bytes)}"
     rank = f" on rank {event.rank}" if event.rank else ""
     step, size = format_count(event.step), format_count(event.micro_batch)
     if event.phase in ("evaluation", "prediction"):
         where = f"in the {event.phase} after step {step}{rank} ({size} samples at a time)"
-        then = "it begins anew"
+        then = "it starts again"
     else:
         where = f"in step {step}{rank} ({event.phase}, micro-batch {size})"
-        then = "the step left no trace"
+        then = "the step was undone"
     if event.then:
-        then += f", and is done again with {event.then}"
+        then += f" and is redone with {event.then}"
     pieces = (
-        f" ({format_bytes(event.fragmented_bytes)} of it in pieces that nobody uses)"
+        f" and {format_bytes(event.fragmented_bytes)} lost to fragmentation"
         if event.fragmented_bytes
         else ""
     )
     return (
-        f"Memory ran out {where}: {asked}{format_bytes(event.in_use_bytes)} in use{pieces}{budget};"
+        f"Out of memory {where}: {asked}{format_bytes(event.in_use_bytes)}{budget} in use{pieces};"
         f" {then}."
     )
 

@@ -21,7 +21,7 @@ from rich.text import Text
 from anybatch.events import Evaluated, RunEnded, RunStarted
 from anybatch.insight.scaling import what_limits
 from anybatch.plans import Candidate, FrontierPoint, Plan
-from anybatch.report.points import Grid, is_taken, points_of, with_plan
+from anybatch.report.choice_table import Grid, is_taken, points_of, with_plan
 from anybatch.report.sentences import (
     Comparison,
     compare,
@@ -44,19 +44,21 @@ def print_plan(console: Console, plan: Plan, why: bool = False) -> None:
     if plan.notices:
         print_section(console, "Notices", bullets(plan.notices))
     if len(plan.frontier) > 1:
-        print_section(console, "On the frontier", _frontier(plan))
+        print_section(console, "Memory against time", _frontier(plan))
     if not plan.rejected:
         return
     if why:
         possible = [candidate for candidate in plan.rejected if candidate.possible]
-        print_section(console, "Not taken", _points(plan, possible))
+        print_section(console, "Rejected", _points(plan, possible))
         if cannot := list(dict.fromkeys(_impossible(plan))):
             print_section(console, "Not possible", bullets(cannot))
     else:
         sentence = _telling(plan)
         if len(plan.rejected) > 1:
-            sentence += f" One of {format_count(len(plan.rejected))} candidates not taken."
-        print_section(console, "Not taken", bullets([sentence]))
+            sentence += (
+                f" (1 of {format_count(len(plan.rejected))}; `anybatch plan --why` lists all.)"
+            )
+        print_section(console, "Rejected", bullets([sentence]))
 
 
 def print_result(
@@ -69,14 +71,14 @@ def print_result(
     unmeasured: str = "",
 ) -> None:
     """Print what came of a run: how far and how well, predicted beside measured, whether the batch was
-    worth it (lines of `insight.noise_told`; without any, why it is not known), and `files` (what a file
+    worth it (lines of `insight.noise_text`; without any, why it is not known), and `files` (what a file
     is -> where it is)."""
     print_section(console, "Result", pairs(_outcome(started, ended, last_evaluation)))
     print_section(console, "Predicted and measured", _predicted_and_measured(ended))
     if batch:
-        print_section(console, "Is the batch worth it", pairs(batch))
+        print_section(console, "Is the batch worth it?", pairs(batch))
     elif unmeasured:
-        print_section(console, "Is the batch worth it", Text(unmeasured))
+        print_section(console, "Is the batch worth it?", Text(unmeasured))
     if files:
         folders = {path.parent for path in files.values()}
         common = folders.pop() if len(folders) == 1 else None
@@ -169,10 +171,8 @@ def _telling(plan: Plan) -> str:
         name = candidate.choice.describe().capitalize()
     peak, budget = candidate.peak_bytes, plan.budget_bytes
     if peak is not None and budget is not None and peak > budget:
-        return (
-            f"{name}: predicted peak {format_bytes(peak)}, {format_bytes(peak - budget)} more than the"
-            " budget."
-        )
+        over = format_bytes(peak - budget)
+        return f"{name}: predicted peak {format_bytes(peak)}, {over} over the budget."
     return f"{name}: {candidate.reason.rstrip('.')}."
 
 
@@ -183,8 +183,8 @@ def _frontier(plan: Plan) -> Group:
     marks = ["plan" if is_taken(point, plan) else "" for point in shown]
     table = _points(plan, shown, marks)
     hidden = len(points) - len(shown)
-    more = f" {hidden} more between them." if hidden else ""
-    told = f"Nothing that was weighed beats these in both bytes and time, leanest first.{more}"
+    more = f" {hidden} more lie between them." if hidden else ""
+    told = f"The best trade-offs, leanest first: nothing else is both smaller and faster.{more}"
     return Group(Text(told, "dim"), table)
 
 

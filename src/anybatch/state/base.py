@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from anybatch.compute import Replica
-from anybatch.compute.optimizers import parts_of
+from anybatch.compute.low_bit_optimizers import parts_of
 from anybatch.errors import InputError
 from anybatch.parallel import Group
 from anybatch.state.blocks import checksum_of

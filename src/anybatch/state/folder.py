@@ -18,22 +18,14 @@ import errno
 import os
 import re
 import shutil
-import threading
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import final
 
+from anybatch import locks
 from anybatch.errors import InputError
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None
-
-LOCK_SECONDS = 5.0
-"""How long another writer is waited for: one that is being stopped is gone by then."""
+from anybatch.locks import Release
 
 _VISIBLE = re.compile(r"step-(\d{8,18})")
 _HIDDEN = re.compile(r"\.step-(\d{8,18})-[0-9a-f]{8}\.(partial|removed|replaced)")
@@ -50,9 +42,6 @@ _REMEDIES = {
     errno.ENOTDIR: "; name a folder",
     errno.EEXIST: "; name a folder",
 }
-
-_held: set[str] = set()  # the system's lock is one per process; this makes it one per writer
-_held_changes = threading.Lock()
 
 
 @final
@@ -79,7 +68,7 @@ class Folder:
     def locked(self, seconds: float | None = None) -> Iterator[None]:
         """While this process alone may write here.
 
-        Raises `InputError` if another one does for longer than `seconds` (None: `LOCK_SECONDS`),
+        Raises `InputError` if another one does for longer than `seconds` (None: `locks.LOCK_SECONDS`),
         `OSError` if the folder cannot be made.
         """
         release = self.lock(seconds)
@@ -91,17 +80,13 @@ class Folder:
     def lock(self, seconds: float | None = None) -> Release:
         """As `locked`, until what is returned is called."""
         self.path.mkdir(parents=True, exist_ok=True)
-        path = os.path.join(os.path.realpath(self.path), ".lock")
-        deadline = time.monotonic() + (LOCK_SECONDS if seconds is None else seconds)
-        while True:
-            if (release := _try_lock(path)) is not None:
-                return release
-            if time.monotonic() > deadline:
-                raise InputError(
-                    f"another process is writing a checkpoint to {self.path}: give each run a folder"
-                    " of its own, or end the other one."
-                )
-            time.sleep(0.05)
+        release = locks.take(self.path / ".lock", seconds)
+        if release is None:
+            raise InputError(
+                f"another process is writing a checkpoint to {self.path}: give each run a folder"
+                " of its own, or end the other one."
+            )
+        return release
 
     def begin(self, step: int) -> Path:
         """A new hidden folder to write the checkpoint of `step` in. The lock must be held."""
@@ -153,39 +138,6 @@ class Folder:
 
     def _hidden(self, step: int, state: str) -> Path:
         return self.path / f".{_name(step)}-{uuid.uuid4().hex[:8]}.{state}"
-
-
-@final
-class Release:
-    """Gives a lock back when it is called; a second call does nothing."""
-
-    def __init__(self, path: str, descriptor: int) -> None:
-        self._path: str = path
-        self._descriptor: int | None = descriptor
-
-    def __call__(self) -> None:
-        with _held_changes:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
-                _held.discard(self._path)
-
-
-def _try_lock(path: str) -> Release | None:
-    with _held_changes:
-        if path in _held:  # to open and close the file again would give the lock back
-            return None
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            if fcntl is not None:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                os.close(descriptor)
-                return None
-            # A file system without locks: runs that share a folder are not told apart there.
-        _held.add(path)
-        return Release(path, descriptor)
 
 
 def told_by_system(error: OSError) -> str:

@@ -51,6 +51,7 @@ from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from anybatch.errors import InputError
+from anybatch.locks import Release
 from anybatch.parallel.vote import calling
 from anybatch.state.blocks import (
     DTYPES,
@@ -61,7 +62,7 @@ from anybatch.state.blocks import (
     write_tensor,
 )
 from anybatch.state.content import Content
-from anybatch.state.folder import Folder, Release, sync, told_by_system
+from anybatch.state.folder import Folder, sync, told_by_system
 from anybatch.state.manifest import (
     NAME,
     Checksum,

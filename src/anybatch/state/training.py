@@ -10,9 +10,9 @@ The names say nothing of ranks, precision or plan, so a run goes on under any of
 steps by themselves their optimizers differ, and names begin with `rank-N.`.
 
 What need not be saved is not: random state and the order of samples are functions of the step; the
-learning rate is one of the task's schedule, or of as many steps of its scheduler. Of an optimizer's
-options only those are kept that training has changed: the others are the task's to say, also when a
-run is resumed.
+learning rate is one of the task's schedule, or of as many steps of its scheduler, or follows from the
+losses of evaluations. Of an optimizer's options only those are kept that training has changed: the
+others are the task's to say, also when a run is resumed.
 
 What nothing trains is the task's to build again, where it has a function for that: see `base.py`.
 """
@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from anybatch.compute import Replica
-from anybatch.compute.optimizers import fresh_state, is_compiled, parts_of
+from anybatch.compute.low_bit_optimizers import fresh_state, is_compiled, parts_of
 from anybatch.data import num_samples_of
 from anybatch.engine import LearningRate
 from anybatch.errors import InputError
@@ -48,6 +48,7 @@ class Facts(BaseModel):
         task: what has to be the same for the samples and their weights to be the same, by name.
         step, samples_seen, epoch: where training stands.
         num_skipped: samples that were left out of it so far.
+        evaluated: losses of the evaluations by which the learning rate went.
         groups: for each parameter group the options that training has changed.
         states: for each parameter what the optimizer remembers of it beside tensors.
         scaler: of loss scaling.
@@ -68,6 +69,7 @@ class Facts(BaseModel):
     samples_seen: int = Field(ge=0)
     epoch: int = Field(ge=0)
     num_skipped: int = Field(default=0, ge=0)
+    evaluated: list[float] = []
     groups: list[dict[str, Any]] = []
     states: dict[int, dict[str, Any]] = {}
     scaler: dict[str, int | float] = {}
@@ -157,6 +159,7 @@ class TrainingState:
             groups=groups,
             states=states,
             scaler=self._replica.scaler_state(),
+            evaluated=self._rates.evaluated,
             shares=list(self._group.shares),
             base=base,
             aliases=self._aliases,
@@ -230,7 +233,7 @@ class TrainingState:
         facts = Facts.of(found)
         self._replica.filled()
         self._replica.load_scaler_state(facts.scaler)
-        self._rates.skip(facts.step)
+        self._rates.skip(facts.step, facts.evaluated)
         for options, group in zip(facts.groups, self._replica.optimizer.param_groups, strict=False):
             for name, value in options.items():
                 _set_option(group, name, value)

@@ -9,18 +9,23 @@ import sys
 import time
 from pathlib import Path
 
+from anybatch.errors import Stopped
+from anybatch.launch import first_failure
+
 heard: list[int] = []
 
 
 def main() -> None:
     """Wait for a signal."""
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: heard.append(number))
     (folder / f"{rank}.ready").touch()
     while not heard:
         time.sleep(0.05)
     (folder / f"{rank}.saved").write_text(signal.Signals(heard[0]).name)
+    # As it is on the way out of a group.
+    first_failure.note(Stopped("the run has stopped after step 4."))
     sys.exit(75)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.faults.launch.ranks import seen
-from tests.faults.launch.test_ends import check_gone, wait_until
+from tests.faults.launch.test_exits import check_gone, wait_until
 from tests.multiprocess import netns
 from tests.ports import free_port
 

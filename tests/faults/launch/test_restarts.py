@@ -14,7 +14,7 @@ import psutil
 import pytest
 from tests.faults.launch import ranks
 from tests.faults.launch.ranks import seen
-from tests.faults.launch.test_ends import check_gone, wait_until
+from tests.faults.launch.test_exits import check_gone, wait_until
 
 from anybatch.errors import LaunchError
 from anybatch.launch import call, run_command

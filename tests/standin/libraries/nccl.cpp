@@ -5,7 +5,8 @@
 // a device stand here, too, and this library comes before the runtime's. As of NCCL, what is never
 // joined waits until it is aborted by another thread, and to destroy a communicator is to wait for it.
 // Ranks that call different collectives are told of it, and hang. NULL_NCCL_DEBUG=1 tells every
-// operation; NULL_NCCL_MEMORY is what a communicator takes of the device, in bytes.
+// operation; NULL_NCCL_MEMORY is what a communicator takes of the device, in bytes; with
+// NULL_NCCL_REMOTE=1 a rank has an error as soon as another aborts, as over a network between machines.
 #include <nccl.h>
 
 #include <dlfcn.h>
@@ -34,6 +35,7 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 const bool kDebug = std::getenv("NULL_NCCL_DEBUG") != nullptr;
+const bool kRemote = std::getenv("NULL_NCCL_REMOTE") != nullptr;
 const size_t kMemory =
     std::getenv("NULL_NCCL_MEMORY") ? std::strtoull(std::getenv("NULL_NCCL_MEMORY"), nullptr, 10) : 0;
 constexpr size_t kSlot = 1 << 20, kRing = 1 << 16;
@@ -50,7 +52,7 @@ struct alignas(64) Ring {
   std::atomic<uint64_t> head, tail;
 };
 struct Header {
-  std::atomic<uint32_t> epoch;
+  std::atomic<uint32_t> epoch, aborted;
   Rank ranks[kMostRanks];
   Ring rings[kMostRanks * kMostRanks];
 };
@@ -605,7 +607,7 @@ API ncclResult_t ncclCommCuDevice(const ncclComm_t c, int* n) {
 }
 API ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* e) {
   if (!c) return ncclInvalidArgument;
-  *e = ncclResult_t(int(c->error));
+  *e = kRemote && c->h->aborted ? ncclRemoteError : ncclResult_t(int(c->error));
   return ncclSuccess;
 }
 API ncclResult_t ncclCommFinalize(ncclComm_t c) {
@@ -635,6 +637,7 @@ API ncclResult_t ncclCommAbort(ncclComm_t c) {
   if (kDebug) fprintf(stderr, "[null nccl %s rank %d] abort\n", c->name.c_str(), c->rank);
   c->error = ncclInternalError;
   c->aborted = true;
+  c->h->aborted = 1;
   wake(&c->h->epoch);
   close_down(c);
   return ncclSuccess;

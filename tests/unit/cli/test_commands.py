@@ -199,9 +199,9 @@ def test_why_shows_every_plan_that_was_rejected(
     write_task()
     short = command("plan", "task.py", "--global-batch", "64")
     long = command("plan", "task.py", "--global-batch", "64", "--why")
-    assert "One of" in short.out
-    assert "One of" not in long.out
-    told, listed = (outcome.out.partition("Not taken")[2] for outcome in (short, long))
+    assert "`anybatch plan --why`" in short.out
+    assert "`anybatch plan --why`" not in long.out
+    told, listed = (outcome.out.partition("Rejected")[2] for outcome in (short, long))
     assert len(listed.splitlines()) > 2 + len(told.splitlines())
 
 
@@ -411,7 +411,7 @@ def test_whether_compiling_pays_is_left_to_the_run(
     outcome = command("train", "task.py", "--compile-if-faster")
     assert outcome.status == 0, outcome.err
     words = " ".join(outcome.out.split())
-    assert "blocks compiled if it proves faster" in words
+    assert "blocks compiled if a trial shows it is faster" in words
     assert "The blocks are not compiled: what is left of the run takes about" in words
     page = (folder / "runs" / "task-1" / "report.html").read_text()
     assert "The blocks are not compiled: what is left of the run" in page
@@ -510,3 +510,23 @@ def test_devices_by_name_and_number(
     assert plan.prediction
     assert plan.num_ranks == 2
     assert "H100" in plan.device_name
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [("ab.errors.Stopped('asked to stop')", 75), ("KeyboardInterrupt", 130)],
+    ids=["signal", "Ctrl-C"],
+)
+def test_a_rank_that_is_stopped_leaves_it_to_its_starter_to_say_so(
+    raised: str,
+    status: int,
+    write_task: Callable[..., Path],
+    command: Callable[..., Outcome],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    write_task(f"import anybatch.errors\ndef stopped(): raise {raised}\n")
+    outcome = command("train", "task.py:stopped")
+    assert (outcome.status, outcome.err.count("anybatch: ")) == (status, 1)
+    monkeypatch.setenv("ANYBATCH_LAUNCHED", "1")
+    outcome = command("train", "task.py:stopped")
+    assert (outcome.status, outcome.err) == (status, "")

@@ -59,7 +59,7 @@ def test_a_fused_update_stores_nothing_in_between():
     first, later = predicted(plan).commit_bytes
     assert first == pytest.approx(2 * WEIGHTS, rel=0.01)  # the states
     assert later < 0.01 * WEIGHTS
-    assert ("update", "fused: one kernel that stores nothing in between") in plan.explain()
+    assert ("update", "fused: one kernel, no temporary tensors") in plan.explain()
 
 
 def test_on_a_cpu_too():
@@ -118,8 +118,19 @@ def test_the_plan_file_keeps_both(tmp_path):
     assert Plan.load(tmp_path / "plan.json").choice == choice
 
 
-def test_the_host_is_not_for_a_divided_model():
-    choice = Choice(micro_batch=1, evaluation_batch=1, optimizer_states="host")
-    fields = planned(8 << 30).model_dump() | {"parallel": "shard", "choice": choice.model_dump()}
-    with pytest.raises(ValueError, match="optimizer_states is 'host' and parallel is 'shard'"):
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device": "cpu"}, "where all memory is the host's: make it 'device'"),
+        ({"choice": {"precision": "fp16"}}, "take bf16"),
+        ({"ladder": ({"micro_batch": 1, "evaluation_batch": 1},)}, "is not moved in a run"),
+        ({"sharding": {"over": 2}}, "1 ranks cannot be parted into groups"),
+        ({"parallel": "single", "sharding": {"over": 1}}, "which divides no model"),
+    ],
+)
+def test_what_a_divided_model_cannot_have_is_told(changes, words):
+    choice = {"micro_batch": 1, "evaluation_batch": 1, "optimizer_states": "host"}
+    plan = planned(8 << 30).model_dump() | {"rivals": (), "ladder": (), "kernels": {}}
+    fields = plan | {"parallel": "shard"} | changes | {"choice": choice | changes.get("choice", {})}
+    with pytest.raises(ValueError, match=words):
         Plan(**fields)

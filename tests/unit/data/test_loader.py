@@ -61,7 +61,7 @@ def test_steps_follow_the_order():
     loader = loader_of(Numbers(10), epochs=2, seed=3)
     loader.begin(0, whole(3))
     found = list(steps_of(loader))
-    assert [data.step for data, _ in found] == [0, 1, 2, 3, 4, 5]
+    assert [data.index for data, _ in found] == [0, 1, 2, 3, 4, 5]
     assert [data.epoch for data, _ in found] == [0, 0, 0, 1, 1, 1]
     assert [data.num_samples for data, _ in found] == [4, 4, 2, 4, 4, 2]
     assert [data.first_sample for data, _ in found] == [0, 4, 8, 10, 14, 18]
@@ -128,13 +128,13 @@ def test_redo_gives_the_same_samples_and_later_steps_keep_its_cut():
     loader.commit()
     broken_off = loader.next_step().micro_batches
     again = loader.redo(whole(1))
-    assert again.step == 1
+    assert again.index == 1
     assert [len(part) for part in again.ranges] == [1, 1, 1, 1]
-    with pytest.raises(InputError, match="begun anew"):
+    with pytest.raises(InputError, match="step 2 has been begun anew"):
         next(broken_off)
     assert same(default_cat(list(again.micro_batches)), reference[1])
     last = loader.next_step()
-    assert last.step == 2
+    assert last.index == 2
     assert [len(part) for part in last.ranges] == [1, 1, 1, 1]
 
 

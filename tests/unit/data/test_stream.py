@@ -38,15 +38,15 @@ CASES = [
 def test_steps_are_those_of_an_indexed_set(last, length, expected, ends):
     found = all_steps(Stream(10), last=last, **length)
     assert [samples for _, samples in found] == expected
-    assert [data.step for data, _ in found if data.epoch_end] == ends
+    assert [data.index for data, _ in found if data.epoch_end] == ends
     steps = Steps(10, 4, last, **length)
-    for step, (data, _) in enumerate(found):
-        assert data.step == step
-        assert data.epoch == steps.epoch_of(step)
-        assert data.first_sample == steps.samples_before(step)
-        assert data.num_samples == steps.num_samples_of(step)
-        assert data.epoch_end == steps.is_epoch_end(step)
-        assert data.next_epoch == steps.epoch_of(step + 1)
+    for index, (data, _) in enumerate(found):
+        assert data.index == index
+        assert data.epoch == steps.epoch_of(index)
+        assert data.first_sample == steps.samples_before(index)
+        assert data.num_samples == steps.num_samples_of(index)
+        assert data.epoch_end == steps.is_epoch_end(index)
+        assert data.next_epoch == steps.epoch_of(index + 1)
 
 
 @pytest.mark.parametrize("last", ["keep", "drop", "wrap"])

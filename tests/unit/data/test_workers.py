@@ -42,7 +42,7 @@ def test_the_same_samples_with_workers_and_without_through_a_redo(loader):
         each.commit()
         next(each.next_step().micro_batches)  # then memory ran out
         again = each.redo(whole(1))
-        assert again.step == 1
+        assert again.index == 1
         batches += again.micro_batches
         each.commit()
         batches += [batch for _, rest in steps_of(each) for batch in rest]

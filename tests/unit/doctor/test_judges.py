@@ -429,7 +429,7 @@ VARIABLES = [
     named("OMP_NUM_THREADS", "64", "warning", "8 cores", "set it to 8"),
     named("OMP_NUM_THREADS", "many", "warning", "no number"),
     named("OMP_NUM_THREADS", "1", "note", "of 8 cores"),
-    named("CUBLAS_WORKSPACE_CONFIG", "big", "problem", ":4096:8"),
+    named("CUBLAS_WORKSPACE_CONFIG", "big", "warning", ":4096:8"),
     named("CUDA_LAUNCH_BLOCKING", "1", "warning", "waits for each kernel"),
     named("NVIDIA_TF32_OVERRIDE", "1", "warning", "TensorFloat-32 whatever"),
     named("NVIDIA_TF32_OVERRIDE", "0", "warning", "nothing is in TensorFloat-32"),

@@ -17,9 +17,9 @@ def run(speeds, steps, total=800, unit=1):
     balance, shares, found = Balance(), (1.0,) * len(speeds), []
     for _ in range(steps):
         seconds = [n / speed for n, speed in zip(cut(shares, total), speeds, strict=True)]
-        after = balance.observe(lambda proposed: cut(proposed, total, unit), shares, seconds)
-        found.append(after)
-        shares = after or shares
+        proposal = balance.observe(lambda proposed: cut(proposed, total, unit), shares, seconds)
+        found.append(proposal)
+        shares = proposal.shares if proposal else shares
     return found, shares
 
 
@@ -48,8 +48,16 @@ def test_a_rank_without_samples_keeps_none():
         for _ in range(5)
     ][-1]
     assert found is not None
-    assert found[2] == 0.0
-    assert found[0] == pytest.approx(3 * found[1], rel=0.01)
+    assert found.shares[2] == found.seconds[2] == 0.0
+    assert found.shares[0] == pytest.approx(3 * found.shares[1], rel=0.01)
+
+
+def test_the_seconds_that_are_told_are_those_in_the_middle_of_the_steps():
+    balance = Balance()
+    for slow in (3.0, 2.0, 9.0, 2.5, 2.2):
+        found = balance.observe(lambda shares: cut(shares, 200), (1.0, 1.0), [1.0, slow])
+    assert found is not None
+    assert found.seconds == pytest.approx((1.0, 2.5))
 
 
 def test_times_that_are_not_known_yet_say_nothing():

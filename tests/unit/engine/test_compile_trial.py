@@ -327,9 +327,12 @@ def test_a_resumed_run_keeps_what_was_decided(compiler, tmp_path, seconds):
 
 def test_a_plan_tells_what_was_decided_and_is_read_back():
     plan = open_plan(noisy_task())
-    assert ("kernels", "blocks compiled if it proves faster") in plan.explain()
+    assert ("kernels", "blocks compiled if a trial shows it is faster") in plan.explain()
     assert Plan.from_json(plan.to_json()) == plan
-    for compiled, words in ((True, "compiled blocks, proved faster"), (False, "left uncompiled")):
+    for compiled, words in (
+        (True, "compiled blocks, measured to be faster"),
+        (False, "left uncompiled"),
+    ):
         kernels = KernelChoices(compile=compiled, compile_if_faster="decided")
         assert words in dict(plan.running(kernels).explain())["kernels"]
     older = plan.to_json().replace(',\n    "compile_if_faster": "open"', "")

@@ -156,8 +156,8 @@ def test_a_run_grows_back_to_its_plan_and_ends_the_same(monkeypatch, num_workers
     calm = train(task, 16)
     assert [s.micro_batch for s in steps] == [16, 16, 8, 8, 8] + [16] * 7
     assert [(e.step, e.reason) for e in events if isinstance(e, Replanned)] == [
-        (2, "memory ran out in forward"),
-        (5, "tried again after 3 steps"),
+        (3, "memory ran out in forward"),
+        (6, "tried again after 3 steps"),
     ]
     (failure,) = [e for e in events if isinstance(e, OutOfMemory)]
     assert failure.then == "micro-batch 8, fp32, recompute none"

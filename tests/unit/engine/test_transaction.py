@@ -352,24 +352,24 @@ def test_memory_that_runs_out_while_buffers_are_saved_harms_none(monkeypatch):
 BAD = {
     "nan loss": (
         lambda out, total: ab.Loss(total * float("nan"), len(out)),
-        r"loss of step 1 is nan in micro-batch 2 \(samples \d+, \d+, \d+, \d+ \(epoch 0\)\)",
+        r"loss of step 2 is nan in micro-batch 2 \(samples \d+, \d+, \d+, \d+ \(epoch 0\)\)",
     ),
     "infinite loss": (
         lambda out, total: ab.Loss(total + float("inf"), len(out)),
-        r"loss of step 1 is inf in micro-batch 2 \(samples",
+        r"loss of step 2 is inf in micro-batch 2 \(samples",
     ),
     "negative weight": (
         lambda out, total: ab.Loss(total, torch.tensor(-1.0)),
-        "negative weight in step 1",
+        "negative weight in step 2",
     ),
     "negative number": (lambda out, total: ab.Loss(total, -1), "weight of the loss is -1"),
     "nan weight": (
         lambda out, total: ab.Loss(total, torch.tensor(float("nan"))),
-        r"weight of step 1 is nan",
+        r"weight of step 2 is nan",
     ),
     "infinite weight": (
         lambda out, total: ab.Loss(total, torch.tensor(float("inf"))),
-        r"weight of step 1 is inf",
+        r"weight of step 2 is inf",
     ),
     "infinite number": (
         lambda out, total: ab.Loss(total, float("inf")),
@@ -377,7 +377,7 @@ BAD = {
     ),
     "gradient": (
         lambda out, total: ab.Loss(total + (out - out.detach()).abs().sum().sqrt(), len(out)),
-        r"gradient of step 1 has the norm (nan|inf)",
+        r"gradient of step 2 has the norm (nan|inf)",
     ),
     "no graph": (lambda out, total: ab.Loss(total.detach(), 1), "does not depend on any parameter"),
     "several numbers": (lambda out, total: out.sum(0), r"has the shape \(3,\)"),
@@ -432,7 +432,7 @@ def test_a_step_without_weight_is_named():
     task = dataclasses.replace(task_of(Mine()), loss=weightless)
     with ab.Session(task, plan_for(task, 4)) as session:
         before = snapshot(session)
-        with pytest.raises(LossError, match="total weight of step 0 is zero"):
+        with pytest.raises(LossError, match="total weight of step 1 is zero"):
             next(session.steps())
         assert_identical(snapshot(session), before)
 

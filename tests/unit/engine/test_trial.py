@@ -220,7 +220,7 @@ def test_ranks_whose_norms_meet_in_passes_have_no_trial(crew):
     (decision,) = of_kind(events, CompileDecided)
     assert decision.reason == "the ranks cannot run passes each by itself, so none can be timed"
     (failure,) = of_kind(events, OutOfMemory)
-    assert (failure.step, failure.rank) == (1, 0)
+    assert (failure.step, failure.rank) == (2, 0)
     assert torch.equal(weight, second[1])
 
 

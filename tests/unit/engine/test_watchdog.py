@@ -12,7 +12,7 @@ import pytest
 
 from anybatch.engine.pulse import Pulse, Word
 from anybatch.engine.stacks import stacks, waits_for_others
-from anybatch.engine.stillness import FIRST_SECONDS, LEAST_SECONDS, Heard, Stillness, judged
+from anybatch.engine.stall import FIRST_SECONDS, LEAST_SECONDS, Heard, Stall, judged
 from anybatch.engine.straggler import Stragglers
 from anybatch.engine.watchdog import Watchdog
 from anybatch.errors import AnybatchError, InputError, PeerLost, Stuck
@@ -20,13 +20,13 @@ from anybatch.errors import AnybatchError, InputError, PeerLost, Stuck
 # --------------------------------------------------------------------------------------- how long
 
 
-def still_after(stillness: Stillness, looks: Sequence[tuple[float, int, str]]) -> list[float]:
+def still_after(stillness: Stall, looks: Sequence[tuple[float, int, str]]) -> list[float]:
     """What each look (elapsed, beats, phase) returns."""
     return [stillness.observe(*look) for look in looks]
 
 
 def test_stillness_counts_from_the_last_sign_of_life():
-    stillness = Stillness(10.0)
+    stillness = Stall(10.0)
     ended = still_after(stillness, [(1, 0, "forward"), (4, 0, "forward"), (5, 0, "forward")])
     assert (ended, stillness.seconds, stillness.is_over) == ([0, 0, 0], 9, False)
     assert stillness.observe(1, 0, "forward") == 0
@@ -36,19 +36,19 @@ def test_stillness_counts_from_the_last_sign_of_life():
 
 
 def test_a_new_phase_is_a_sign_of_life():
-    stillness = Stillness(10.0)
+    stillness = Stall(10.0)
     still_after(stillness, [(1, 0, "forward"), (9, 0, "forward"), (9, 0, "backward")])
     assert stillness.seconds == 0
 
 
 def test_rest_between_steps_does_not_count():
-    stillness = Stillness(10.0)
+    stillness = Stall(10.0)
     still_after(stillness, [(1, 0, ""), (1000, 0, ""), (1000, 0, "")])
     assert not stillness.is_over
 
 
 def test_what_is_done_for_the_first_time_may_take_longer():
-    stillness = Stillness()
+    stillness = Stall()
     stillness.observe(0, 0, "forward", is_first=True)
     assert stillness.limit == FIRST_SECONDS
     still_after(stillness, [(1000, 0, "forward"), (1, 1, "loading")])
@@ -74,7 +74,7 @@ def test_saving_shows_no_sign_of_life_and_gets_the_long_deadline():
 
 
 def test_the_deadline_grows_with_what_was_survived():
-    stillness = Stillness()
+    stillness = Stall()
     still_after(stillness, [(0, 0, "forward"), (1, 1, "forward"), (100, 1, "forward")])
     assert stillness.limit == LEAST_SECONDS
     assert stillness.observe(1, 2, "forward") == 100
@@ -145,6 +145,15 @@ def test_a_rank_that_is_ahead_of_one_that_hangs_is_not_blamed():
     assert "rank 1" in str(found)
     behind = judged("rank 1 of 2", BUSY, [heard(0, ahead)], silence=5)
     assert isinstance(behind, Stuck)
+
+
+def test_what_comes_between_two_steps_is_after_the_one_and_before_the_other():
+    evaluates = replace(BUSY, phase="evaluation")
+    for behind, ahead in ((BUSY, evaluates), (evaluates, replace(BUSY, step=4, phase="loading"))):
+        assert judged("rank 0 of 2", ahead, [heard(1, behind)], silence=5) is None
+        assert isinstance(judged("rank 1 of 2", behind, [heard(0, ahead)], silence=5), Stuck)
+    found = judged("rank 1 of 2", evaluates, [heard(0, WAITS)], silence=5)
+    assert "for 10 s after step 3, evaluation, where at most" in str(found)
 
 
 def test_ranks_that_all_wait_for_each_other_say_so():

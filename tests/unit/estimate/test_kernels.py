@@ -419,6 +419,36 @@ def test_convolutions_in_half_precision_without_onednn_unfold_their_images(
 
 
 @pytest.mark.parametrize(
+    ("num", "channels", "side", "made", "more", "forward", "backward"),
+    [  # of 3 x 3; MiB beside results as measured on an EPYC with AVX-512 and two threads
+        (12, 32, 28, 32, {}, 20.6, 20.5),
+        (12, 32, 28, 64, {"stride": 2}, 5.0, 5.0),
+        (2, 32, 96, 32, {}, 40.2, 40.2),
+        (12, 32, 28, 32, {"transposed": True}, 20.5, 1.6),
+        (12, 16, 28, 64, {"transposed": True}, 41.2, 3.4),
+    ],
+)
+def test_convolutions_in_float64_unfold_their_images(
+    num: int,
+    channels: int,
+    side: int,
+    made: int,
+    more: dict[str, Any],
+    forward: float,
+    backward: float,
+):
+    images = fake(num, channels, side, side, dtype=torch.float64)
+    found = convolved(Processor(), images, made, 3, padding=1, **more)
+    assert found == pytest.approx((forward, backward), abs=0.4)
+
+
+def test_a_transposed_convolution_in_half_precision_unfolds_all_images():
+    images = fake(12, 16, 28, 28, dtype=torch.bfloat16)
+    found = convolved(WITHOUT_HALVES, images, 64, 3, padding=1, transposed=True)
+    assert found == pytest.approx((11.6, 0.8), abs=0.5)  # measured
+
+
+@pytest.mark.parametrize(
     ("image", "weight", "padding", "dilation", "groups", "forward", "backward"),
     [
         ((16, 32, 48, 48), (32, 32, 3, 3), 2, 2, 1, 1.3, 3.4),

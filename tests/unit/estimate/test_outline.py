@@ -93,9 +93,10 @@ def test_an_optimizer_is_made_anew_whatever_its_class_takes(
         assert optimizer.num_steps == 1
 
 
-def test_one_that_cannot_be_made_anew_is_named():
+def test_one_that_cannot_be_made_anew_is_named_and_passes_are_measured():
     plan, _ = stepped(partial(Secretive, how="well"))
-    assert plan.prediction is None
+    assert plan.prediction is not None
+    assert plan.prediction.method.startswith("measured")
     told = " ".join(plan.notices)
     assert "The optimizer Secretive could not be made anew for the estimate (TypeError:" in told
     assert "parameter groups alone" in told

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.estimate import ledger, subject_of
+from anybatch.estimate import ledger, subject_of, workspaces
 from anybatch.estimate.footprint import footprint
 from anybatch.estimate.peak import context_bytes_of
 from anybatch.estimate.workspaces import communicator_bytes, recorder_bytes, workspace_bytes
@@ -35,19 +35,24 @@ def _task(model: nn.Module, sample: torch.Tensor) -> ab.Task:
 
 
 @pytest.mark.parametrize(
-    ("capability", "size"),
+    ("capability", "size", "in_2_11"),
     [
-        ("7.5", 8.125),
-        ("8.9", 8.125),
-        ("9.0", 32),
-        ("12.0", 32),
-        ("", 32),
-        ("gfx90a", 32),
-        ("gfx942", 128),
+        ("7.5", 8.125, 8.125),
+        ("8.9", 8.125, 8.125),
+        ("9.0", 32, 32),
+        ("10.3", 32, 8.125),
+        ("12.0", 32, 8.125),
+        ("", 32, 32),
+        ("gfx90a", 32, 32),
+        ("gfx942", 128, 128),
     ],
 )
-def test_a_workspace_has_the_size_that_torch_gives_it(capability: str, size: float):
-    assert workspace_bytes(replace(ABSENT, capability=capability)) == size * MIB
+def test_a_workspace_has_the_size_that_torch_gives_it(
+    capability: str, size: float, in_2_11: float, monkeypatch: Any
+):
+    for version, mib in (((2, 15), size), ((2, 12), size), ((2, 11), in_2_11)):
+        monkeypatch.setattr(workspaces, "_TORCH", version)
+        assert workspace_bytes(replace(ABSENT, capability=capability)) == mib * MIB
 
 
 def test_what_the_environment_asks_for_holds_where_the_run_will_be(monkeypatch: Any):
@@ -56,15 +61,23 @@ def test_what_the_environment_asks_for_holds_where_the_run_will_be(monkeypatch: 
     assert workspace_bytes(replace(ABSENT, capability="9.0", present=True)) == 8320 << 10
 
 
+@pytest.mark.parametrize(
+    ("version", "mib"),
+    [((2, 11), 2 * (8.125 + 1)), ((2, 12), 2 * 8.125), ((2, 15), 8.125)],
+)
 @pytest.mark.parametrize("model", [nn.Linear(8, 8), nn.Conv2d(3, 8, 3)])
-def test_forward_and_backward_have_theirs_from_the_start_on(model: nn.Module):
+def test_forward_and_backward_have_theirs_from_the_start_on(
+    model: nn.Module, version: tuple[int, int], mib: float, monkeypatch: Any
+):
+    monkeypatch.setattr(workspaces, "_TORCH", version)
+    monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
     sample = torch.zeros(8) if isinstance(model, nn.Linear) else torch.zeros(3, 8, 8)
     task = _task(model, sample)
     device = replace(ABSENT, capability="8.6")
     found = ledger(subject_of(task), Choice(micro_batch=2, evaluation_batch=1), device)
     kind = "libraries' workspaces"
     for moment in (found.curve[0], found.curve[-1]):
-        assert moment.by_kind[kind] == 2 * (8.125 + 1) * MIB
+        assert moment.by_kind[kind] == mib * MIB
     on_cpu = ledger(
         subject_of(task),
         Choice(micro_batch=2, evaluation_batch=1),

@@ -48,7 +48,7 @@ def prepared(rank, size, make, options):
         (mixed, {}, "trainable parameters in float32 and float64"),
         (sparse, {}, "makes sparse gradients"),
         (Decoder, {"blocks": ("blocks.*",)}, "the model has no such module"),
-        (Decoder, {"ranks_per_machine": 3}, "2 ranks cannot be divided into machines of 3"),
+        (Decoder, {"over": 3}, "2 ranks cannot be divided into groups of 3"),
         (Decoder, {"to_host": True}, "cannot be moved to host memory from cpu"),
         (Decoder, {"precision": "fp8"}, "cannot be trained in fp8"),
     ],

@@ -6,15 +6,17 @@ import time
 
 import torch.distributed as dist
 
-from anybatch.parallel.wire import Alarm
+from anybatch.parallel import wire
+from anybatch.parallel.wire import _HEARD, Alarm
 
 
 class Group:
-    """A group whose end is noted."""
+    """A group whose end is noted, and how many ranks had heard the alarm by then."""
 
     def __init__(self, group):
         self._group = group
         self.num_aborts = 0
+        self.num_heard = 0
 
     def __hash__(self):
         return hash(self._group)
@@ -22,12 +24,18 @@ class Group:
     def __eq__(self, other):
         return self._group == other
 
+    def size(self):
+        return self._group.size()
+
     def abort(self):
         self.num_aborts += 1
+        store = dist.distributed_c10d._get_process_group_store(self._group)
+        self.num_heard = store.clone().add(_HEARD, 0)
 
 
 def rang(rank, size, rings):
     """What the alarms of two groups told on this rank, when `rings` had rung the first."""
+    wire._EVERY_SECONDS = 0.1 + rank  # some hear later than others
     groups = [Group(dist.new_group(list(range(size)))) for _ in range(2)]
     first, second = (Alarm(group) for group in groups)
     dist.barrier()
@@ -39,6 +47,7 @@ def rang(rank, size, rings):
         time.sleep(0.01)
     dist.barrier()
     found = before, first.has_rung, second.has_rung, [group.num_aborts for group in groups]
+    assert groups[0].num_heard == size  # over a network an abort would end who has not heard
     for alarm in (first, second):
         alarm.end()
     return found, [group.num_aborts for group in groups]

@@ -84,7 +84,7 @@ def test_where_memory_is_plenty_the_loss_stays_as_it_is_written():
 def test_it_can_be_asked_for_and_forbidden():
     asked = planned("20GiB", chunked_loss=True)
     assert asked.choice.chunked_head == "head"
-    assert ("loss", "in chunks of the logits that head makes") in asked.explain()
+    assert ("loss", "chunked: the logits of head are never whole in memory") in asked.explain()
     assert Plan.model_validate_json(asked.model_dump_json()) == asked
     forbidden = planned("900MiB", chunked_loss=False)
     every = [forbidden.choice, *forbidden.ladder, *(one.choice for one in forbidden.rejected)]

@@ -12,16 +12,23 @@ from anybatch.estimate import subject_of
 from anybatch.estimate.calibration_history import Correction
 from anybatch.machine import Machine
 from anybatch.planner import Wishes, layouts_of, make_plan, setting
-from anybatch.plans import Link, Plan
+from anybatch.plans import Exchange, Link, Plan
 
 ONE_GIGABIT = Link(bytes_per_second=117e6, hop_seconds=2e-4, measured=True)
 AT_ONCE = Link(bytes_per_second=1e15, hop_seconds=0.0, measured=True)
 
 
-def planned(link: Link | None, count: int = 2, parallel: Any = "replicate", **changes: Any) -> Plan:
-    """For ranks on CPUs that have measured `link`, or have measured nothing."""
+def planned(
+    link: Link | None,
+    count: int = 2,
+    parallel: Any = "replicate",
+    told: Exchange | None = None,
+    **changes: Any,
+) -> Plan:
+    """For ranks on CPUs that have measured `link`, or have measured nothing, and tell each other what
+    is `told`."""
     device = Machine.describe("8GiB", count=count).device
-    layouts = layouts_of([device] * count, parallel, link=link)
+    layouts = layouts_of([device] * count, parallel, link=link, exchange=told)
     return make_plan(
         subject_of(deep_task(**changes)), device, Wishes(), limited=False, layouts=layouts
     )
@@ -53,6 +60,32 @@ def test_the_exchange_takes_what_the_link_tells():
         )
     assert slower.link
     assert slower.link.measured
+
+
+def test_an_exchange_that_is_not_exact_takes_less():
+    whole, halved, rare, late, thin = (
+        exchange(planned(ONE_GIGABIT, told=told))
+        for told in (
+            None,
+            Exchange(compress="bf16"),
+            Exchange(every=8),
+            Exchange(stale=True),
+            Exchange(compress="powersgd"),
+        )
+    )
+    vote = ONE_GIGABIT.seconds(0, 2)
+    assert halved - 2 * vote == pytest.approx((whole - 2 * vote) / 2)
+    assert rare == pytest.approx(whole / 8)
+    assert vote <= late < whole
+    assert thin == whole  # not predicted
+
+
+def test_what_sends_less_is_not_advised_where_it_is_done():
+    advice = "--compress and --local-steps send less"
+    assert any(advice in notice for notice in planned(ONE_GIGABIT).notices)
+    halved = planned(ONE_GIGABIT, told=Exchange(compress="bf16"))
+    assert any("one rank alone" in notice for notice in halved.notices)
+    assert not any(advice in notice for notice in halved.notices)
 
 
 def test_a_plan_tells_what_was_measured_and_a_file_keeps_it(tmp_path):

@@ -174,7 +174,7 @@ def test_every_candidate_that_was_not_taken_has_its_reason():
     assert len(seen) == len(plan.rejected)
     for candidate in plan.rejected:
         if candidate.peak_bytes > room:
-            assert "more than the budget leaves" in candidate.reason
+            assert "exceeds the budget by" in candidate.reason
         else:
             assert candidate.reason.startswith("fits")
     assert any(candidate.peak_bytes > room for candidate in plan.rejected)

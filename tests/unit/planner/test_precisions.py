@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
+from anybatch.estimate.calibration import nominal
 from anybatch.machine import Machine
+from anybatch.planner import setting
 from anybatch.planner.precisions import precisions_of
 from anybatch.plans import Plan
 
@@ -52,7 +55,7 @@ def test_of_an_open_precision_the_fastest_is_taken_and_the_others_stay_candidate
     assert seconds(plan) == pytest.approx(seconds(planned(device, fastest)))
     slower = {c.choice.precision for c in plan.rejected if c.step_seconds > 1.5 * seconds(plan)}
     assert "fp32" in slower
-    assert not any("it would take about" in notice for notice in plan.notices)
+    assert not any("would take about" in notice for notice in plan.notices)
 
 
 def test_among_equals_the_most_exact_is_taken():
@@ -64,10 +67,21 @@ def test_among_equals_the_most_exact_is_taken():
 def test_float32_where_half_of_it_is_much_faster_is_told_with_both_times():
     plan, half = planned("h100-80gb", "fp32"), planned("h100-80gb", "bf16")
     assert plan.choice.precision == "fp32"
-    (told,) = [notice for notice in plan.notices if "in bf16 it would take about" in notice]
+    (told,) = [notice for notice in plan.notices if "In bf16 a step would take about" in notice]
     about = float(told.split("take about ")[1].split(" ms")[0]) / 1e3
     assert about == pytest.approx(seconds(half), rel=0.5)
     assert not any("would take about" in notice for notice in half.notices)
+
+
+def test_speeds_that_others_disturbed_are_told_and_compare_no_precisions(monkeypatch):
+    def disturbed(device):
+        return replace(nominal(device), measured=True, disturbed=True)
+
+    monkeypatch.setattr(setting, "speeds_of", disturbed)
+    plan = planned.__wrapped__("h100-80gb", "fp32")
+    assert not any("would take about" in notice for notice in plan.notices)
+    assert plan.prediction
+    assert plan.prediction.seconds_method.endswith("a rough guide")
 
 
 @pytest.mark.parametrize("device", ["t4", "v100-16gb"])

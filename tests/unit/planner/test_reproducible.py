@@ -29,7 +29,7 @@ def test_the_grain_is_the_micro_batch_under_any_budget():
         assert all(choice.micro_batch == 4 for choice in plan.ladder)
         assert plan.parallel == "single"
     told = dict(plan.explain())["reproducible"]
-    assert "grains of 4, in 8 parts of 2 grains each" in told
+    assert "grains of 4 in 8 parts of 2 grains each" in told
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,21 @@ def test_a_line_that_did_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pyte
     assert same(read(path), [make_start(), make_step(1)])
 
 
+def test_lines_follow_those_before_after_others_that_did_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = written(tmp_path)
+    with EventLog(path) as log:
+        file = log._records._file
+        monkeypatch.setattr(log._records, "_file", NearlyFull(file))
+        for _ in range(2):  # the first in part, the second not at all
+            with pytest.raises(InputError, match="No space left"):
+                log(make_step(2))
+        monkeypatch.setattr(log._records, "_file", file)
+        log(make_step(3))
+    assert same(read(path), [make_start(), make_step(1), make_step(3)])
+
+
 def same(events: list[Event], others: list[Event]) -> bool:
     """JSON has no tuples, so the plan within an event is compared as JSON."""
     return [to_json(event) for event in events] == [to_json(event) for event in others]

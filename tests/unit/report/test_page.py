@@ -109,7 +109,7 @@ def test_the_page_holds_the_figures(full: Page):
         "peak memory 8.71 GiB 8.62 GiB +1.0% 10.0 GiB",
         "step time 1.18 s 1.27 s -7.1%",
         "activations 7.02 GiB 81%",
-        "Memory ran out in step 57 (backward, micro-batch 512)",
+        "Out of memory in step 57 (backward, micro-batch 512)",
         "New plan from step 57 on (memory ran out in backward): micro-batch 256",
         "Gradients overflowed in step 12",
         "Evaluation after step 200: loss 0.4848",
@@ -376,7 +376,7 @@ def test_the_noise_scale_is_drawn_with_its_interval_beside_the_batch(tmp_path):
     assert all(400 < value < 2500 for value in curve["y"])
     assert min(band["y"]) < min(curve["y"]) < max(curve["y"]) < max(band["y"])
     assert max(band["x"]) == 200
-    assert "x the fewest steps" in page.text
+    assert "x the minimum of steps" in page.text
 
 
 def test_where_only_a_lower_end_is_known_the_band_is_open(tmp_path):

@@ -51,10 +51,10 @@ def in_terminal(events: list[Event], seconds_per_event: float = 10.0, width: int
 
 def test_a_plain_line_holds_the_figures():
     lines = told([make_start(), make_step(1), make_step(2), make_step(50, loss=0.5)]).splitlines()
-    assert lines[0].startswith("Training of cifar10-resnet starts on NVIDIA H200")
+    assert lines[0].startswith("Training cifar10-resnet on NVIDIA H200")
     assert lines[-1] == (
         "step 50/200  epoch 5  loss 1.695  samples/s 3,413  memory 8.62 GiB of 10.0 GiB"
-        "  left 3 min 00 s"
+        "  3 min 00 s left"
     )
 
 
@@ -78,11 +78,21 @@ def test_the_last_step_is_always_told():
     assert lines[-1] == "Training finished after 200 steps and 4 min 22 s."
 
 
+def test_a_step_is_told_before_its_evaluation():
+    events = [make_start(), make_step(1), make_step(2), make_evaluation(2), make_end()]
+    lines = told(events, seconds_per_event=1e-6).splitlines()
+    assert [line[:18] for line in lines[1:4]] == [
+        "step 1/200  epoch ",
+        "step 2/200  epoch ",
+        "Evaluation after s",
+    ]
+
+
 def test_plain_text_has_no_escapes_and_is_not_wrapped():
     text = told([make_start(task="[bold]x[/bold] " * 10), *make_events()])
     assert "\x1b" not in text
     assert "[bold]x[/bold]" in text
-    assert "of 10.0 GiB; the step left no trace.\n" in text
+    assert "of 10.0 GiB in use; the step was undone.\n" in text
 
 
 @pytest.mark.parametrize("tell", [told, in_terminal])
@@ -99,7 +109,7 @@ def test_incidents_are_told_however_fast_they_come(tell):
     ]
     text = " ".join(tell(events, seconds_per_event=1e-6).split())
     assert "Gradients overflowed in step 2: it is redone with loss scale 32,768" in text
-    assert "Memory ran out in step 2 (backward, micro-batch 512): 1.20 GiB asked for" in text
+    assert "Out of memory in step 2 (backward, micro-batch 512): 1.20 GiB requested" in text
     assert "New plan from step 2 on (memory ran out in backward): micro-batch 256" in text
     assert text.count("Evaluation after step 2: loss") == 2
 
@@ -143,7 +153,7 @@ def test_the_bar_below_an_evaluation_is_of_that_evaluation():
 
 def test_what_is_free_is_no_budget():
     start = make_start(plan={"budget_bytes": 10 << 30, "enforced": False})
-    assert "memory 8.62 GiB  left" in told([start, make_step(1), make_step(2)])
+    assert "memory 8.62 GiB  3 min 58 s left" in told([start, make_step(1), make_step(2)])
 
 
 def test_a_stream_has_no_end():
@@ -155,7 +165,7 @@ def test_a_stream_has_no_end():
 
 def test_no_budget_no_limit():
     start = make_start(plan={})
-    assert "memory 8.62 GiB  left" in told([start, make_step(1), make_step(2)])
+    assert "memory 8.62 GiB  3 min 58 s left" in told([start, make_step(1), make_step(2)])
 
 
 def test_a_loss_that_is_not_finite_shows_at_once_and_goes_again():
@@ -168,7 +178,7 @@ def test_a_loss_that_is_not_finite_shows_at_once_and_goes_again():
 
 def test_time_left_follows_the_pace_after_a_resume():
     steps = [make_step(step, time=1000.0 + 3.0 * step) for step in (101, 102, 103)]
-    assert "left 4 min 51 s" in told([make_start(), *steps])
+    assert "4 min 51 s left" in told([make_start(), *steps])
 
 
 def test_a_run_that_stopped_leaves_it_to_the_error_to_say_why():

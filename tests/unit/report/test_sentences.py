@@ -50,7 +50,7 @@ def test_every_event_is_one_sentence():
 def test_whether_blocks_are_compiled_is_told_with_the_times(compiled, reason, seconds, told):
     event = CompileDecided(
         time=0.0,
-        step=0,
+        step=1,
         compiled=compiled,
         reason=reason,
         plain_seconds=seconds[0],
@@ -64,29 +64,39 @@ def test_whether_blocks_are_compiled_is_told_with_the_times(compiled, reason, se
 def test_memory_that_ran_out_in_evaluation_is_no_matter_of_the_step():
     event = make_out_of_memory(40, phase="evaluation", micro_batch=1024, requested_bytes=None)
     assert describe(event) == (
-        "Memory ran out in the evaluation after step 40 (1,024 samples at a time): 9.10 GiB in use"
-        " of 10.0 GiB; it begins anew."
+        "Out of memory in the evaluation after step 40 (1,024 samples at a time): 9.10 GiB of"
+        " 10.0 GiB in use; it starts again."
     )
 
 
 def test_other_ranks_are_named():
     event = make_out_of_memory(1, rank=3, budget_bytes=None)
     assert describe(event).startswith(
-        "Memory ran out in step 1 on rank 3 (backward, micro-batch 512)"
+        "Out of memory in step 1 on rank 3 (backward, micro-batch 512)"
     )
     assert "in use;" in describe(event)
 
 
-def test_who_slows_the_others_down_and_what_stood_still_is_told():
+def test_who_slows_the_others_down_is_told():
     slow = Straggler(time=0.0, step=120, rank=3, seconds=2.4, others=1.2)
     assert describe(slow) == (
-        "Rank 3 is slow: 2.4 s for its part of step 120, again and again, where the others take"
-        " 1.2 s."
+        "Rank 3 is repeatedly slow: 2.4 s for its part of step 120, where the others take 1.2 s."
     )
-    stood = Stalled(time=0.0, step=7, seconds=400.0, phase="loading")
-    assert describe(stood) == (
-        "Training stood still for 6 min 40 s after step 7 (loading), and goes on."
-    )
+
+
+@pytest.mark.parametrize(
+    ("step", "phase", "told"),
+    [
+        (7, "loading", "in step 7, loading"),
+        (7, "update", "in step 7, update"),
+        (7, "evaluation", "after step 7, evaluation"),
+        (0, "set-up", "before the first step, set-up"),
+        (0, "forward", "before the first step, forward"),
+    ],
+)
+def test_what_stood_still_is_told_with_its_place(step, phase, told):
+    stood = Stalled(time=0.0, step=step, seconds=400.0, phase=phase)
+    assert describe(stood) == f"Training stalled for 6 min 40 s {told}, and has resumed."
 
 
 def test_what_would_help_a_step_that_waits_is_told():
@@ -103,8 +113,8 @@ def test_what_would_help_a_step_that_waits_is_told():
         )
 
     assert told(0, 4) == (
-        "97% of a step is waiting for samples (990 ms of 1.0 s): num_workers=4 in the task would load"
-        " them meanwhile."
+        "97% of a step is spent waiting for samples (990 ms of 1.0 s): num_workers=4 in the task would"
+        " load them meanwhile."
     )
     assert "num_workers=8 instead of 2" in told(2, 8)
     assert "num_workers" not in told(8, None)
@@ -115,14 +125,14 @@ def test_checkpoints_that_are_passed_over_are_told_before_the_one_that_is_taken(
     event = Resumed(time=0.0, step=8, samples_seen=80, folder="runs/a/step-8", passed_over=faults)
     assert describe(event) == (
         "The checkpoint runs/a/step-9 is not intact: a byte."
-        " Training goes on after step 8, from runs/a/step-8."
+        " Resuming after step 8, from runs/a/step-8."
     )
 
 
 def test_a_run_that_finds_nothing_to_go_on_from_says_so():
     event = Resumed(time=0.0, step=0, samples_seen=0, folder="runs/a/checkpoints")
     assert describe(event) == (
-        "There is no checkpoint in runs/a/checkpoints yet: training begins at its start."
+        "No checkpoint in runs/a/checkpoints yet: training starts from the beginning."
     )
 
 

@@ -48,8 +48,8 @@ def test_a_plan_is_titled_aligned_and_complete():
 def test_the_whole_batch_in_one_piece_is_what_was_not_taken():
     text = words(printed(print_plan, make_plan()))
     assert (
-        "* The whole batch of 4,096 in one piece: predicted peak 62.1 GiB, 52.1 GiB more than the"
-        " budget. One of 11 candidates not taken."
+        "* The whole batch of 4,096 in one piece: predicted peak 62.1 GiB, 52.1 GiB over the budget."
+        " (1 of 11; `anybatch plan --why` lists all.)"
     ) in text
 
 
@@ -63,13 +63,13 @@ def test_the_whole_batch_under_recompute_says_so():
     rejected = (make_candidate(4096, 30.0, 2.0, Recompute(blocks=("layers.*",))),)
     text = words(printed(print_plan, make_plan(rejected=rejected)))
     assert "The whole batch of 4,096 in one piece with recompute layers.*: predicted peak" in text
-    assert "One of" not in text
+    assert "(1 of" not in text
 
 
 def test_a_plan_written_by_hand_has_little_to_tell():
     plan = make_plan(prediction=None, rejected=(), notices=(), budget_bytes=None)
     text = printed(print_plan, plan, True)
-    assert "Not taken" not in text
+    assert "Rejected" not in text
     assert "Notices" not in text
     assert "predicted" not in text
 
@@ -78,10 +78,10 @@ def test_a_plan_written_by_hand_has_little_to_tell():
 def test_why_lists_every_candidate(width: int):
     plan = make_plan()
     text = printed(print_plan, plan, True, width=width)
-    rows = text[text.index("Not taken") :]
+    rows = text[text.index("Rejected") :]
     assert all(
         heading in rows
-        for heading in ("micro-batch", "recompute", "peak", "budget", "step", "to plan")
+        for heading in ("micro-batch", "recompute", "peak", "budget", "step", "vs plan")
     )
     assert rows.count("GiB") >= len(plan.rejected)
     assert "precision" not in rows
@@ -91,7 +91,7 @@ def test_why_shows_precision_where_it_differs():
     choice = Choice(micro_batch=8, evaluation_batch=8, precision="fp32")
     candidate = make_candidate(8, 1.0, 1.0).model_copy(update={"choice": choice})
     text = printed(print_plan, make_plan(rejected=(candidate,)), True)
-    assert "precision" in text[text.index("Not taken") :]
+    assert "precision" in text[text.index("Rejected") :]
     assert "fp32" in text
 
 
@@ -109,10 +109,10 @@ def test_columns_that_have_no_room_are_told_in_one_and_no_number_is_lost():
 
     plan = make_plan(rejected=(candidate("bf16", "shard"), candidate("tf32", "replicate")))
     wide, narrow = (
-        text[text.index("Not taken") :].splitlines()
+        text[text.index("Rejected") :].splitlines()
         for text in (printed(print_plan, plan, True, width=width) for width in (140, 76))
     )
-    numbers = ["peak", "budget", "step", "to", "plan"]
+    numbers = ["peak", "budget", "step", "vs", "plan"]
     words_of_plan = ["precision", "ranks", "recompute", "states"]
     assert wide[1].split() == ["micro-batch", *words_of_plan, *numbers]
     assert narrow[1].split() == ["micro-batch", "choice", *numbers]
@@ -207,7 +207,7 @@ def test_a_peak_over_the_prediction_has_a_negative_error():
 def test_whether_the_batch_was_worth_it_is_told_or_why_it_is_not_known():
     rest = make_start(), make_end(), None, {}
     told = printed(print_result, *rest, [("noise scale", "820 samples (640 to 1,100)")], "unknown")
-    assert "Is the batch worth it noise scale 820 samples (640 to 1,100)" in words(told)
+    assert "Is the batch worth it? noise scale 820 samples (640 to 1,100)" in words(told)
     assert "unknown" not in told
     reason = "The noise scale was not measured: there is one micro-batch."
     assert reason in words(printed(print_result, *rest, [], reason))

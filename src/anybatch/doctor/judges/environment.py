@@ -177,8 +177,8 @@ def _threads(value: str, facts: Facts) -> Told | None:
 def _workspace(value: str, facts: Facts) -> Told | None:
     if not re.fullmatch(r"(:\d+:\d+)+", value):
         return (
-            "problem",
-            "it is not what cuBLAS reads, and reproducible runs fail",
+            "warning",
+            "torch cannot read it, and takes workspaces of its own size",
             "write :4096:8 or :16:8, or unset it",
         )
     return None

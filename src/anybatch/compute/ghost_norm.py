@@ -1,0 +1,218 @@
+"""BatchNorm over ghost batches: statistics over a number of samples that belongs to the task.
+
+BatchNorm looks across the samples of a forward pass, so with plain accumulation its result depends
+on the micro-batch, that is, on the plan. Here the global batch is cut into ghost batches of the
+task's size (Hoffer et al. 2017, "Train longer, generalize better", section 4), each normalised by
+itself, and running statistics advance once per ghost batch in the order of the samples. A micro-batch
+is always whole ghost batches, so every plan computes the same.
+
+A ghost batch that no rank can hold is divided over the ranks, one ghost batch per pass, and its norms
+are synchronised (`synchronised_norm.py`). That is a matter of the plan: the result is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from anybatch.compute.modes import trains
+from anybatch.compute.patch import replace_forward
+from anybatch.compute.synchronised_norm import Exchange, OverRanks, SingleValue
+from anybatch.errors import InputError
+
+DEFAULT_GHOST_BATCH = 32
+
+
+def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The BatchNorm layers of `model` by name."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
+
+
+def cut_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Those of `batch_norms` that ghost batches are cut for once `model` is trained. One that its user
+    put into evaluation mode (of a frozen part) normalises by its running statistics, whatever the
+    cut."""
+    return {
+        n: m for n, m in batch_norms(model).items() if looks_across_samples(m, trains(model, m))
+    }
+
+
+def looks_across_samples(norm: _BatchNorm, training: bool) -> bool:
+    """Whether `norm`, in that mode, normalises by statistics of the pass at hand."""
+    return training or norm.running_mean is None or norm.running_var is None
+
+
+def depends_on_cut(model: nn.Module, drawn: bool = True) -> tuple[str, ...]:
+    """What in `model` no plan can make independent of the cut into micro-batches, a sentence each.
+
+    Running statistics advance once per pass there, over whatever samples the pass has; or random
+    numbers are drawn, which are keyed by step and rank. Only what is known of torch, looks like a norm,
+    or has a rate of dropout is found. Without `drawn` of running statistics alone.
+    """
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        may_draw = drawn and trains(model, module)
+        if (why := _why_it_depends(module, may_draw)) is not None:
+            found.setdefault(why, []).append(name)
+    return tuple(
+        why.format(names=_some(names), s="s" if len(names) == 1 else "")
+        for why, names in found.items()
+    )
+
+
+class GhostBatches:
+    """The cut of the micro-batch at hand into ghost batches, shared by the norms of one model.
+
+    Outside `cut` the norms are plain ones: what a user computes between two steps is not cut.
+
+    Attributes:
+        sizes: samples per ghost batch of this rank's pass, in order; empty outside a pass.
+        exchange: the way to the other ranks, where each pass holds this rank's part of one ghost
+            batch; None: ghost batches lie whole on one rank.
+    """
+
+    def __init__(self, model: nn.Module, exchange: Exchange | None = None) -> None:
+        self.sizes: Sequence[int] = ()
+        self.exchange: Exchange | None = exchange
+        self._undos = [
+            replace_forward(norm, partial(_GhostForward, norm, name, place, self))
+            for place, (name, norm) in enumerate(batch_norms(model).items())
+        ]
+
+    def cut(self, sizes: Sequence[int]) -> AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch of `sizes`: samples per ghost batch, in
+        order. With an exchange, every rank does this for every pass of the step, around nothing
+        where it has no samples."""
+        return self._cut(sizes) if self._undos else nullcontext()
+
+    @contextmanager
+    def _cut(self, sizes: Sequence[int]) -> Iterator[None]:
+        if self.exchange is not None:
+            self.exchange.begin_pass()
+        self.sizes = sizes
+        try:
+            yield
+        finally:
+            self.sizes = ()
+
+    def undo(self) -> None:
+        """Leave the model as it was found."""
+        for undo in self._undos:
+            undo()
+
+
+class _GhostForward:
+    """The `forward` of one BatchNorm layer, which does `whole` for each ghost batch. Where other ghost
+    batches are cut below, they are not while these are: there is one cut at a time."""
+
+    def __init__(
+        self,
+        norm: _BatchNorm,
+        name: str,
+        place: int,
+        ghosts: GhostBatches,
+        whole: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._whole: Callable[[Tensor], Tensor] = whole
+        if getattr(whole, "__func__", None) is nn.SyncBatchNorm.forward:
+            # It would speak to all ranks behind the plan's back, and refuses CPU tensors.
+            self._whole = MethodType(_BatchNorm.forward, norm)
+        self._norm = norm
+        self._name = name
+        self._place = place
+        self._ghosts = ghosts
+
+    def __call__(self, input: Tensor) -> Tensor:
+        norm = self._norm
+        if not looks_across_samples(norm, norm.training):
+            return self._whole(input)
+        sizes = self._rows(input)
+        if len(sizes) == 1:
+            return self._one(input)
+        return torch.cat([self._one(piece) for piece in input.split(sizes)])
+
+    def _one(self, piece: Tensor) -> Tensor:
+        exchange = self._ghosts.exchange
+        if exchange is not None and self._ghosts.sizes:
+            return OverRanks(self._name, self._place, exchange).run(self._whole, piece)
+        if piece.numel() == piece.size(1):
+            raise SingleValue(self._name)
+        return self._whole(piece)
+
+    def _rows(self, input: Tensor) -> list[int]:
+        """Rows of `input` per ghost batch: the samples, or a whole number of rows for each (tokens
+        flattened into the first dim)."""
+        sizes = self._ghosts.sizes
+        samples = sum(sizes)
+        if not samples:
+            return [input.size(0)]
+        if input.size(0) % samples:
+            raise InputError(
+                f"BatchNorm {self._name!r} is given {input.size(0)} rows for a micro-batch of"
+                f" {samples} samples, so they cannot be told apart into ghost batches: keep the"
+                " samples in the first dim, in order."
+            )
+        rows = input.size(0) // samples
+        return [size * rows for size in sizes]
+
+
+_INSTANCE = (
+    "InstanceNorm {names} keep{s} running statistics that advance once per pass, so they depend on the"
+    " micro-batch and the number of ranks; what is trained does not, evaluation does."
+    " Without track_running_stats it would not either."
+)
+_SPECTRAL = (
+    "Spectral norm {names} make{s} one step of power iteration per pass, so the estimate of the norm"
+    " depends a little on the micro-batch and the number of ranks."
+)
+_FOREIGN = (
+    "{names} keep{s} running statistics and is no BatchNorm of torch, so its result may depend on the"
+    " micro-batch and the number of ranks: anybatch verify shows whether it does."
+)
+_RANDOM = (
+    "The model draws random numbers (in {names}): another plan, or another number of ranks, draws"
+    " others. No draw is better than another, but results of two plans then differ by chance."
+)
+_RATES = ("dropout", "dropout_p", "dropout_prob", "attention_dropout")
+"""Attributes in which modules keep the rate that they hand to a function."""
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether it draws random numbers in training, as far as its attributes tell."""
+    rates = [getattr(module, name, None) for name in _RATES]
+    if isinstance(module, _DropoutNd):
+        rates.append(module.p)
+    return isinstance(module, nn.RReLU) or any(
+        isinstance(rate, float) and rate > 0 for rate in rates
+    )
+
+
+def _why_it_depends(module: nn.Module, trains: bool) -> str | None:
+    if trains and _draws(module):
+        return _RANDOM
+    if isinstance(module, _BatchNorm):
+        return None
+    if isinstance(module, _InstanceNorm):
+        tracks = module.running_mean is not None or module.running_var is not None
+        return _INSTANCE if tracks else None
+    hooks = module._forward_pre_hooks.values()
+    if isinstance(module, _SpectralNorm) or any(isinstance(h, SpectralNorm) for h in hooks):
+        return _SPECTRAL
+    running = any(name.startswith("running_") for name, _ in module.named_buffers(recurse=False))
+    return _FOREIGN if running or isinstance(module, _NormBase) else None
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first three of `names`, quoted, and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,305 @@
+"""Updates: how the optimizer's step is run, so that it takes little memory beside what it works on.
+
+What an update takes beside parameters, gradients and states is a matter of kernels, not of mathematics:
+
+    for-loop    temporaries as large as the largest parameter     torch's own way on a CPU
+    foreach     temporaries as large as all parameters            torch's own way on CUDA
+    in parts    foreach, so many bytes of parameters at a time
+    fused       no temporaries: one kernel reads and writes everything
+
+And states need not lie on the device, where they are used once in a step. In host memory they come over
+for one part of the parameters after the other:
+
+    part 1   states come | update | states go back
+    part 2                                         | states come | update | ...
+
+Parts are for optimizers that treat every parameter by itself: then the result is the same, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from anybatch.compute.low_bit_optimizers import state_kinds, unhooked_step
+from anybatch.errors import InputError
+from anybatch.plans import StatesOn, Update
+
+PART_BYTES = 64 << 20
+"""Of parameters in one part: long enough for a device to be busy, small against what trains on it."""
+
+_BY_PARAMETER: tuple[type[Optimizer], ...] = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
+    *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD),
+)
+"""Optimizers that treat every parameter by itself. What derives from one may do anything."""
+
+_FUSED: dict[type[Optimizer], tuple[str, ...]] = {
+    torch.optim.Adam: ("cpu", "cuda"),
+    torch.optim.AdamW: ("cpu", "cuda"),
+    torch.optim.SGD: ("cpu", "cuda"),
+    torch.optim.Adagrad: ("cpu",),
+}
+"""Optimizers that have a fused kernel, and where."""
+
+
+_FUSED_DIVIDED = torch.optim.Adam, torch.optim.AdamW
+"""Those of them whose kernel torch runs on parameters that are divided over ranks."""
+
+
+def fuses_divided(optimizer: Optimizer) -> bool:
+    """Whether its fused kernel takes parameters that are divided over ranks."""
+    return type(optimizer) in _FUSED_DIVIDED
+
+
+def can_part(optimizer: Optimizer) -> bool:
+    """Whether its parameters may be updated some at a time."""
+    return type(optimizer) in _BY_PARAMETER
+
+
+def leanest_update(optimizer: Optimizer, model: nn.Module, kind: str) -> Update:
+    """The update of the same mathematics that takes least memory on a device of `kind`, where the task
+    leaves it open; `"as given"` where it does not."""
+    groups = optimizer.param_groups
+    if not can_part(optimizer) or any(_divided(group["params"]) for group in groups):
+        return "as given"
+    is_open = all(group["foreach"] is None and not group.get("fused") for group in groups)
+    if is_open and all(_can_fuse(optimizer, group, kind) for group in groups) and _is_dense(model):
+        return "fused"
+    size = sum(param.nbytes for group in groups for param in group["params"])
+    return "in parts" if kind == "cuda" and size > PART_BYTES else "as given"
+
+
+@final
+class Updater:
+    """Runs the step of `optimizer` in the way that `take` says, until `close`. It stands in for the
+    optimizer where `GradScaler` asks for one."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._before: list[dict[str, Any]] = []  # options of the groups as they were given
+        self._update: Update = "as given"
+        self.states_on: StatesOn = "device"
+        self._homes: dict[tuple[Tensor, str], Tensor] = {}  # in host memory
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer."""
+        return self._optimizer.param_groups
+
+    def take(self, update: Update, states_on: StatesOn = "device") -> None:
+        """Run updates in this way from now on.
+
+        Raises `InputError` if the optimizer cannot.
+        """
+        name = type(self._optimizer).__name__
+        moves = states_on == "host" and not self._is_divided
+        if (update == "in parts" or moves) and not can_part(self._optimizer):
+            asked = "optimizer_states is 'host'" if moves else "update is 'in parts'"
+            raise InputError(
+                f"{asked}, and the optimizer {name} may look at all parameters at once: leave that out"
+                " of the plan, or take an optimizer of torch.optim, such as AdamW."
+            )
+        self._restore_options()
+        if update == "fused":
+            self._fuse()
+        self._update = update
+        self.keep_states(states_on)
+
+    def keep_states(self, where: StatesOn) -> None:
+        """Bring the states there; those of a divided model lie where its parts do. Raises what the
+        allocator raises; then they are where they were."""
+        if where != self.states_on and not self._is_divided:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            if where == "host":
+                self._send(parameters)
+                _await_host(parameters)
+            else:
+                self._fetch(parameters)
+            self.states_on = where
+
+    @property
+    def _is_divided(self) -> bool:
+        return any(_divided(group["params"]) for group in self.param_groups)
+
+    def reserve(self) -> None:
+        """Have room in host memory for states that are to lie there, while failing is harmless. Raises
+        what the allocator raises."""
+        if self.states_on != "host":
+            return
+        for group in self.param_groups:
+            kinds = state_kinds(self._optimizer, group)
+            for param in group["params"]:
+                for key in kinds if param.requires_grad else ():
+                    if (param, key) not in self._homes:
+                        self._homes[param, key] = _on_host(param)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """The update: one for hooks on the optimizer's step too, in however many parts it is done."""
+        if self._update != "in parts" and self.states_on == "device":
+            self._optimizer.step()
+            return
+        after: OrderedDict[int, Any] = self._optimizer._optimizer_step_post_hooks  # pyright: ignore[reportAssignmentType]
+        seen: dict[Tensor, Tensor | None] = {}  # by hooks that come after
+        is_seen = bool(after) or bool(_global_optimizer_post_hooks)
+
+        def in_parts(_optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            gradients = {p: p.grad for group in self.param_groups for p in group["params"]}
+            if is_seen:
+                seen.update(gradients)
+            self._step_in_parts(gradients, partial(unhooked_step, *args, **kwargs))
+
+        def give_back(*_: Any) -> None:
+            for param, gradient in seen.items():
+                param.grad = gradient
+
+        # The last of the hooks before the step, which then finds nothing to do, and the first after it.
+        handles = [
+            self._optimizer.register_step_pre_hook(in_parts),
+            self._optimizer.register_step_post_hook(give_back),
+        ]
+        after.move_to_end(handles[1].id, last=False)
+        try:
+            self._optimizer.step()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _step_in_parts(
+        self, gradients: dict[Tensor, Tensor | None], step: Callable[[], object]
+    ) -> None:
+        """`step`s of some `gradients` after the other, which are let go."""
+        parameters = list(gradients)
+        for param in parameters:
+            param.grad = None
+        for part in _parts(parameters):
+            for param in part:
+                param.grad = gradients.pop(param)
+            if self.states_on == "host":
+                self._fetch(part)
+            step()
+            if self.states_on == "host":
+                self._send(part)
+            for param in part:
+                param.grad = None
+        if self.states_on == "host":
+            _await_host(parameters)
+
+    def close(self) -> None:
+        """Give the optimizer back as it was given, but for its states: those in host memory stay there,
+        since there may be no room for them elsewhere."""
+        self._restore_options()
+        self._homes.clear()
+
+    def _fetch(self, parameters: Sequence[Tensor]) -> None:
+        moving = list(self._moving(parameters))
+        # Room for all of them first: if there is none, nothing has moved.
+        rooms = [torch.empty_like(value, device=param.device) for param, _, value in moving]
+        for (param, key, value), room in zip(moving, rooms, strict=True):
+            self._homes[param, key] = value
+            self._optimizer.state[param][key] = room.copy_(value, non_blocking=True)
+
+    def _send(self, parameters: Sequence[Tensor]) -> None:
+        moving = list(self._moving(parameters))
+        homes = [self._homes.get((param, key)) for param, key, _ in moving]
+        rooms = [
+            _on_host(value) if home is None else home
+            for (_, _, value), home in zip(moving, homes, strict=True)
+        ]
+        for (param, key, value), room in zip(moving, rooms, strict=True):
+            self._optimizer.state[param][key] = room.copy_(value, non_blocking=True)
+
+    def _moving(self, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, str, Tensor]]:
+        for param in parameters:
+            for key, value in list(self._optimizer.state.get(param, {}).items()):
+                if isinstance(value, Tensor) and value.shape == param.shape and key != "step":
+                    yield param, key, value
+
+    def _fuse(self) -> None:
+        kind = next(p.device.type for group in self.param_groups for p in group["params"])
+        if not all(_can_fuse(self._optimizer, group, kind) for group in self.param_groups):
+            raise InputError(
+                "update is 'fused', and torch has no such kernel for the optimizer"
+                f" {type(self._optimizer).__name__} with its options on this device: make it 'as"
+                " given'."
+            )
+        self._before = [dict(group) for group in self.param_groups]
+        for group in self.param_groups:
+            group["fused"], group["foreach"] = True, False
+        self._place_steps()
+
+    def _restore_options(self) -> None:
+        for group, before in zip(self.param_groups, self._before, strict=False):
+            group.update({name: before[name] for name in ("fused", "foreach")})
+        if self._before:
+            self._before = []
+            self._place_steps()
+
+    def _place_steps(self) -> None:
+        """The number of steps lies on the device for fused kernels, on the host for others."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self._optimizer.state.get(param, {})
+                if isinstance(state.get("step"), Tensor):
+                    on_device = group["fused"] or group.get("capturable")
+                    state["step"] = state["step"].to(param.device if on_device else "cpu")
+
+
+def _can_fuse(optimizer: Optimizer, group: dict[str, Any], kind: str) -> bool:
+    return (
+        kind in _FUSED.get(type(optimizer), ())
+        and (fuses_divided(optimizer) or not _divided(group["params"]))
+        # torch's kernel has no place for a parameter whose first gradient comes later than others'.
+        and not group.get("momentum")
+        and not isinstance(group["lr"], Tensor)
+        and not group["differentiable"]
+        and all(param.is_floating_point() for param in group["params"])
+    )
+
+
+def _divided(parameters: Sequence[Tensor]) -> bool:
+    return any(isinstance(param, DTensor) for param in parameters)
+
+
+def _is_dense(model: nn.Module) -> bool:
+    """Whether no module makes sparse gradients, for which there are no fused kernels."""
+    return not any(getattr(module, "sparse", False) is True for module in model.modules())
+
+
+def _parts(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """`parameters` in their order, some at a time."""
+    part: list[Tensor] = []
+    size = 0
+    for param in parameters:
+        if part and size + param.nbytes > PART_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(param)
+        size += param.nbytes
+    if part:
+        yield part
+
+
+def _await_host(parameters: Sequence[Tensor]) -> None:
+    """Until what is on its way from the devices of `parameters` has come: who reads states on the host
+    reads them whole."""
+    for device in {param.device for param in parameters}:
+        if device.type == "cuda":  # which need not be the current one
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Room for `tensor` in host memory, from and to which a GPU copies by itself."""
+    return torch.empty_like(
+        tensor, device="cpu", pin_memory=tensor.device.type == "cuda", requires_grad=False
+    )

@@ -1,0 +1,266 @@
+"""How ranks end, which end was the cause of the others, and whether to start them again.
+
+A rank that ends by itself leaves a word: its status, the moment of its first failure, and whether a
+restart mends what it failed of. One that is killed leaves none; the kernel tells when it ended. All
+moments are on one scale, on several machines too (`council`), so that the earliest is the cause.
+
+The rule. Ranks are started again if the cause is that one of them died without a word (killed; the
+power of its machine lost), or that it said that it had lost a peer or was stuck
+(`AnybatchError.mended_by_restart`), or ran out of memory where no step could be undone, or that a
+whole machine has fallen silent. What a program says by itself (a wrong input, no plan that fits, saved
+and stopped early, an exception of the user's code) would only be said again.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from anybatch.errors import PeerFailed, PeerLost, Stopped, Stuck
+from anybatch.launch.first_failure import Failure
+
+SAID_BY_STATUS = frozenset({2, 3, 75})
+"""Exit statuses that mean the same whether a word was left or not: see `anybatch.errors`."""
+
+_SLACK_NS = 250_000_000
+"""A rank that ends without a word is seen to end a little after its peers have felt it."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a rank ended.
+
+    Attributes:
+        rank, local_rank, pid: whose end it is.
+        machine: where, by name.
+        status: exit status; negative: the signal that killed it.
+        when: it failed, in nanoseconds since the ranks of the attempt were started.
+        spoke: whether it ended by itself and said so.
+        mended: whether a restart mends it.
+        what: in words, for a sentence after a colon.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    machine: str
+    status: int
+    when: int
+    spoke: bool
+    mended: bool
+    what: str
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the rank did all it was to do."""
+        return self.status == 0 and self.spoke
+
+    @property
+    def is_told_by_agent(self) -> bool:
+        """Whether the rank leaves it to its agent to tell people why it ended: it has only felt that
+        another is lost; or it was stopped, and the agent knows whether all are started again."""
+        kinds = (f"{PeerLost.__name__}:", f"{Stopped.__name__}:")
+        return not self.spoke or self.what.startswith(kinds)
+
+    @property
+    def was_stopped(self) -> str:
+        """What it said when it had stopped as it was asked to, or nothing."""
+        kind, _, sentence = self.what.partition(": ")
+        return sentence if self.spoke and kind == Stopped.__name__ else ""
+
+    @property
+    def sentence(self) -> str:
+        """What has happened, without a full stop, and without the `stack`."""
+        return self._parted[0].rstrip(".")
+
+    @property
+    def stack(self) -> str:
+        """Where the rank that is to blame hung, in lines of their own; empty if none did."""
+        return self._parted[1].rstrip()
+
+    @property
+    def _parted(self) -> tuple[str, str]:
+        hung = self.what.startswith((f"{Stuck.__name__}:", f"{PeerLost.__name__}:"))
+        sentence, _, stack = self.what.partition("\n")
+        return (sentence, stack) if hung else (self.what, "")
+
+    @property
+    def follows(self) -> bool:
+        """Whether another rank had said that it failed, and this one ended for that."""
+        return self.spoke and self.what.startswith(f"{PeerFailed.__name__}:")
+
+    def who(self, world_size: int, several: bool) -> str:
+        """The rank in words, with its machine where there are `several`."""
+        where = f", on {self.machine}" if several else ""
+        return f"rank {self.rank} of {world_size} (process {self.pid}{where})"
+
+    def dumps(self) -> str:
+        """As text, for `loads`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> End:
+        """What `dumps` has written."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What one machine tells of an attempt: whether its ranks are `done`, and the `first` bad end of
+    one of them, if there was any when it was asked."""
+
+    done: bool
+    first: End | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A machine changes the number of machines: it has seen that another one has come (`"grow"`), or
+    was told to end (`"leave"`). What fails from then on (`when`, as in `End`) is a consequence."""
+
+    why: Literal["grow", "leave"]
+    machine: int
+    when: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What follows from an attempt, on all machines.
+
+    Attributes:
+        again: whether the ranks are started again.
+        failures: attempts that have failed so far, this one included.
+        cause: the end that caused the others, if it was a rank's.
+        gone: machines that have fallen silent, by index.
+    """
+
+    again: bool
+    failures: int
+    cause: End | None = None
+    gone: tuple[int, ...] = ()
+
+
+def judge(
+    told: Sequence[Told | None],
+    turn: Turn | None,
+    *,
+    failures: int,
+    restarts: int,
+    least: int,
+    most: int,
+) -> Verdict:
+    """The rule.
+
+    Args:
+        told: by each machine; None: it has fallen silent.
+        turn: see there.
+        failures: attempts that have failed before.
+        restarts: how many may.
+        least, most: machines that the run may have.
+    """
+    leaving = turn.machine if turn is not None and turn.why == "leave" else None
+    staying = [told[i] for i in range(len(told)) if i != leaving]
+    gone = tuple(i for i, one in enumerate(told) if one is None and i != leaving)
+    cause = first(one.first for one in staying if one is not None and one.first is not None)
+    if turn is not None and not gone and (cause is None or cause.when >= turn.when):
+        done = all(one is not None and one.done for one in staying)
+        enough = leaving is None or (least < most and least <= len(staying))
+        return Verdict(enough and not done and bool(staying), failures, cause)
+    if cause is None and not gone:
+        return Verdict(False, failures)
+    # What its peers said may be the way in which they felt it.
+    mended = bool(gone) or (cause is not None and cause.mended)
+    return Verdict(mended and failures < restarts, failures + 1, cause, gone)
+
+
+def first(ends: Iterable[End]) -> End | None:
+    """The earliest of the bad ones. One that follows another is not it, though the other may take
+    longer to its end."""
+    bad = sorted((end for end in ends if not end.is_good), key=lambda end: (end.when, end.rank))
+    if bad and bad[0].follows:
+        return next((end for end in bad if end.spoke and not end.follows), bad[0])
+    return bad[0] if bad else None
+
+
+# ------------------------------------------------------------------------------- what a rank leaves
+
+
+def write_word(path: Path, status: int, failure: Failure) -> None:
+    """The last word of a rank, from which `read` makes its end."""
+    word = {
+        "status": status,
+        "when": failure.when,
+        "mended": failure.mended_by_restart,
+        "what": failure.what,
+    }
+    write_whole(path, json.dumps(word).encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """The file is there whole or not at all."""
+    half = path.with_name(path.name + ".half")
+    half.write_bytes(data)
+    half.replace(path)
+
+
+def read(
+    word: Path,
+    *,
+    rank: int,
+    local_rank: int,
+    pid: int,
+    machine: str,
+    code: int,
+    ended: int | None,
+    start: int,
+) -> End:
+    """The end of a rank.
+
+    Args:
+        word: the file with its last one; beside it may be one with what it has noted before.
+        rank, local_rank, pid, machine: see `End`.
+        code: of the process, as its parent sees it.
+        ended: when it did, in nanoseconds of the monotonic clock; None: after it was told to.
+        start: when the ranks of the attempt were started, on the same clock.
+    """
+    late = sys.maxsize if ended is None else ended - start
+    # A status of 0 does not count if the interpreter fails after its last word.
+    said, spoke = said_in(word), True
+    if said is None or (code and not said["status"]):
+        # One that was killed on its way out has perhaps not told anybody.
+        said, spoke = said_in(word.with_suffix(".noted")), code >= 0
+    if said is not None:
+        status, when, mended = said["status"], said["when"] - start, said["mended"]
+        how = said["what"] or how_it_ended(status)
+        return End(rank, local_rank, pid, machine, status, when, spoke, mended, how)
+    # By SIGTERM agents end the ranks that are left, so it is no cause unless it is alone.
+    slack = 0 if code == -signal.SIGTERM or ended is None else _SLACK_NS
+    mended = code != 0 and code not in SAID_BY_STATUS
+    by_agent = ended is None and code in (-signal.SIGTERM, -signal.SIGKILL)
+    how = "it was ended with the others" if by_agent else how_it_ended(code)
+    return End(rank, local_rank, pid, machine, code, late - slack, False, mended, how)
+
+
+def said_in(word: Path) -> dict[str, Any] | None:
+    """What `write_word` has written, if it has."""
+    try:
+        return json.loads(word.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"it exited with status {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (the system kills so when memory runs out)" if code == -signal.SIGKILL else ""
+    return f"it was killed by {name}{hint}"

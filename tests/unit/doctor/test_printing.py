@@ -1,0 +1,68 @@
+"""Findings in a terminal: rows of at most its width, and a last line that counts."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from tests.unit.doctor.machines import WELL, with_
+
+from anybatch.doctor.examine import Report, judged
+from anybatch.doctor.facts import Facts, Folder, Step, Torch
+from anybatch.doctor.printing import print_findings
+
+
+def shown(facts: Facts, width: int = 80) -> str:
+    text = io.StringIO()
+    console = Console(file=text, width=width, highlight=False)
+    print_findings(console, Report(judged(facts), facts))
+    return text.getvalue()
+
+
+BROKEN = with_(
+    WELL,
+    environment={"CUDA_VISIBLE_DEVICES": "7"},
+    host={"shm_bytes": 1 << 20},
+    folders={"cache": Folder("/a/very/long/path" * 12, "Permission denied", 3)},
+    steps=(Step("cpu", "weights came to nan"),),
+)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_no_line_is_longer_than_the_terminal_and_none_ends_with_spaces(width: int):
+    lines = shown(BROKEN, width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_below_what_is_not_well_stands_what_it_means():
+    lines = shown(BROKEN).splitlines()
+    row = next(i for i, line in enumerate(lines) if "/dev/shm" in line)
+    assert lines[row].split()[:2] == ["warning", "/dev/shm"]
+    assert lines[row + 1].startswith(" " * 11 + "Workers that load data")
+
+
+def test_the_last_line_counts_problems_and_warnings():
+    last = " ".join(shown(BROKEN).split("\n\n")[-1].split())
+    assert last == (
+        "2 problems (steps on cpu, CUDA_VISIBLE_DEVICES), 2 warnings (/dev/shm, cache)."
+    )
+    assert shown(WELL).splitlines()[-1] == "No problem was found."
+
+
+def test_groups_without_findings_are_left_out():
+    assert "GPUs" in shown(WELL)
+    assert "GPUs" not in shown(replace(WELL, gpus=None, torch=Torch("ImportError")))
+
+
+def test_the_report_is_json_with_counts_findings_and_facts():
+    content = json.loads(json.dumps(Report(judged(BROKEN), BROKEN).to_dict()))
+    assert content["counts"]["problem"] == 2
+    assert sum(content["counts"].values()) == len(content["findings"])
+    (one,) = [one for one in content["findings"] if one["name"] == "CUDA_VISIBLE_DEVICES"]
+    assert one.keys() == {"group", "name", "value", "level", "place", "meaning", "remedy"}
+    assert (one["group"], one["value"], one["place"]) == ("GPUs", "'7'", "environment")
+    assert content["facts"]["torch"]["version"] == WELL.torch.version  # type: ignore[union-attr]

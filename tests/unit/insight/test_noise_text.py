@@ -1,0 +1,98 @@
+"""What is said of a batch, and of a noise scale that is not there."""
+
+import math
+
+import numpy as np
+import pytest
+from tests.unit.report.fake_run import make_plan
+
+from anybatch.insight.noise_series import Series, block_of
+from anybatch.insight.noise_text import lines, unmeasured
+from anybatch.plans import Choice, Exchange
+
+
+def measured(steps=200, scale=1000.0, size=4096, part=512, spread=1e-4):
+    """Blocks of steps whose gradients have this noise scale, scattered a little."""
+    rng, series = np.random.default_rng(0), Series()
+    for step in range(1, steps + 1):
+        one, other = (1 + spread * rng.standard_normal(2)).clip(0.1)
+        whole = math.sqrt(one * (1 + scale / size))
+        small = math.sqrt(other * (1 + scale / part))
+        series.add(block_of(step, size, size, whole, part, small))
+    return series.blocks
+
+
+def told(plan=None, **knobs):
+    return dict(lines(plan or make_plan(), measured(**knobs)))
+
+
+def test_nothing_is_told_where_nothing_was_measured():
+    assert lines(make_plan(), ()) == []
+
+
+def test_the_scale_with_its_interval_and_what_the_batch_costs():
+    found = told()
+    assert found["noise scale"].startswith("1,000 samples (")
+    assert found["noise scale"].endswith("over steps 101 to 200")
+    assert found["batch of 4,096"] == "1.24x the minimum of steps, 5.1x the minimum of samples"
+    assert found["half of it"] == "+20% steps, -40% samples for the same progress"
+    assert found["twice as much"] == "-10% steps, +80% samples for the same progress"
+    assert "SGD" in found["assuming"]
+
+
+def test_a_batch_far_above_the_scale_saves_no_steps():
+    assert told(scale=100.0)["batch of 4,096"].endswith("a larger one would hardly save a step")
+
+
+def test_a_batch_far_below_it_is_cheap_to_enlarge():
+    found = told(scale=100_000.0)["batch of 4,096"]
+    assert found.endswith("a larger one would save steps at hardly any cost in samples")
+
+
+def test_a_gradient_that_noise_hides_gives_a_lower_end_alone():
+    found = told(scale=1e6, spread=0.5)
+    assert found["noise scale"].startswith("at least ")
+    assert found["batch of 4,096"].startswith("at least ")
+    assert "twice as much" not in found
+
+
+def test_the_fastest_batch_is_told_where_it_is_known_what_a_step_takes_anyway():
+    plan = make_plan()
+    parts = {"forward": 0.3, "backward": 0.6, "update": 0.1}
+    told_of = plan.prediction.model_copy(update={"step_parts": parts})
+    found = told(plan.model_copy(update={"prediction": told_of}), scale=1000.0)
+    assert found["fastest here"].startswith("about 670, ")
+    assert "(10% of a step" in found["fastest here"]
+    assert "fastest here" not in told(plan.model_copy(update={"prediction": None}))
+
+
+def plan_of(micro_batch=4096, ranks=1, **changes):
+    plan = make_plan()
+    choice = Choice(micro_batch=micro_batch, evaluation_batch=1)
+    several = {"shares": (1.0,) * ranks, "parallel": "replicate"} if ranks > 1 else {}
+    return plan.model_copy(update={"choice": choice, **several, **changes})
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (plan_of(), "with --micro-batch 2048 it is"),
+        (plan_of(2048, ranks=2, parallel="ddp"), "on a rank is one micro-batch"),
+        (plan_of(64, ranks=2, parallel="shard"), "--parallel replicate"),
+        (plan_of(64, ranks=2, exchange=Exchange(every=2)), "local steps"),
+        (plan_of(64, ranks=2, exchange=Exchange(stale=True)), "stale gradients"),
+        (plan_of(64, ranks=2, exchange=Exchange(compress="powersgd")), "PowerSGD"),
+        (plan_of(64, ranks=2, norms="synchronised"), "a smaller ghost batch"),
+        (
+            plan_of(64, task=make_plan().task.model_copy(update={"longest": 9, "padded": 4096})),
+            "in order of their length",
+        ),
+        (plan_of(64), "it takes 10 steps at the least, and there were 7"),
+        (plan_of(2048, ranks=2), "it takes 10 steps at the least"),
+    ],
+)
+def test_why_there_is_none_and_how_to_get_it(plan, words):
+    sentence = unmeasured(plan, 7)
+    assert words in sentence
+    assert sentence.count(". ") == 0
+    assert sentence.endswith(".")
