@@ -20,7 +20,7 @@ from anybatch.compute.determinism import one_thread
 from anybatch.compute.precision import check_available, precision_notices
 from anybatch.data import is_map_style, num_samples_of
 from anybatch.driver import context_bytes
-from anybatch.engine.process import give_freed_memory_back
+from anybatch.engine.process import use_one_heap
 from anybatch.errors import InputError, PeerFailed
 from anybatch.estimate import Subject, allocator_notices, few_collections, subject_of
 from anybatch.launch import find
@@ -51,8 +51,12 @@ from anybatch.plans import (
     parse_norms,
     parse_open_precision,
 )
+from anybatch.rank import REHEARSED_PASSES, can_rehearse
 from anybatch.session import Session, joined
 from anybatch.task import JointLoss, Task, check_task
+
+_MOST_REHEARSED_SECONDS = 30.0
+"""A try that is predicted to take longer is not made unless it is asked for."""
 
 
 def plan(
@@ -72,9 +76,14 @@ def plan(
     balance: Balancing | None = None,
     compile: Compile = False,
     frontier: bool = False,
+    rehearsal: bool | None = None,
     watch: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The fastest plan for `task` that is predicted to fit.
+    """The fastest plan for `task` that fits.
+
+    On a device that is here the plan is rehearsed: a few passes over the first samples are run under
+    the budget and undone. Peak and time of the plan are those that were measured. A choice that does
+    not fit is replaced by the next leaner one. For a device that is not here they are predicted.
 
     In a process that was started as one of several (by torchrun, say), and without `machine`, all of
     them have to call it, and get the same plan; `parallel="single"` is for one that trains by itself.
@@ -109,6 +118,9 @@ def plan(
             with and not enforced. `"if-faster"`: the run decides, by passes before its first step; a
             budget on a CPU that is given stays enforced, and nothing is compiled.
         frontier: look at ways that cannot win, too, so that the plan tells what memory buys in time.
+        rehearsal: whether the plan is rehearsed, where it can be: not for a described `machine`, for
+            a divided model, a stream, or a model to be compiled. None: where it is predicted to take
+            at most 30 s, or nothing is predicted.
         watch: told what is being looked at, in a few words, as often as that changes.
 
     Raises:
@@ -203,8 +215,10 @@ def plan(
                 made = by_rank_0(lambda: make(devices, link))
             else:
                 made = make(devices, link)
-                if machine is None and not is_reproducible and micro_batch is None:
-                    made = _measured(task, made)
+            if machine is None and _is_rehearsed(task, made, rehearsal):
+                if watch is not None:
+                    watch("rehearsal")
+                made = _rehearsed(task, made, is_fixed=micro_batch is not None)
     return made if exchange is None else made.exchanging(exchange)
 
 
@@ -276,17 +290,26 @@ def _refuse(why: Mapping[str, tuple[bool, object, str]], since: str) -> None:
             raise InputError(f"{name} is {value!r} and {since}, but {remedy}.")
 
 
-def _measured(task: Task, plan: Plan) -> Plan:
-    """`plan`; if nothing is predicted in it, with what passes over real samples tell, where there are
-    some to spare: a stream may give each but once.
+def _is_rehearsed(task: Task, plan: Plan, wanted: bool | None) -> bool:
+    """Whether to rehearse `plan`; `wanted`: see `plan`. A stream may give each sample but once."""
+    compiles = plan.kernels.compile or plan.kernels.compile_if_faster == "open"
+    if wanted is False or compiles or not can_rehearse(plan) or not is_map_style(task.train):
+        return False
+    if wanted or plan.prediction is None:
+        return True
+    passes = min(REHEARSED_PASSES, plan.accumulation_steps)
+    part = min(1.0, passes * plan.choice.micro_batch / plan.largest_amount)
+    return plan.prediction.step_seconds * part <= _MOST_REHEARSED_SECONDS
 
-    Raises what the data, the model or the loss raises.
+
+def _rehearsed(task: Task, plan: Plan, is_fixed: bool) -> Plan:
+    """The plan that passes over the first samples confirm. Samples are read by this process: workers
+    take longer to start than passes to run.
+
+    Raises `NoPlanFits`, and what the data, the model or the loss raises.
     """
-    alone = plan.num_ranks == 1 and plan.parallel == "single"
-    if plan.prediction is not None or not alone or not is_map_style(task.train):
-        return plan
-    with Session(task, plan) as session:
-        found = session.measured()
+    with Session(replace(task, num_workers=0), plan) as session:
+        found = session.rehearsed(is_fixed)
     return plan if found is None else as_measured(found, plan)
 
 
@@ -432,7 +455,7 @@ def _measured_link(watch: Callable[[str], None] | None, held: bool) -> Link | No
         return measured_link(torch.device("cuda", index))
     if held:
         # Now, as the run will: what gloo frees would stay mapped, and the run use it beside its budget.
-        give_freed_memory_back()
+        use_one_heap()
     return measured_link(torch.device("cpu"))
 
 

@@ -30,7 +30,7 @@ from anybatch.machine import Machine
 from anybatch.oom import is_limited
 from anybatch.parallel import Group, SingleDevice, Wish, group_of
 from anybatch.plans import Plan
-from anybatch.rank import Rank
+from anybatch.rank import Rank, can_rehearse
 from anybatch.state import Checkpoints
 from anybatch.task import Task
 
@@ -228,18 +228,24 @@ class Session:
                 self.emit(stalled)
             yield event
 
-    def measured(self) -> Plan | None:
-        """The plan with a micro-batch and a prediction from passes that are run over the first samples,
-        on one device and before the first step; nothing of them remains. For a model that no trace
-        can follow.
+    def rehearsed(self, is_fixed: bool = False) -> Plan | None:
+        """The plan that passes over the first samples confirm on this device, with the peak and the
+        time that they were measured to take. All ranks call it, before the first step; nothing of the
+        passes remains.
 
-        Returns None if not even the smallest micro-batch fitted the budget. Raises what the data, the
-        model or the loss raises.
+        Args:
+            is_fixed: measure the choice of the plan, and try no other one.
+
+        Returns None if there are no samples, or if a fixed choice does not fit. Raises `NoPlanFits` if
+        nothing fits the budget, `InputError` if ranks cannot run passes by themselves (of a divided
+        model), and what the data, the model or the loss raises.
         """
         rank = self._rank
-        if not isinstance(rank, Rank) or self._given.num_ranks > 1:
-            raise InputError("measuring is for a plan on one device: plan for one rank.")
-        return rank.measured()
+        if not isinstance(rank, Rank) or not can_rehearse(self._given):
+            raise InputError(
+                "a rehearsal is for ranks that hold the whole model each and meet once per step."
+            )
+        return rank.rehearsed(is_fixed)
 
     def save(self, wait: bool = False) -> None:
         """Save everything that outlives a step. All ranks call it, after the same step. The bytes are

@@ -90,7 +90,8 @@ from anybatch.plans import (
     parse_compile,
     parse_precision,
 )
-from anybatch.rank.measuring import Measuring
+from anybatch.rank import REHEARSED_PASSES
+from anybatch.rank.rehearsing import Rehearsing
 from anybatch.task import JointLoss, LossFunction, check_shapes, loss_fault, parameters_in
 
 
@@ -407,10 +408,10 @@ class Step:
         index = self._num_steps
         run, used = engine.rehearsal.run, self._meter.used_bytes()
         with Borrowed(), self._meter.aside():
-            found = Measuring(
+            found = Rehearsing(
                 plan,
                 self._replica,
-                lambda choice: run(index, source, choice, plan.choice, most=2),
+                lambda choice: run(index, source, choice, plan.choice, REHEARSED_PASSES),
                 used,
             ).plan()
         if found is not None:

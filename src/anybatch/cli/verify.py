@@ -51,6 +51,7 @@ def verify(
         micro_batch=micro_batch,
         recompute=recompute,
         chunked_loss=chunked_loss,
+        rehearsal=False,
     )
     verdict = prove(loaded, chosen, samples=samples)
     _show(Console(highlight=False), verdict)

@@ -2,18 +2,23 @@
 
 On CUDA the caching allocator refuses beyond a fraction of the device. On Linux the kernel refuses: the
 soft `RLIMIT_DATA` counts private writable mappings, so an allocation over the budget fails at once, as
-it would on a device, instead of waking the killer of processes. glibc then must give freed memory
-back rather than keep it, or the limit would count what is no longer used; that costs page faults, so
-it is asked for only under a budget, and taken back with the last one.
+it would on a device, instead of waking the killer of processes.
 
-What is counted on CPU is what training adds to the process as it was at `enter`. First uses that stay
-(thread pools, the parts of torch that load late) are therefore made before, with a budget and without
-one: what a run is measured to use must not depend on what its process has done already, as planning.
+Memory on a CPU is measured relative to `enter`. First uses that stay (thread pools, the parts of torch
+that load late) are made before it, with a budget and without one, so that the measurement does not
+depend on what the process has done already.
 
-One thing must not meet the limit: the generator of oneDNN's kernels, which does not survive being
-refused memory (see `anybatch.oom`; some kernels then jump to address zero). Kernels are generated when
-a shape is computed with for the first time. So the first passes of each shape run with the limit
-lifted, and are measured instead: one that went over the budget counts as out of memory all the same.
+glibc keeps freed memory for reuse, which is fast and leaves holes, or returns it to the kernel, which
+costs a page fault for each page of each later block. Which of them is part of the plan
+(`Choice.freed_memory`); the last budget that ends leaves glibc as a process with large blocks has it.
+
+The generator of oneDNN's kernels does not survive being refused memory (see `anybatch.oom`; some
+kernels then jump to address zero). Kernels are generated when a shape is computed for the first time.
+So the first passes of each shape run with the limit lifted and are measured: one that went over the
+budget counts as out of memory. Libraries reserve addresses that they do not fill, which the kernel
+counts. The first passes show how many, and the limit is raised by them:
+
+    limit = addresses at the peak of the pass + budget - bytes in use at that peak
 
 On CUDA, cuDNN may try its algorithms for a shape when it first meets it. What they take for that, up
 to all that is free, is given back after the pass and not measured: no prediction knows it, no later
@@ -52,32 +57,39 @@ from anybatch.data import map_leaves
 from anybatch.driver import release_unused
 from anybatch.engine.meter import CpuMeter, CudaMeter, Meter
 from anybatch.engine.process import (
-    generated_code_bytes,
-    give_freed_memory_back,
-    hold_object_arenas,
-    hollow_bytes,
     keep_freed_memory,
     new_peak_of_addresses,
+    return_freed_memory,
     status,
     trim,
+    use_one_heap,
 )
 from anybatch.engine.script_bytes import ScriptBytes
 from anybatch.engine.shared_limit import SharedLimit
-from anybatch.mkl import free_product_buffers
-from anybatch.plans import Plan
+from anybatch.plans import FreedMemory, Plan
 from anybatch.units import format_bytes
 
 if sys.platform != "win32":
     import resource
 
 
-OBJECT_BYTES = 2 << 20
-"""Held for Python's small objects before the baseline is taken."""
-
-
 _PASSES = 2
-"""Of each shape that are measured. In the first, what is generated may stand where later ones have
-addresses that they do not fill."""
+"""Passes of each shape that run with the limit lifted and are measured."""
+
+
+class OverBudget(MemoryError):
+    """A pass that was not held to the budget was measured to go over it.
+
+    Attributes:
+        used_bytes: most that was in use.
+    """
+
+    def __init__(self, used_bytes: int, budget_bytes: int) -> None:
+        super().__init__(
+            f"a first pass was measured to use {format_bytes(used_bytes)}, more than the budget of"
+            f" {format_bytes(budget_bytes)}"
+        )
+        self.used_bytes: int = used_bytes
 
 
 class Limit(ABC):
@@ -98,10 +110,14 @@ class Limit(ABC):
     def leave(self) -> None:
         """Hold it no longer."""
 
+    def follow(self, freed_memory: FreedMemory) -> None:
+        """Keep or return freed memory from now on, where the C library can be told."""
+        del freed_memory
+
     def first_pass(self, kind: object, batch: Any) -> AbstractContextManager[None]:
         """Around a pass of a `kind` over `batch`, which may be the first over its shapes.
 
-        Raises `MemoryError` at the end if the pass went over the budget.
+        Raises `OverBudget` at the end if the pass went over the budget.
         """
         return nullcontext() if self._tuning is None else self._tuning.first_pass(kind, batch)
 
@@ -159,7 +175,6 @@ class Unlimited(Limit):
             return meter
         with uncounted():
             _warm_up_once()
-        free_product_buffers()
         trim()
         return CpuMeter()
 
@@ -218,10 +233,10 @@ class ProcessLimit(Limit):
     def __init__(self, budget_bytes: int, counted_bytes: int = 0) -> None:
         self._budget = budget_bytes
         self._counted = counted_bytes
+        self.returns = False  # freed memory to the kernel
         self._soft = 0
-        self._spare = 0
+        self._exempt = 0  # bytes taken while the limit was lifted, and kept
         self._beside = self._most_beside = 0  # bytes for other processes: now, and so far
-        self._passing = 0  # most addresses without memory that came and went in a pass
         self._script = ScriptBytes(0)
         self._measured_passes: Counter[Hashable] = Counter()
 
@@ -230,18 +245,14 @@ class ProcessLimit(Limit):
         _REST.end()
         with uncounted():
             warm_up()
-            free_product_buffers()
-            give_freed_memory_back()
+            use_one_heap()
             gc.collect()
-            hold_object_arenas(OBJECT_BYTES)
-        held = status("VmRSS")
         trim()
-        # Room that the heap had before is no part of what training adds.
-        self._spare = max(0, held - status("VmRSS"))
         self._meter = CpuMeter(self._counted)
         there = status("VmData")
         self._script = ScriptBytes(there)
         self._set(there + self._budget - self._counted)
+        _follow_holders()
         return self._meter
 
     def leave(self) -> None:
@@ -249,7 +260,12 @@ class ProcessLimit(Limit):
         _DATA.give_up(self)
         if not _DATA.holders:
             _REST.end()
-            keep_freed_memory()
+        _follow_holders()
+
+    def follow(self, freed_memory: FreedMemory) -> None:
+        """See `Limit`. If several limits are held, memory is returned if one of them asks for it."""
+        self.returns = freed_memory == "returned"
+        _follow_holders()
 
     def first_pass(self, kind: object, batch: Any) -> AbstractContextManager[None]:
         """See `Limit`."""
@@ -259,30 +275,18 @@ class ProcessLimit(Limit):
     @contextmanager
     def _measured(self, shape: Hashable) -> Iterator[None]:
         self._meter.begin_lap()
-        code, hollow, beside = generated_code_bytes(), hollow_bytes(), _beside_data()
-        with _let_go():
-            try:
-                with new_peak_of_addresses():
-                    size = status("VmPeak")
-                    yield
-            except BaseException:
-                # What it holds yet may be filled: of addresses only those of code go.
-                _grow(generated_code_bytes() - code)
-                raise
-            # Addresses that a library does not fill hold nothing: each generated kernel reserves
-            # 256 KiB for a few KiB, and MKL's buffers for a product of 1024 x 256 x 4000 are 8 MiB for
-            # 4. Of those that come and go, such as 15 of the 22 MiB of an LSTM's backward, what fits
-            # has to fit again.
-            used, reached = self._meter.lap_bytes(), status("VmPeak")
-            kept = max(0, hollow_bytes() - hollow)
-            filled = self._meter.lap_growth() + max(0, _beside_data() - beside)
-            _grow(kept, passing=(reached - size) - filled - kept)
-        if used > self._budget + self._spare:
+        there, others = status("VmData"), _other_addresses()
+        with _let_go(), new_peak_of_addresses():
+            size = status("VmPeak")
+            yield
+            reached = there + status("VmPeak") - size
+        reached -= max(0, _other_addresses() - others)
+        for limit in _DATA.holders:
+            limit.observe(reached)
+        used = self._meter.lap_bytes() - self._exempt
+        if used > self._budget:
             self._meter.drop_lap()
-            raise MemoryError(
-                f"a first pass was measured to use {format_bytes(used)}, more than the budget of"
-                f" {format_bytes(self._budget)}"
-            )
+            raise OverBudget(used, self._budget)
         self._measured_passes[shape] += 1
 
     def lifted(self) -> AbstractContextManager[None]:
@@ -298,11 +302,15 @@ class ProcessLimit(Limit):
         its processes wherever the program is."""
         return _BESIDE.entered(_DATA.before)
 
-    def grow(self, kept: int, passing: int = 0) -> None:
-        """Count `kept` bytes no more, nor `passing` bytes of addresses without memory that come and
-        go."""
-        more, self._passing = max(0, passing - self._passing), max(passing, self._passing)
-        self._set(self._soft + kept + more)
+    def observe(self, reached: int) -> None:
+        """Allow for addresses that stay empty: a pass had so many addresses at its peak."""
+        free = self._budget - (self._meter.lap_bytes() - self._exempt)
+        self._set(max(self._soft, reached - self._script.num_bytes + free))
+
+    def exempt(self, num_bytes: int) -> None:
+        """Count so many bytes no more."""
+        self._exempt += num_bytes
+        self._set(self._soft + num_bytes)
 
     def grow_beside(self, taken: int) -> None:
         """What it takes to speak to other processes has become so much more, or less."""
@@ -341,9 +349,17 @@ def uncounted() -> AbstractContextManager[None]:
     return _LIFTED.entered(None if _DATA.before is None else _most())
 
 
-def _beside_data() -> int:
-    """Addresses that count for no limit on data: program files, and what is only set aside."""
+def _other_addresses() -> int:
+    """Addresses that no limit on data counts, as those of program files."""
     return status("VmSize") - status("VmData")
+
+
+def _follow_holders() -> None:
+    """Have glibc do with freed memory what the plans of all limits allow."""
+    if any(limit.returns for limit in _DATA.holders):
+        return_freed_memory()
+    else:
+        keep_freed_memory()
 
 
 def _let_go() -> AbstractContextManager[None]:
@@ -355,9 +371,9 @@ def _most() -> int:
     return status("VmData") + int(psutil.virtual_memory().available * 0.9)
 
 
-def _grow(kept: int, passing: int = 0) -> None:
+def _exempt(num_bytes: int) -> None:
     for limit in _DATA.holders:
-        limit.grow(kept, passing)
+        limit.exempt(num_bytes)
 
 
 def _grow_beside(taken: int) -> None:
@@ -451,7 +467,7 @@ class _Rest:
 
 _DATA: SharedLimit[ProcessLimit] = SharedLimit(_read, _write)
 _REST = _Rest()
-_LIFTED = _Region(lambda taken: _grow(max(0, taken)))
+_LIFTED = _Region(lambda taken: _exempt(max(0, taken)))
 _BESIDE = _Region(_grow_beside)
 
 

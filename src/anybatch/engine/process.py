@@ -13,14 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
-from anybatch.machine import MMAP_THRESHOLD
-
 if sys.platform != "win32":
     from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 _MMAP_MAX = 1 << 16  # glibc's own
 _MOST_MMAP_THRESHOLD = 32 << 20  # on 64 bits
+_RETURN_FROM = 128 << 10  # glibc's thresholds at the start of a process
 _END, _LONGEST_END = 1 << 17, 1 << 26
 
 
@@ -36,18 +35,16 @@ def _glibc() -> Any:
     return library
 
 
-def give_freed_memory_back() -> None:
-    """Make glibc give freed memory back to the kernel instead of keeping it; elsewhere nothing."""
-    _set_thresholds(MMAP_THRESHOLD, MMAP_THRESHOLD)
-    use_one_heap()  # a thread with a heap of its own would keep what it frees
+def return_freed_memory() -> None:
+    """Make glibc return freed memory to the kernel: each block from 128 KiB on is a mapping of its own,
+    which ends when it is freed. Elsewhere nothing."""
+    _set_thresholds(_RETURN_FROM, _RETURN_FROM)
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory again, as it does in a process that has used large blocks: what was
-    told to `give_freed_memory_back` would cost whoever comes after it a page fault for each page of
-    each block. Its thresholds no longer move by themselves once they were set, so they get the values
-    up to which they would have moved (`DEFAULT_MMAP_THRESHOLD_MAX`, and twice that). Elsewhere nothing.
-    """
+    """Make glibc keep freed memory for reuse, as it does in a process that has used large blocks. Its
+    thresholds no longer move by themselves once they were set, so they get the values up to which they
+    would have moved (`DEFAULT_MMAP_THRESHOLD_MAX`, and twice that). Elsewhere nothing."""
     _set_thresholds(_MOST_MMAP_THRESHOLD, 2 * _MOST_MMAP_THRESHOLD)
 
 
@@ -141,25 +138,6 @@ class _MallInfo(ctypes.Structure):
     ]
 
 
-_OBJECT_BYTES = 512
-"""The largest that CPython takes from its arenas."""
-
-_ARENA_BYTES = 1 << 20
-_kept: list[bytes] = []
-
-
-def hold_object_arenas(num_bytes: int) -> None:
-    """Have the interpreter hold so many bytes for small objects, in arenas that it has already.
-
-    CPython takes memory for them by arenas of 1 MiB and gives back those that are empty, so whether a
-    run takes another one depends on what happens to lie in the last. Here arenas are filled and emptied
-    but for one object in each, which keeps them.
-    """
-    payload = _OBJECT_BYTES - sys.getsizeof(b"")
-    objects = [bytes(payload) for _ in range(num_bytes // _OBJECT_BYTES)]
-    _kept[:] = {id(one) // _ARENA_BYTES: one for one in objects}.values()
-
-
 def trim() -> None:
     """Give back what the heap keeps free at its top (glibc)."""
     trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -174,39 +152,6 @@ def status(field: str) -> int:
             if line.startswith(f"{field}:"):
                 return int(line.split()[1]) << 10
     raise KeyError(field)
-
-
-def hollow_bytes() -> int:
-    """Addresses that count as data of this process and hold none: pages that nobody has written to
-    (Linux). Holes in the heap whose pages were given back are no part of it: they are filled again."""
-    return status("VmData") - status("RssAnon") - _hole_bytes()
-
-
-def _hole_bytes() -> int:
-    sizes = {"Size:": 0, "Anonymous:": 0}
-    with open("/proc/self/smaps", encoding="utf-8", errors="replace") as file:
-        for line in file:  # the heap comes right after the program: few lines
-            if line.endswith("[heap]\n"):
-                break
-        for line in file:
-            name, value, *_ = line.split()
-            if name in sizes:
-                sizes[name] = int(value) << 10
-            if name == "VmFlags:":  # the last line of each
-                break
-    return sizes["Size:"] - sizes["Anonymous:"]
-
-
-def generated_code_bytes() -> int:
-    """Addresses that are writable and executable: those of generated kernels (Linux)."""
-    total = 0
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            span, permissions, *_ = line.split(maxsplit=2)
-            if permissions.startswith("rwx"):
-                start, stop = span.split("-")
-                total += int(stop, 16) - int(start, 16)
-    return total
 
 
 @contextmanager

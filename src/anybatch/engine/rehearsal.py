@@ -7,6 +7,7 @@ in them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import final
 
@@ -16,8 +17,9 @@ from anybatch.compute import Replica
 from anybatch.compute.joint import Ask, nobody
 from anybatch.engine.compute_timer import ComputeTimer
 from anybatch.engine.joint import is_encoded_first
-from anybatch.engine.limit import Limit
+from anybatch.engine.limit import Limit, OverBudget
 from anybatch.engine.meter import Meter
+from anybatch.engine.process import trim
 from anybatch.engine.randomness import Randomness
 from anybatch.engine.rollback import SavedBuffers
 from anybatch.engine.source import MicroBatch, Source
@@ -37,10 +39,12 @@ class Rehearsed:
             fetch them; of all passes but the first, which has no gradients to add to, if there were
             more. Without the time for which a CPU that one rank has for itself was given to others.
         peak_bytes: most that was in use in any of them, above the baseline.
+        fits: whether that was within the budget.
     """
 
     seconds: float
     peak_bytes: int
+    fits: bool = True
 
 
 @final
@@ -83,18 +87,21 @@ class Rehearsal:
     ) -> Rehearsed | None:
         """Run the first passes of the step `index` under `choice`, at most so many, and leave the model
         as `after` has it. With `kernels`, its blocks are compiled in these passes as they say, and
-        after them as before. None: memory ran out, or there are no samples.
+        after them as before. None: memory ran out.
 
         Raises what the data, the model or the loss raises.
         """
         self._randomness.begin(index)
         before = self._replica.kernels
         self._replica.switch(choice, kernels)
+        self._limit.follow(choice.freed_memory)
+        trim()  # what earlier passes left free is not part of these
         try:
             with self._replica.loss_untouched():
                 found = self._thread.run(lambda: self._passes(source, choice, most))
         finally:
             self._replica.switch(after, before)
+            self._limit.follow(after.freed_memory)
         if isinstance(found, MemoryFailure):
             self._thread.recover(found, self._limit)
             return None
@@ -112,9 +119,7 @@ class Rehearsal:
                 ask = nobody
         replica.accumulate(micro.batch, size, micro.ghosts, ask)
 
-    def _passes(
-        self, source: Source, choice: Choice, most: int
-    ) -> Rehearsed | MemoryFailure | None:
+    def _passes(self, source: Source, choice: Choice, most: int) -> Rehearsed | MemoryFailure:
         """See `run`."""
         self._buffers.forget()
         each: list[tuple[float, float]] = []
@@ -135,10 +140,12 @@ class Rehearsal:
                         idle = stopwatch.idle_seconds() if self._alone_on_cpu else 0.0
                 each.append((max(0.0, self._timer.wait() - idle), micro.amount))
                 del micro
-            if not each:
-                return None
+            if not each:  # this rank has no samples
+                return Rehearsed(0.0, self._meter.lap_bytes())
             seconds, amounts = zip(*(each[1:] or each), strict=True)
             return Rehearsed(sum(seconds) / sum(amounts), self._meter.lap_bytes())
+        except OverBudget as error:
+            return Rehearsed(math.inf, error.used_bytes, fits=False)
         except Exception as error:
             failure = as_memory_failure(error)
             if failure is None:

@@ -113,6 +113,7 @@ class Transactions:
         skips: Skips | None = None,
     ) -> None:
         self.plan: Plan = plan
+        limit.follow(plan.choice.freed_memory)
         self._replica = replica
         self._group = group
         self._randomness = randomness
@@ -530,6 +531,7 @@ class Transactions:
         optimizer's states where it has them. All ranks call it."""
         before, self.plan = self.plan, plan
         self._replica.switch(plan.choice, plan.kernels)
+        self._limit.follow(plan.choice.freed_memory)
         everyone = self._move_states(plan, step)
         if tells:
             self._sink(

@@ -119,7 +119,7 @@ class Trial:
             )
         except Exception:  # the step itself will meet it, and tell
             found = None
-        if found is None:
+        if found is None or not found.fits:
             one.failed = True
         elif counts:
             one.seconds.append(found.seconds)

@@ -13,6 +13,7 @@ from anybatch.plans.choice import LOSS_SCALED as LOSS_SCALED
 from anybatch.plans.choice import PRECISION_ALIASES as PRECISION_ALIASES
 from anybatch.plans.choice import Choice as Choice
 from anybatch.plans.choice import Compile as Compile
+from anybatch.plans.choice import FreedMemory as FreedMemory
 from anybatch.plans.choice import KernelChoices as KernelChoices
 from anybatch.plans.choice import Precision as Precision
 from anybatch.plans.choice import Recompute as Recompute

@@ -31,6 +31,7 @@ class Prediction(Frozen):
         learned_bytes: what earlier runs added to the peak, contained in it.
         seconds_corrected_by: factor learned from earlier runs, contained in the figures above.
         corrected_runs: how many.
+        rehearsed: peak and passes were measured before the run.
     """
 
     peak_bytes: int = Field(ge=0)
@@ -46,6 +47,7 @@ class Prediction(Frozen):
     seconds_corrected_by: float = Field(default=1.0, gt=0)
     choice: Choice | None = None
     corrected_runs: int = Field(default=0, ge=0)
+    rehearsed: bool = False
 
     def __repr__(self) -> str:
         step = format_seconds(self.step_seconds)

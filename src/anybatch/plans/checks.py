@@ -213,6 +213,11 @@ def _check_choices(plan: Plan) -> None:
     ghost, whole = plan.task.ghost_batch, plan.task.global_batch
     unit = min(ghost or 1, whole)
     for place, choice in _choices(plan):
+        if choice.freed_memory == "returned" and plan.device != "cpu":
+            raise ValueError(
+                f"{place}.freed_memory is 'returned', and device is {plan.device!r}, whose allocator"
+                " keeps freed memory: make it 'kept'"
+            )
         size = choice.micro_batch
         if size > whole:
             raise ValueError(

@@ -94,6 +94,14 @@ StatesOn = Literal["device", "host"]
 """Where the optimizer's states lie between updates."""
 
 
+FreedMemory = Literal["kept", "returned"]
+"""What the C library does with freed memory on a CPU under an enforced budget:
+
+`kept`: for reuse, which is fast; holes between blocks stay in use. `returned`: to the kernel, so that
+only what is in use counts; each large block then costs a page fault for each of its pages.
+"""
+
+
 class Choice(Frozen):
     """The knobs of one device.
 
@@ -107,6 +115,7 @@ class Choice(Frozen):
     recompute: Recompute = Recompute()
     update: Update = "as given"
     optimizer_states: StatesOn = "device"
+    freed_memory: FreedMemory = "kept"
     chunked_head: str = Field(
         default="",
         description="name of the nn.Linear whose outputs, the logits, are never all there: the loss"
@@ -117,15 +126,16 @@ class Choice(Frozen):
         """One line for a table or an event."""
         chunks = ", loss in chunks" if self.chunked_head else ""
         states = ", optimizer states in host memory" if self.optimizer_states == "host" else ""
+        freed = ", freed memory returned" if self.freed_memory == "returned" else ""
         return (
             f"micro-batch {self.micro_batch}, {self.precision},"
-            f" recompute {self.recompute.describe()}{chunks}{states}"
+            f" recompute {self.recompute.describe()}{chunks}{states}{freed}"
         )
 
     @property
-    def kind(self) -> tuple[Recompute, str]:
+    def kind(self) -> tuple[Recompute, str, FreedMemory]:
         """What passes of one kind have in common, whatever their size."""
-        return self.recompute, self.chunked_head
+        return self.recompute, self.chunked_head, self.freed_memory
 
     def describe_update(self) -> str:
         """How the update is run, and why, in a line; empty: as torch does by itself."""

@@ -49,6 +49,8 @@ def explained(plan: Plan) -> list[tuple[str, str]]:
         )
     if update := choice.describe_update():
         lines.append(("update", update))
+    if choice.freed_memory == "returned":
+        lines.append(("freed memory", "returned to the operating system: leaner and slower"))
     if kernels := plan.kernels.describe():
         lines.append(("kernels", kernels))
     if plan.budget_bytes is not None:

@@ -40,6 +40,7 @@ from anybatch.engine import (
     OneByOne,
     PassedOver,
     Pulse,
+    Rehearsed,
     SetAside,
     Skips,
     Together,
@@ -63,7 +64,7 @@ from anybatch.events import (
 from anybatch.machine import Machine
 from anybatch.parallel import Group, Wish
 from anybatch.parallel.failures import together
-from anybatch.plans import Plan
+from anybatch.plans import Choice, Plan
 from anybatch.rank.archive import Archive
 from anybatch.rank.batches import Batches
 from anybatch.rank.building import build
@@ -76,11 +77,11 @@ from anybatch.rank.checks import (
     versions,
 )
 from anybatch.rank.data_wait import DataWait
-from anybatch.rank.measuring import Measuring
 from anybatch.rank.pace import Pace
 from anybatch.rank.passes import Cutting, GlobalStep
 from anybatch.rank.position import Position
 from anybatch.rank.record import Record
+from anybatch.rank.rehearsing import Rehearsing
 from anybatch.rank.step_parts import parts_of
 from anybatch.state import Checkpoints, TrainingState, load_weights
 from anybatch.task import Progress, Task
@@ -88,6 +89,10 @@ from anybatch.threads import Stopwatch
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+REHEARSED_PASSES = 3
+"""Passes of each try of a rehearsal. The first has no gradients to add to, and later ones find the heap
+of a CPU as the passes before them leave it."""
 
 
 def _at_work(
@@ -248,26 +253,45 @@ class Rank:
         self._engine.settle()
         return None
 
-    @_at_work("measuring")
-    def measured(self) -> Plan | None:
-        """The plan with the micro-batch, and the prediction, that passes over the first samples tell;
-        nothing of them remains. None: not even the smallest fitted, or there are no samples. For one
-        rank by itself, before its first step.
+    @_at_work("rehearsing")
+    def rehearsed(self, is_fixed: bool = False) -> Plan | None:
+        """The plan that passes over the first samples confirm, the same on all ranks; nothing of them
+        remains. To be called before the first step, where ranks can run passes by themselves.
 
-        Raises what the data, the model or the loss raises.
+        Args:
+            is_fixed: the choice is only measured, and not replaced by a leaner one.
+
+        Returns None if there are no samples, or if a fixed choice does not fit. Raises `NoPlanFits` if
+        nothing fits, and what the data, the model or the loss raises.
         """
         self.begin()
         data = self._next()
         if data is None:
             return None
-        source = self._source(data)
+        source, group = self._source(data), self._group
         plan, run = self._engine.plan, self._engine.rehearsal.run
-        return Measuring(
-            plan,
-            self._replica,
-            lambda choice: run(data.index, source, choice, plan.choice, most=2),
-            self._meter.used_bytes(),
-        ).plan()
+
+        def rehearse(choice: Choice) -> Rehearsed | None:
+            mine = together(
+                group, lambda: run(data.index, source, choice, plan.choice, REHEARSED_PASSES)
+            )
+            everyone = self._exchanged(mine)
+            found = [one for one in everyone if one is not None]
+            if len(found) < len(everyone):
+                return None
+            return Rehearsed(
+                max(one.seconds for one in found),
+                max(one.peak_bytes for one in found),
+                all(one.fits for one in found),
+            )
+
+        used = max(self._exchanged(self._meter.used_bytes()))
+        return Rehearsing(plan, self._replica, rehearse, used, is_fixed).plan()
+
+    def _exchanged(self, mine: T) -> Sequence[T]:
+        """What each rank gives."""
+        with self._engine.crossing.open():
+            return self._group.exchange(mine)
 
     @_at_work("saving")
     def save(self, at_once: bool = False) -> None:

@@ -1,0 +1,289 @@
+"""Rehearsing: the plan that passes over real samples confirm on the device that is here.
+
+    1. the planned micro-batch             does it fit the budget?
+    2. too large: half of it, and so on    down to what cannot be cut
+    3. room is left: a larger one          between what fitted and what did not, or further up
+    4. nothing fits: the next leaner way   more recompute; at last, freed memory is returned
+
+Peak and time of the plan are then those that were measured. Each try runs a few passes under the budget
+on the first samples of the first step, with gradients in memory, and nothing of it remains. An update
+would remain, so what it takes is computed from the sizes of parameters and states, or from a trace.
+
+Where a trace has predicted the choice, it is tried first, and a larger micro-batch only if memory bound
+the choice. Without a prediction the search begins with small micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from anybatch.compute import Replica
+from anybatch.engine import Rehearsed
+from anybatch.engine.trial import as_measured
+from anybatch.errors import NoPlanFits
+from anybatch.machine import DeviceKind
+from anybatch.planner.reserve import budget_for, reserve_of
+from anybatch.plans import Choice, Plan, Prediction
+from anybatch.units import format_bytes
+
+_MOST_TRIES = 5
+_FURTHEST = 8
+"""At most so many times the largest micro-batch that fitted so far: peaks lie only nearly on a line."""
+
+_CLOSE = 0.9
+"""A micro-batch this near the largest that the line has room for is large enough."""
+
+_BOUND = 0.8
+"""Memory bound a choice that was predicted to take this part of the room."""
+
+_USED = 0.85
+"""A choice that memory bound, and that takes less than this part of the room, is replaced by a larger
+one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """A micro-batch that fitted: the peak of a run with it, and seconds per sample of its passes."""
+
+    micro_batch: int
+    peak_bytes: int
+    seconds: float
+
+
+class Rehearsing:
+    """Finds the choice of `plan` that fits, on one rank or on several that rehearse at the same time.
+
+    Args:
+        plan: predicted by a trace, or without a prediction.
+        replica: before its first step.
+        rehearse: runs passes under a choice, and gives what they took on the rank that took most; None:
+            memory ran out on a rank.
+        used_bytes: in use before any pass.
+        is_fixed: the micro-batch and the way to recompute are not to be changed.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        replica: Replica,
+        rehearse: Callable[[Choice], Rehearsed | None],
+        used_bytes: int,
+        is_fixed: bool = False,
+    ) -> None:
+        self._plan = plan
+        self._rehearse = rehearse
+        self._fixed = is_fixed or plan.task.grain is not None
+        self._whole = plan.largest_amount
+        self._unit = min(plan.task.unit, self._whole)
+        budget = plan.budget_bytes
+        self._kind: DeviceKind = "cpu" if plan.device == "cpu" else "cuda"
+        self._room = None if budget is None else budget - reserve_of(budget, self._kind)
+        self._gradients = sum(p.nbytes for p in replica.parameters if p.requires_grad)
+        there = bool(replica.optimizer.state)
+        on_device = plan.choice.optimizer_states == "device"
+        self._states = 0 if there or not on_device else replica.state_bytes()
+        first, _ = replica.update_bytes()
+        self._commit = first, max(0, first - self._states)
+        if plan.prediction is not None:
+            self._commit = plan.prediction.commit_bytes
+        self._before = used_bytes
+        self._least: int | None = None  # peak of the leanest try that did not fit
+        self._begin()
+
+    def plan(self) -> Plan | None:
+        """The plan with the first way that fits, its largest micro-batch, and what it was measured to
+        take; None: nothing was found to fit, and a micro-batch was fixed.
+
+        Raises `NoPlanFits` if nothing fits, and what the data, the model or the loss raises.
+        """
+        ways = list(self._ways())
+        for number, way in enumerate(ways):
+            self._begin()
+            self._search(way, is_planned=number == 0)
+            if self._fitting:
+                best = max(self._fitting, key=lambda size: size.micro_batch)
+                return self._planned(way, best, ways[number + 1 :])
+        if self._fixed:
+            return None
+        raise self._refusal(ways[-1])
+
+    def _ways(self) -> Iterator[Choice]:
+        """The planned choice, and what is leaner in another way than by its micro-batch."""
+        leaner = [] if self._fixed else self._plan.ladder
+        ways = [self._plan.choice]
+        for choice in leaner:
+            if _way(choice) not in map(_way, ways):
+                ways.append(choice)
+        yield from ways
+        if self._kind == "cpu" and self._plan.enforced:
+            for way in ways:
+                if way.freed_memory == "kept":
+                    yield way.model_copy(update={"freed_memory": "returned"})
+
+    def _begin(self) -> None:
+        self._fitting: list[_Size] = []
+        self._too_large = self._whole + 1
+
+    def _search(self, way: Choice, is_planned: bool) -> None:
+        """Find the micro-batches of `way` that fit, the largest among them."""
+        told = self._plan.prediction
+        size = way.micro_batch if told or self._fixed else self._in_units(min(2, self._whole))
+        while not self._try(way, size):
+            if self._fixed or size <= self._unit:
+                return
+            size = self._in_units(size // 2)
+        if self._fixed or (is_planned and told and not self._may_grow(told, way)):
+            return
+        for _ in range(_MOST_TRIES):
+            larger = self._next()
+            if larger is None:
+                return
+            self._try(way, larger)
+
+    def _may_grow(self, told: Prediction, way: Choice) -> bool:
+        """Whether memory bound the choice, and there is room after all."""
+        tried = self._fitting[-1]
+        if tried.micro_batch < way.micro_batch:
+            return True  # the planned size did not fit
+        bound = self._room is not None and told.peak_bytes > _BOUND * self._room
+        return bound and self._room is not None and tried.peak_bytes < _USED * self._room
+
+    def _next(self) -> int | None:
+        """A micro-batch worth trying, larger than all that fitted."""
+        low = max(self._fitting, key=lambda one: one.micro_batch)
+        goal = min(self._by_line(), _FURTHEST * low.micro_batch, self._whole)
+        if goal >= self._too_large:
+            goal = (low.micro_batch + self._too_large) // 2
+        size = self._in_units(goal)
+        near = low.micro_batch >= goal * _CLOSE or size <= low.micro_batch
+        return None if near or size >= self._too_large else size
+
+    def _by_line(self) -> int:
+        """Where the line through the two largest that fitted meets the room; through one: the line
+        through it and nothing."""
+        if self._room is None:
+            return self._whole
+        high = max(self._fitting, key=lambda one: one.micro_batch)
+        lower = [one for one in self._fitting if one is not high]
+        if not lower:
+            return int(high.micro_batch * self._room / max(1, high.peak_bytes))
+        low = max(lower, key=lambda one: one.micro_batch)
+        slope = (high.peak_bytes - low.peak_bytes) / (high.micro_batch - low.micro_batch)
+        if slope <= 0:
+            return self._whole
+        return int(high.micro_batch + max(0.0, (self._room - high.peak_bytes) / slope))
+
+    def _in_units(self, size: int) -> int:
+        """`size` in whole ghost batches, evened out over the passes of a step."""
+        units = max(1, size // self._unit)
+        passes = -(-self._whole // (units * self._unit))
+        return min(units, -(-self._whole // (passes * self._unit))) * self._unit
+
+    def _try(self, way: Choice, size: int) -> bool:
+        """Whether it fits."""
+        if any(one.micro_batch == size for one in self._fitting) or size >= self._too_large:
+            return False
+        found = self._rehearse(self._choice(way, size))
+        if found is not None:
+            at_update = self._before + self._gradients + self._commit[0]
+            peak = max(found.peak_bytes + self._states, at_update)
+            if self._room is None or peak <= self._room:
+                self._fitting.append(_Size(size, peak, found.seconds))
+                return True
+            self._least = peak if self._least is None else min(self._least, peak)
+        self._too_large = size
+        return False
+
+    def _choice(self, way: Choice, size: int) -> Choice:
+        if size == way.micro_batch and self._plan.prediction is not None:
+            return way
+        evaluation = way.evaluation_batch if self._plan.prediction is not None else size
+        changes = {
+            "micro_batch": size,
+            "evaluation_batch": max(1, evaluation * size // way.micro_batch)
+            if size < way.micro_batch
+            else evaluation,
+        }
+        return way.model_copy(update=changes)
+
+    def _planned(self, way: Choice, best: _Size, leaner: list[Choice]) -> Plan:
+        choice = self._choice(way, best.micro_batch)
+        ladder = [*self._halves(choice), *leaner]
+        return self._plan.model_copy(
+            update={
+                "choice": choice,
+                "ladder": tuple(ladder),
+                "prediction": self._prediction(choice, best),
+            }
+        )
+
+    def _halves(self, choice: Choice) -> Iterator[Choice]:
+        """The choices with a smaller micro-batch, for the case that memory runs out after all."""
+        size, evaluation = choice.micro_batch, choice.evaluation_batch
+        while not self._fixed and size > self._unit:
+            size, evaluation = self._in_units(size // 2), max(1, evaluation // 2)
+            yield choice.model_copy(update={"micro_batch": size, "evaluation_batch": evaluation})
+
+    def _prediction(self, choice: Choice, best: _Size) -> Prediction:
+        """What the rehearsal measured, with what a trace knows beside it."""
+        told, seconds = self._plan.prediction, best.seconds * self._whole
+        known = {
+            "parameters and buffers": self._before,
+            "gradients": self._gradients,
+            "optimizer state": self._states,
+        }
+        by_kind = {"activations and temporary": max(0, best.peak_bytes - sum(known.values()))}
+        by_kind |= known
+        if told is None:
+            told = Prediction(
+                peak_bytes=0,
+                evaluation_peak_bytes=best.peak_bytes,
+                step_seconds=seconds,
+                step_parts={"forward and backward": seconds},
+                seconds_method="measured in passes over real samples; without the update",
+            )
+        else:
+            same = choice == self._plan.choice
+            beyond = best.peak_bytes - sum(told.by_kind.values())
+            if same and told.by_kind and beyond >= 0:
+                by_kind = {**told.by_kind, "allocator and libraries": beyond}
+            told = as_measured(told, seconds)
+        return told.model_copy(
+            update={
+                "choice": choice,
+                "peak_bytes": max(best.peak_bytes, told.evaluation_peak_bytes),
+                "commit_bytes": self._commit,
+                "by_kind": by_kind,
+                "totals": {},
+                "learned_bytes": 0,
+                "rehearsed": True,
+                "method": "measured in passes over real samples; the update from its tensors",
+            }
+        )
+
+    def _refusal(self, leanest: Choice) -> NoPlanFits:
+        budget = self._plan.budget_bytes or 0
+        told = f"no plan fits the budget of {format_bytes(budget)}: "
+        if self._least is None:
+            told += (
+                f"memory ran out in passes under the leanest one ({leanest.describe()}). Give more."
+            )
+            return NoPlanFits(told)
+        least = budget_for(self._least, self._kind)
+        told += (
+            f"the leanest was measured to need {format_bytes(self._least)}"
+            f" ({leanest.describe()}). Give it at least {format_bytes(least)}."
+        )
+        return NoPlanFits(told, least_bytes=least)
+
+
+def can_rehearse(plan: Plan) -> bool:
+    """Whether the ranks of `plan` can run passes by themselves: each has the whole model, and they meet
+    once per step."""
+    return plan.norms == "ghosts" and plan.parallel in ("single", "replicate")
+
+
+def _way(choice: Choice) -> tuple[object, ...]:
+    """What a choice is, but for the sizes of its batches."""
+    return choice.kind, choice.optimizer_states, choice.precision, choice.update
