@@ -542,7 +542,9 @@ def _learn(plan: Plan, result: Result) -> None:
     kernels = plan.kernels
     ours = kernels.compile or kernels.compile_if_faster == "open"
     compiler = ours or is_compiled(result.model)
-    if followed is not None and followed.is_predicted and not compiler:
+    told = None if followed is None else followed.prediction
+    measured_before = told is not None and told.rehearsed
+    if followed is not None and followed.is_predicted and not compiler and not measured_before:
         ended = result.ended
         # How long samples are waited for is not predicted.
         seconds = None if ended.step_seconds is None else ended.step_seconds - ended.data_seconds

@@ -8,6 +8,7 @@ in them.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -128,7 +129,7 @@ class Rehearsal:
             self._buffers.save()
             self._replica.drop()
             self._meter.begin_lap()
-            passes = source.micro_batches(choice)
+            passes = _again_and_again(source, choice)
             for _ in range(most):
                 with self._timer.running():
                     micro = next(passes, None)
@@ -155,3 +156,14 @@ class Rehearsal:
             self._thread.clear()
             self._replica.drop()
             self._buffers.put_back()
+
+
+def _again_and_again(source: Source, choice: Choice) -> Iterator[MicroBatch]:
+    """The micro-batches of a step, and then the same ones; none if there are none."""
+    is_empty = True
+    for micro in source.micro_batches(choice):
+        is_empty = False
+        yield micro
+        del micro
+    while not is_empty:
+        yield from source.micro_batches(choice)

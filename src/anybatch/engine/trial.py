@@ -207,7 +207,7 @@ def as_measured(told: Prediction, pass_seconds: float) -> Prediction:
         update={
             "step_parts": parts,
             "step_seconds": sum(parts.values()),
-            "seconds_method": "from passes that were tried on this device before the first step",
+            "seconds_method": "measured in passes on this device before the first step",
         }
     )
 

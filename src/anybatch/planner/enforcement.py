@@ -44,8 +44,3 @@ def budget_notices(
                 " the budget is only planned with, and bytes and seconds are predicted for the model"
                 " as it is without the compiler."
             )
-    if not limited and device.kind == "cpu":
-        yield (
-            "No budget was given, so nothing is enforced and the heap keeps what is freed: the measured"
-            " peak may be up to 1.6 times the predicted one. With --memory it is not."
-        )

@@ -33,6 +33,9 @@ PAYS = 1.03
 lower precision) only where that is predicted to be so many times faster: predictions are no finer."""
 
 
+_LITTLE = 0.5
+"""A step that takes at most this part of the room in one piece is not cut for the sake of memory."""
+
 _TENSOR_CORES = 8
 """Products in half precision are fastest where their sides are multiples of this."""
 
@@ -259,8 +262,8 @@ class _Search:
         self.taken = self._best(choices) if fitting else min(choices, key=costs.peak)
 
     def _best(self, fitting: Sequence[Choice]) -> Choice:
-        """The fastest; of those as fast the one whose passes are fullest, then whose products suit
-        tensor cores, then the leanest."""
+        """The fastest; of those as fast one piece, if it takes little of the room, then the one whose
+        passes are fullest, then whose products suit tensor cores, then the leanest."""
         costs = self.costs
         fastest = min(map(costs.seconds, fitting))
         close = [choice for choice in fitting if costs.seconds(choice) <= fastest * SAME_TIME]
@@ -269,8 +272,9 @@ class _Search:
     def _order_of_equals(self, choice: Choice) -> tuple[Any, ...]:
         costs, size = self.costs, choice.micro_batch
         odd = choice.precision not in ("fp32", "tf32") and size % _TENSOR_CORES != 0
-        missing = costs.sizes.missing(size)
-        return missing, odd, costs.bytes(choice), costs.seconds(choice), order(choice)
+        missing, num_bytes = costs.sizes.missing(size), costs.bytes(choice)
+        is_cut = size < costs.sizes.whole or num_bytes > _LITTLE * costs.room
+        return is_cut, missing, odd, num_bytes, costs.seconds(choice), order(choice)
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:

@@ -65,10 +65,11 @@ def explained(plan: Plan) -> list[tuple[str, str]]:
             if plan.budget_bytes
             else ""
         )
-        lines.append(("predicted peak", f"{format_bytes(told.peak_bytes)}{part}"))
+        found = "rehearsed" if told.rehearsed else "predicted"
+        lines.append((f"{found} peak", f"{format_bytes(told.peak_bytes)}{part}"))
         spent = [f"{name} {format_seconds(time)}" for name, time in told.step_parts.items()]
         parts = f" ({', '.join(spent)})" if spent else ""
-        lines.append(("predicted step", f"{format_seconds(told.step_seconds)}{parts}"))
+        lines.append((f"{found} step", f"{format_seconds(told.step_seconds)}{parts}"))
         if told.seconds_method:
             lines.append(("timing", told.seconds_method))
         if plan.link is not None and "exchange of gradients" in told.step_parts:

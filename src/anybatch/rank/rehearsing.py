@@ -88,7 +88,7 @@ class Rehearsing:
         if plan.prediction is not None:
             self._commit = plan.prediction.commit_bytes
         self._before = used_bytes
-        self._least: int | None = None  # peak of the leanest try that did not fit
+        self._least: tuple[int, Choice] | None = None  # of what was tried and did not fit
         self._begin()
 
     def plan(self) -> Plan | None:
@@ -184,14 +184,16 @@ class Rehearsing:
         """Whether it fits."""
         if any(one.micro_batch == size for one in self._fitting) or size >= self._too_large:
             return False
-        found = self._rehearse(self._choice(way, size))
+        choice = self._choice(way, size)
+        found = self._rehearse(choice)
         if found is not None:
             at_update = self._before + self._gradients + self._commit[0]
             peak = max(found.peak_bytes + self._states, at_update)
             if self._room is None or peak <= self._room:
                 self._fitting.append(_Size(size, peak, found.seconds))
                 return True
-            self._least = peak if self._least is None else min(self._least, peak)
+            if self._least is None or peak < self._least[0]:
+                self._least = peak, choice
         self._too_large = size
         return False
 
@@ -262,18 +264,18 @@ class Rehearsing:
             }
         )
 
-    def _refusal(self, leanest: Choice) -> NoPlanFits:
-        budget = self._plan.budget_bytes or 0
-        told = f"no plan fits the budget of {format_bytes(budget)}: "
+    def _refusal(self, last: Choice) -> NoPlanFits:
+        told = f"no plan fits the budget of {format_bytes(self._plan.budget_bytes or 0)}: "
         if self._least is None:
             told += (
-                f"memory ran out in passes under the leanest one ({leanest.describe()}). Give more."
+                f"memory ran out in passes under the leanest one ({last.describe()}). Give it more."
             )
             return NoPlanFits(told)
-        least = budget_for(self._least, self._kind)
+        peak, choice = self._least
+        least = budget_for(peak, self._kind)
         told += (
-            f"the leanest was measured to need {format_bytes(self._least)}"
-            f" ({leanest.describe()}). Give it at least {format_bytes(least)}."
+            f"the leanest was measured to need {format_bytes(peak)} ({choice.describe()}). Give it at"
+            f" least {format_bytes(least)}."
         )
         return NoPlanFits(told, least_bytes=least)
 

@@ -38,7 +38,7 @@ def print_plan(console: Console, plan: Plan, why: bool = False) -> None:
     candidate, or with `why` all of them."""
     lines = plan.explain()
     if plan.prediction is not None and plan.prediction.by_kind:
-        place = [what for what, _ in lines].index("predicted peak") + 1
+        place = 1 + next(i for i, (what, _) in enumerate(lines) if what.endswith(" peak"))
         lines.insert(place, ("at the peak", _by_kind(plan.prediction.by_kind)))
     print_section(console, "Plan", pairs(lines))
     if plan.notices:

@@ -1,4 +1,4 @@
-"""Where no bytes are known, a few passes find a micro-batch that fits and is fast."""
+"""Passes over real samples find the choice that fits, whether a trace has predicted it or not."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from torch.utils.data import TensorDataset
 import anybatch as ab
 from anybatch.compute import Replica
 from anybatch.engine import Rehearsed
+from anybatch.errors import NoPlanFits
 from anybatch.planner.reserve import reserve_of
-from anybatch.rank.measuring import _LATER_BYTES, Measuring
+from anybatch.plans import Prediction, Recompute
+from anybatch.rank.rehearsing import Rehearsing
 
 WIDTH = 64
 PARAMETERS = 4 * WIDTH * WIDTH
-FIXED, BESIDE = 5 << 20, _LATER_BYTES
+FIXED = 5 << 20
 
 
 def task_of(global_batch: int, ghost: int | None) -> ab.Task:
@@ -38,10 +40,8 @@ def task_of(global_batch: int, ghost: int | None) -> ab.Task:
     )
 
 
-def measured(task, budget, per_sample, bend=0, seconds=lambda size: 1.0):
-    """What is planned where passes take so many bytes, and which ones were run."""
-    unit = task.ghost_batch or 1
-    plan = plan_for(task, min(unit, task.global_batch)).model_copy(update={"budget_bytes": budget})
+def rehearsed(plan, peak_of, task, **options):
+    """What is planned where passes under a choice take `peak_of` it, and which choices were tried."""
     model = task.build_model()
     replica = Replica(
         model,
@@ -54,14 +54,28 @@ def measured(task, budget, per_sample, bend=0, seconds=lambda size: 1.0):
     tried = []
 
     def rehearse(choice):
-        size = choice.micro_batch
-        tried.append(size)
-        used = FIXED + per_sample * size + bend * size * size
-        return Rehearsed(seconds(size), used) if used <= budget else None
+        tried.append(choice)
+        used = peak_of(choice)
+        return None if used is None else Rehearsed(0.01, used)
 
-    found = Measuring(plan, replica, rehearse, PARAMETERS).plan()
-    replica.close()
-    return found, tried
+    try:
+        return Rehearsing(plan, replica, rehearse, PARAMETERS, **options).plan(), tried
+    finally:
+        replica.close()
+
+
+def untraced(task, budget, per_sample, bend=0):
+    """The same for a plan without a prediction, and the sizes that were tried."""
+    unit = task.ghost_batch or 1
+    plan = plan_for(task, min(unit, task.global_batch)).model_copy(update={"budget_bytes": budget})
+
+    def peak_of(choice):
+        size = choice.micro_batch
+        used = FIXED + per_sample * size + bend * size * size
+        return used if used <= budget else None
+
+    found, tried = rehearsed(plan, peak_of, task)
+    return found, [choice.micro_batch for choice in tried]
 
 
 @given(
@@ -71,46 +85,143 @@ def measured(task, budget, per_sample, bend=0, seconds=lambda size: 1.0):
     st.integers(0, 2000),
     st.integers(4, 512),
 )
-def test_what_is_planned_was_run_and_leaves_little_room(batch, ghost, per_sample, bend, mebibytes):
+def test_what_is_planned_was_run_and_is_the_largest_that_fitted(
+    batch, ghost, per_sample, bend, mebibytes
+):
     budget = mebibytes << 20
     task = task_of(batch, ghost)
-    found, tried = measured(task, budget, per_sample, bend)
     unit = min(ghost or 1, batch)
     room = budget - reserve_of(budget, "cpu")
 
     def peak(size):
-        return FIXED + per_sample * size + bend * size * size + 2 * PARAMETERS + BESIDE
+        return FIXED + per_sample * size + bend * size * size + 2 * PARAMETERS
 
-    assert len(tried) <= 8
-    if found is None:
+    try:
+        found, tried = untraced(task, budget, per_sample, bend)
+    except NoPlanFits:
         assert peak(unit) > room
         return
     size = found.choice.micro_batch
-    assert size in tried
+    assert len(tried) <= 8
     assert size % unit == 0 or size == batch
-    assert found.prediction is not None
-    assert found.prediction.peak_bytes == peak(size) <= room
+    assert size == max(one for one in tried if peak(one) <= room)
+    assert found.prediction.peak_bytes == peak(size)
+    assert found.prediction.rehearsed
     assert sum(found.prediction.by_kind.values()) == peak(size)
-    if not bend:  # all are equally fast: the leanest is as good
-        assert size == min(one for one in tried if peak(one) <= room)
 
 
-def test_the_largest_that_fits_is_found_where_it_is_the_fastest():
+def test_nearly_the_largest_that_fits_is_found():
     budget = 64 << 20
-    found, tried = measured(task_of(4096, None), budget, 100 << 10, seconds=lambda size: 1 / size)
-    assert found is not None
-    most = (budget - reserve_of(budget, "cpu") - FIXED - 2 * PARAMETERS - BESIDE) // (100 << 10)
+    found, tried = untraced(task_of(4096, None), budget, 100 << 10)
+    most = (budget - reserve_of(budget, "cpu") - FIXED - 2 * PARAMETERS) // (100 << 10)
     assert 0.85 * most <= found.choice.micro_batch <= most
-    assert len(tried) <= 5
+    assert len(tried) <= 6
 
 
 def test_a_budget_that_is_not_there_is_no_limit():
     task = task_of(96, None)
-    plan = plan_for(task, 32)
-    assert plan.budget_bytes is None
-    found, _ = measured(task, 1 << 40, 1 << 20, seconds=lambda size: 1 / size)
-    assert found is not None
+    assert plan_for(task, 32).budget_bytes is None
+    found, _ = untraced(task, 1 << 40, 1 << 20)
     assert found.choice.micro_batch == 96
+
+
+BUDGET = 100 << 20
+ROOM = BUDGET - reserve_of(BUDGET, "cpu")
+BLOCKS = Recompute(blocks=("0",))
+
+
+def traced(predicted=90 << 20, **changes):
+    """A plan of 64 in micro-batches of 16 that was predicted to take so many bytes."""
+    task = task_of(64, None)
+    plan = plan_for(task, 16)
+    choice = plan.choice
+    leaner = [choice.model_copy(update={"micro_batch": size}) for size in (8, 4, 2, 1)]
+    leaner.append(choice.model_copy(update={"micro_batch": 1, "recompute": BLOCKS}))
+    told = Prediction(
+        peak_bytes=predicted,
+        evaluation_peak_bytes=1 << 20,
+        step_seconds=1.0,
+        step_parts={"forward": 0.3, "backward": 0.6, "update": 0.1},
+        by_kind={"activations": predicted},
+    )
+    given = {"prediction": told, "ladder": tuple(leaner), "budget_bytes": BUDGET, **changes}
+    return task, plan.model_copy(update=given)
+
+
+def test_a_prediction_that_holds_costs_one_try():
+    task, plan = traced()
+    found, tried = rehearsed(plan, lambda choice: 92 << 20, task)
+    assert [choice.micro_batch for choice in tried] == [16]
+    assert found.choice == plan.choice
+    peak = (92 << 20) + 2 * PARAMETERS  # the optimizer's states come with the first update
+    assert found.prediction.peak_bytes == peak
+    assert found.prediction.by_kind["allocator and libraries"] == peak - (90 << 20)
+    assert sum(found.prediction.by_kind.values()) == peak
+    # 64 samples at 10 ms, and the update as it was predicted.
+    assert found.prediction.step_seconds == pytest.approx(0.74)
+
+
+def test_a_choice_that_is_too_large_is_replaced_by_the_largest_that_is_not():
+    task, plan = traced()
+    found, tried = rehearsed(plan, lambda choice: (choice.micro_batch * 8 << 20) + 1, task)
+    assert [choice.micro_batch for choice in tried] == [16, 8, 11]
+    assert found.choice.micro_batch == 11
+    assert [c.micro_batch for c in found.ladder] == [5, 2, 1, 1]
+    assert found.ladder[-1].recompute == BLOCKS
+
+
+def test_much_room_is_used_only_where_memory_bound_the_choice():
+    task, plan = traced()
+    found, tried = rehearsed(plan, lambda choice: choice.micro_batch * 2 << 20, task)
+    assert [choice.micro_batch for choice in tried] == [16, 32]  # 64 would take 128 MiB
+    assert found.choice.micro_batch == 32
+    task, plan = traced(predicted=40 << 20)
+    found, tried = rehearsed(plan, lambda choice: choice.micro_batch * 2 << 20, task)
+    assert [choice.micro_batch for choice in tried] == [16]
+
+
+def test_what_does_not_fit_recomputes_and_at_last_returns_freed_memory():
+    def only(allowed):
+        return lambda choice: 1 << 20 if allowed(choice) else None
+
+    task, plan = traced(enforced=True)
+    found, _ = rehearsed(plan, only(lambda c: c.recompute == BLOCKS), task)
+    assert found.choice.recompute == BLOCKS
+    assert found.choice.freed_memory == "kept"
+    found, _ = rehearsed(plan, only(lambda c: c.freed_memory == "returned"), task)
+    assert found.choice.freed_memory == "returned"
+    assert found.choice.recompute == Recompute()
+    # Where no budget is enforced freed memory is never returned.
+    task, plan = traced()
+    with pytest.raises(NoPlanFits):
+        rehearsed(plan, only(lambda c: c.freed_memory == "returned"), task)
+
+
+def test_the_least_budget_that_is_named_is_one_under_which_it_fits():
+    task, plan = traced()
+    least = 130 << 20
+
+    def peak_of(choice):
+        return least + (choice.micro_batch << 20) + (5 << 20) * (choice.recompute == BLOCKS)
+
+    with pytest.raises(NoPlanFits, match=r"micro-batch 1, fp32, recompute none") as refused:
+        rehearsed(plan, peak_of, task)
+    named = refused.value.least_bytes
+    needs = least + (1 << 20) + 2 * PARAMETERS
+    assert named - reserve_of(named, "cpu") >= needs
+    assert named - 1 - reserve_of(named - 1, "cpu") < needs
+    found, _ = rehearsed(plan.model_copy(update={"budget_bytes": named}), peak_of, task)
+    assert found.choice.micro_batch == 1
+
+
+def test_a_fixed_choice_is_measured_and_not_changed():
+    task, plan = traced()
+    found, tried = rehearsed(plan, lambda choice: 20 << 20, task, is_fixed=True)
+    assert tried == [plan.choice]
+    assert found.choice == plan.choice
+    found, tried = rehearsed(plan, lambda choice: 200 << 20, task, is_fixed=True)
+    assert tried == [plan.choice]
+    assert found is None
 
 
 class Branching(nn.Module):
