@@ -22,6 +22,7 @@ raise `PeerLost`.
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,6 +63,7 @@ from anybatch.engine import (
     Ambient,
     Committed,
     MicroBatch,
+    Rehearsed,
     Transactions,
     Waiting,
     at_work,
@@ -72,13 +74,13 @@ from anybatch.engine import (
 )
 from anybatch.errors import DataError, InputError, NoPlanFits
 from anybatch.estimate import Outline, Subject, dtypes_of
-from anybatch.events import Event, Sink, step_number
+from anybatch.events import Event, Replanned, Sink, step_number
 from anybatch.launch import find
 from anybatch.machine import Machine
 from anybatch.oom import is_limited
 from anybatch.parallel import Group, Replicate, SingleDevice, Wish
 from anybatch.parallel.failures import Outdated, PeerOutdated, together
-from anybatch.planner import Wishes, as_measured, make_plan
+from anybatch.planner import Wishes, as_measured, make_plan, untraced_plan
 from anybatch.plans import (
     Choice,
     Compile,
@@ -93,6 +95,13 @@ from anybatch.plans import (
 from anybatch.rank import REHEARSED_PASSES
 from anybatch.rank.rehearsing import Rehearsing
 from anybatch.task import JointLoss, LossFunction, check_shapes, loss_fault, parameters_in
+from anybatch.units import format_bytes, format_seconds
+
+_LEAST_QUARTERED = 8
+"""Samples of a batch of which a quarter is tried before the whole."""
+
+_FAR = 2
+"""What is estimated to need so many times the room is not tried in one piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +116,12 @@ class Outcome:
         grad_norm: 2-norm of the gradient before clipping.
         num_micro_batches: forward passes that it took, on this rank.
         seconds: time that it took, on this rank.
+        peak_bytes: most memory that steps have used so far, on this rank, above what was in use before
+            the first call (the model and the optimizer count).
         part_weight, part_grad_norm: see `events.StepDone`.
 
-    With several ranks, all but `num_micro_batches` and `seconds` are over all ranks, and the same on
-    each.
+    With several ranks, all but `num_micro_batches`, `seconds` and `peak_bytes` are over all ranks, and
+    the same on each.
     """
 
     step: int
@@ -120,6 +131,7 @@ class Outcome:
     grad_norm: float
     num_micro_batches: int
     seconds: float
+    peak_bytes: int = 0
     part_weight: float | None = None
     part_grad_norm: float | None = None
 
@@ -129,6 +141,10 @@ class Step:
 
     With several ranks, the first call gives all of them the parameters and buffers of rank 0; what the
     optimizer holds by then (of a run that is resumed) must be the same on all of them already.
+
+    The first call tries the whole batch in one piece: passes are measured and undone. If it fits it is
+    not cut, and everything is as the plain loop has it. If not, the plan is made by a trace and
+    rehearsed. With `micro_batch` nothing is tried or traced before the first step.
 
     The plan is made by the first batch, and anew when a batch is larger than any that was planned for:
     before its step, or with several ranks, which learn of it by that step, before the next one. The
@@ -153,12 +169,16 @@ class Step:
         recompute: what to recompute; None: found.
         chunked_loss: see `plan`; None: found.
         clip_norm: largest 2-norm of the mean gradient, of what the optimizer trains.
-        ghost_batch: samples over which BatchNorm normalises; None: 32 where the model has BatchNorm in
-            training mode. Each rank cuts its own part.
+        ghost_batch: samples over which BatchNorm normalises; None: the samples of the call, as in a
+            plain loop, as long as they fit in one piece. When they have to be cut, the largest ghost
+            batch that fits is chosen, once, and a warning says so; with several ranks it is 32. Each
+            rank cuts its own part.
         compile: compile the blocks of the model; then a budget on a CPU is not enforced.
             `"if-faster"` is refused: whether the time to compile is worth it depends on how many calls
             will follow, which only the script knows.
-        sinks: readers of the events of recovery; those of rank 0 are called.
+        sinks: readers of the events of recovery; those of rank 0 are called. Without one a change of
+            plan is a warning.
+        verbose: whether rank 0 prints the plan to standard error in the first call.
 
     Attributes:
         plan: how this rank runs its batches; None before the first call.
@@ -181,6 +201,7 @@ class Step:
         ghost_batch: int | None = None,
         compile: Compile = False,
         sinks: Sequence[Sink] = (),
+        verbose: bool = True,
     ) -> None:
         optimizer = as_one(optimizer)
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
@@ -215,7 +236,8 @@ class Step:
             shapes_vary=True,
         )
         self._clip_norm = clip_norm
-        self._ghost_batch = ghost_batch or DEFAULT_GHOST_BATCH
+        self._ghost_batch = ghost_batch
+        self._verbose = verbose
         self._sinks = tuple(sinks)
         homes = {p.device for p in model.parameters()}
         if len(homes) != 1:
@@ -263,12 +285,17 @@ class Step:
             self._check_joined()
             if self._engine is None:
                 self._begin(batch)
+            done, num_passes, anew = None, 0, self._begin_anew
             try:
                 done, num_passes = self._done(batch)
             except (Outdated, PeerOutdated):
-                done, num_passes = None, 0
+                pass
+            except NoPlanFits:
+                if not self._is_whole or self._group.size > 1:
+                    raise
+                anew = self._cut_from_now_on
             if done is None:  # the tensors of the attempt are gone by now
-                self._begin_anew(batch)
+                anew(batch)
                 done, num_passes = self._done(batch)
         return Outcome(
             step=self._num_steps,
@@ -278,6 +305,7 @@ class Step:
             grad_norm=done.grad_norm,
             num_micro_batches=num_passes,
             seconds=time.perf_counter() - begun,
+            peak_bytes=self._meter.peak_bytes(),
             part_weight=done.part_weight,
             part_grad_norm=done.part_grad_norm,
         )
@@ -306,7 +334,7 @@ class Step:
         engine = self._engine
         assert engine is not None
         # Looks at the batch inside the step, where a rank that cannot use it does not leave the others.
-        source = _Pieces(batch, self._device, self._ghost, self._check_up_to_date)
+        source = self._pieces(batch)
         self._largest = max(self._largest, source.size)
         if self._is_outgrown or (self._group.size == 1 and self._largest > self._planned_for):
             self._plan_anew(engine, batch if source.size else None)
@@ -344,23 +372,26 @@ class Step:
             undo.enter_context(self._waiting.among(group.rank, group.size))
             self._norms = tuple(batch_norms(self._model).values())
             self._cut = self._normalising()
-            self._ghost = self._ghost_batch if any(self._cut) else None
+            self._ghost = self._ghost_batch or self._wishes.micro_batch if any(self._cut) else None
             self._check_alike(group)
             self._outline = Outline(self._model, self._optimizer)
             with uncounted():  # planning is no part of what another Step trains
                 first = together(group, lambda: self._first_plan(batch))
             self._plans = group.exchange(first)
             plan, total = _agreed_plan(group, self._plans)
-            if group.size > 1 or plan.choice.micro_batch < self._planned_for:
-                warn_of_statistics(self._model, self._loss)
             group.prepare(self._model)
             group.prepare(nn.ParameterList(_beside(self._model, self._optimizer)))
-            self._set_up(plan, total, batch, undo)
+            engine = self._set_up(plan, total, undo)
+            if self._wishes.micro_batch is None:
+                self._confirm(engine, batch)
+            if group.size > 1 or engine.plan.choice.micro_batch < self._planned_for:
+                warn_of_statistics(self._model, self._loss)
             self._undo = undo.pop_all()
+        if self._verbose and group.rank == 0:
+            print(_described(engine.plan), file=sys.stderr)  # noqa: T201
 
-    def _set_up(self, plan: Plan, total: int, batch: Any, undo: ExitStack) -> None:
-        """Follow `plan`, for `total` samples of all ranks, or what passes over `batch` tell where it
-        predicts nothing."""
+    def _set_up(self, plan: Plan, total: int, undo: ExitStack) -> Transactions:
+        """Follow `plan`, for `total` samples of all ranks."""
         group = self._group
         # From here on memory counts, so that what speaks to the other ranks was made before.
         self._limit = make_limit(plan, self._device, counted=(self._model, self._optimizer))
@@ -385,7 +416,7 @@ class Step:
             together(group, self._replica.rehearse)
         undo.callback(group.close)
         together(group, lambda: group.adopt(self._replica))
-        self._engine = Transactions(
+        engine = self._engine = Transactions(
             self._replica,
             group,
             plan,
@@ -397,29 +428,127 @@ class Step:
             clip_norm=self._clip_norm,
             commit_bytes=to_reserve(plan),
         )
-        undo.callback(self._engine.close)
-        if plan.prediction is None and group.size == 1 and self._wishes.micro_batch is None:
-            self._measure(self._engine, plan, batch)
+        undo.callback(engine.close)
+        return engine
 
-    def _measure(self, engine: Transactions, plan: Plan, batch: Any) -> None:
-        """Follow, in place of `plan`, which no trace could predict, what passes over `batch` tell.
-        Nothing of them remains."""
-        source = _Pieces(batch, self._device, self._ghost, self._check_up_to_date)
-        index = self._num_steps
-        run, used = engine.rehearsal.run, self._meter.used_bytes()
-        with Borrowed(), self._meter.aside():
-            found = Rehearsing(
-                plan,
-                self._replica,
-                lambda choice: run(index, source, choice, plan.choice, REHEARSED_PASSES),
-                used,
-            ).plan()
-        if found is not None:
-            self._own = measured = as_measured(found, plan)
-            self._plans = (measured,)
-            engine.follow(
-                measured, step_number(index), "passes were measured, since none could be traced"
+    def _confirm(self, engine: Transactions, batch: Any, fits: bool = True) -> None:
+        """Between two steps: follow the plan for one piece if passes show that it fits on every rank,
+        and otherwise one that cuts. All ranks call it. `fits`: whether it may fit on this one."""
+        group = self._group
+        size = self._planned_for
+        fits = together(group, lambda: fits and self._fits_whole(engine, batch, size))
+        if all(group.exchange(fits)):
+            self._plans = group.exchange(self._own)
+            plan, _ = _agreed_plan(group, self._plans)
+            engine.follow(plan, step_number(self._num_steps), "it fits in one piece")
+            return
+        if self._is_whole:
+            self._ghost = self._largest_ghost(engine, batch, size)
+            warnings.warn(
+                f"a batch of {size} samples does not fit the memory in one piece, so it is cut, and"
+                f" BatchNorm normalises over ghost batches of {self._ghost} samples from now on. Give"
+                " ghost_batch to choose their size, or more memory.",
+                stacklevel=6,
             )
+
+        def planned() -> Plan | None:
+            if self._own is None:
+                return None
+            with self._limit.lifted(), self._meter.aside():  # planning is not part of training
+                return self._planned(batch, size)
+
+        self._own = together(group, planned)
+        self._plans = group.exchange(self._own)
+        plan, _ = _agreed_plan(group, self._plans)
+        reason = "the batch does not fit in one piece"
+        engine.follow(plan, step_number(self._num_steps), reason)
+        if group.size == 1:
+            found = self._rehearsed(engine, batch)
+            self._own, self._plans = found, (found,)
+            engine.follow(found, step_number(self._num_steps), "it was rehearsed")
+
+    def _cut_from_now_on(self, batch: Any) -> None:
+        """Memory ran out in a batch that BatchNorm normalises as a whole."""
+        assert self._engine is not None
+        self._planned_for = max(self._largest, 2)
+        self._own = self._untraced(batch, self._planned_for)
+        self._confirm(self._engine, batch, fits=False)
+        self._replica.expect(self._planned_for)
+
+    def _fits_whole(self, engine: Transactions, batch: Any, size: int) -> bool:
+        """Whether a batch of `size` samples fits in one piece; then that is this rank's plan. A quarter
+        of it is tried first: what would need far too much is not tried at all, and what needs little
+        only if a budget is enforced."""
+        plan = self._own
+        if plan is None:  # this rank has no samples
+            return True
+        room = (plan.budget_bytes or 0) - plan.reserve_bytes
+        used = self._meter.used_bytes()
+        fixed = used + sum(p.nbytes for p in self._replica.parameters if p.requires_grad)
+        is_run = True
+
+        def rehearse(choice: Choice) -> Rehearsed | None:
+            nonlocal is_run
+            if size >= _LEAST_QUARTERED:
+                part = self._run(engine, batch, choice, size // 4, most=1)
+                if part is None:
+                    return None
+                about = fixed + max(0, part.peak_bytes - fixed) * size // (size // 4)
+                if about > _FAR * room or (not plan.enforced and about < room // 2):
+                    is_run = False
+                    return replace(part, peak_bytes=about)
+            return self._run(engine, batch, choice, size, most=2)
+
+        found = Rehearsing(plan, self._replica, rehearse, used, is_fixed=True).plan()
+        if found is not None and found.prediction is not None:
+            told = found.prediction.model_copy(update={"rehearsed": is_run})
+            self._own = found.model_copy(update={"prediction": told})
+        return found is not None
+
+    def _largest_ghost(self, engine: Transactions, batch: Any, size: int) -> int:
+        """The largest ghost batch of BatchNorm that fits, of the batch halved again and again."""
+        plan = self._own
+        if self._group.size > 1 or plan is None:
+            return DEFAULT_GHOST_BATCH
+        room = (plan.budget_bytes or 0) - plan.reserve_bytes
+        states = 0 if self._optimizer.state else self._replica.state_bytes()
+        ghost = size // 2
+        while ghost > 2:
+            found = self._run(engine, batch, plan.choice, ghost, most=3)
+            if found is not None and found.fits and found.peak_bytes + states <= room:
+                return ghost
+            ghost //= 2
+        return min(DEFAULT_GHOST_BATCH, size)
+
+    def _rehearsed(self, engine: Transactions, batch: Any) -> Plan:
+        """The plan of `engine` as passes over `batch` confirm it. Raises `NoPlanFits`."""
+        plan, used = engine.plan, self._meter.used_bytes()
+
+        def rehearse(choice: Choice) -> Rehearsed | None:
+            return self._run(engine, batch, choice, choice.micro_batch, REHEARSED_PASSES)
+
+        found = Rehearsing(plan, self._replica, rehearse, used).plan()
+        return plan if found is None else as_measured(found, plan)
+
+    def _run(
+        self, engine: Transactions, batch: Any, choice: Choice, size: int, most: int
+    ) -> Rehearsed | None:
+        """What passes of `size` samples of `batch` take, at most so many; nothing of them remains."""
+        source = self._pieces(batch, size if self._is_whole and size < self._planned_for else None)
+        changes = {"micro_batch": size, "evaluation_batch": min(size, choice.evaluation_batch)}
+        tried = choice.model_copy(update=changes)
+        with Borrowed(), self._meter.aside():
+            return engine.rehearsal.run(self._num_steps, source, tried, engine.plan.choice, most)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether BatchNorm normalises over all samples of a call, which then are one piece."""
+        return any(self._cut) and self._ghost is None
+
+    def _pieces(self, batch: Any, ghost: int | None = None) -> _Pieces:
+        """This rank's `batch`, cut into pieces; with ghost batches of `ghost` samples, or as always."""
+        whole = self._is_whole and ghost is None
+        return _Pieces(batch, self._device, ghost or self._ghost, whole, self._check_up_to_date)
 
     def _normalising(self) -> list[bool]:
         """Which BatchNorm layers normalise over ghost batches now: those in training mode, since the
@@ -485,13 +614,27 @@ class Step:
         """A plan for this rank's part; None if there is nothing in it."""
         size = 0 if batch is None else batch_size(batch)
         if size:
-            self._own, self._planned_for = self._planned(batch, size), size
+            self._own, self._planned_for = self._untraced(batch, size), size
         return self._own
+
+    def _untraced(self, batch: Any, num_samples: int) -> Plan:
+        """A plan for so many samples in one piece, or in micro-batches as asked for. What only a trace
+        finds is found by one: the layer whose logits a chunked loss leaves out, passes of a loss over
+        all samples."""
+        if self._wishes.chunked_loss or self._is_joint:
+            return self._planned(batch, num_samples)
+        size = min(self._wishes.micro_batch or num_samples, num_samples)
+        subject = self._subject(batch, num_samples)
+        with Borrowed():
+            return untraced_plan(subject, self._where, self._wishes, size, limited=self._limited)
 
     def _plan_anew(self, engine: Transactions, batch: Any) -> None:
         """Plan for larger batches, and follow that; all ranks do. `batch`: of this one, None if there
         is nothing in it."""
         group = self._group
+        if group.size == 1:
+            self._plan_larger(engine, batch)
+            return
         plans = group.exchange(together(group, lambda: self._larger_plan(batch)))
         if plans != self._plans:  # else those that are to plan have no samples now
             self._plans = plans
@@ -499,6 +642,39 @@ class Step:
             reason = "a batch was larger than what was planned for"
             engine.follow(plan, step_number(self._num_steps), reason)
             self._replica.expect(total)
+
+    def _plan_larger(self, engine: Transactions, batch: Any) -> None:
+        """On one rank: follow a plan for a batch that is larger than those before. What is cut is cut
+        into more pieces of the same size; one piece grows, if what it is estimated to need fits."""
+        own, size = self._own, self._largest
+        assert own is not None
+        before, self._planned_for = own.task.global_batch, size
+        task = own.task.model_copy(update={"global_batch": size})
+        if self._is_whole and task.ghost_batch is not None:
+            task = task.model_copy(update={"ghost_batch": size})
+        plan = own.model_copy(update={"task": task})
+        if own.choice.micro_batch >= before and self._wishes.micro_batch is None:
+            room, told = (own.budget_bytes or 0) - own.reserve_bytes, own.prediction
+            if told is None or told.peak_bytes * size > room * before:
+                self._own = self._untraced(batch, size)
+                self._confirm(engine, batch)
+                self._replica.expect(size)
+                return
+            sizes = {"micro_batch": size, "evaluation_batch": size}
+            changes = {
+                "peak_bytes": told.peak_bytes * size // before,
+                "step_seconds": told.step_seconds * size / before,
+                "step_parts": {},
+                "by_kind": {},
+                "choice": own.choice.model_copy(update=sizes),
+                "rehearsed": False,
+            }
+            prediction = told.model_copy(update=changes)
+            plan = plan.model_copy(update={"choice": prediction.choice, "prediction": prediction})
+        self._own, self._plans = plan, (plan,)
+        reason = "a batch was larger than what was planned for"
+        engine.follow(plan, step_number(self._num_steps), reason)
+        self._replica.expect(size)
 
     def _larger_plan(self, batch: Any) -> Plan | None:
         """A plan for this rank's largest part, if that has outgrown its plan; made by `batch`."""
@@ -536,7 +712,7 @@ class Step:
                 global_batch=num_samples,
                 parameters=sum(p.numel() for p in model.parameters()),
                 trainable_parameters=sum(p.numel() for p in trained),
-                ghost_batch=self._ghost,
+                ghost_batch=num_samples if self._is_whole else self._ghost,
                 dtypes=dtypes_of(model),
             ),
             build_model=outline.build,
@@ -552,21 +728,42 @@ class Step:
             compared=num_samples * self._group.size if self._is_joint else 0,
         )
 
+    def report(self) -> str:
+        """The plan and what steps have used so far, in lines. Raises `InputError` before the first
+        call."""
+        if self.plan is None or self._engine is None:
+            raise InputError("there is no plan yet: it is made in the first call of Step.")
+        lines = [*self.plan.explain(), ("measured peak", format_bytes(self._meter.peak_bytes()))]
+        return "\n".join(f"{what:<16} {how}" for what, how in lines)
+
     def _emit(self, event: Event) -> None:
-        if self._group.rank == 0:
-            for sink in self._sinks:
-                sink(event)
+        if self._group.rank:
+            return
+        for sink in self._sinks:
+            sink(event)
+        if not self._sinks and isinstance(event, Replanned) and self._num_steps:
+            warnings.warn(
+                f"step {event.step}: {event.reason}. From here on: {event.after} (before:"
+                f" {event.before}).",
+                stacklevel=2,
+            )
 
 
 class _Pieces:
     """This rank's part of a global batch, collated, as the samples of one step."""
 
     def __init__(
-        self, batch: Any, device: torch.device, ghost: int | None, check: Callable[[], None]
+        self,
+        batch: Any,
+        device: torch.device,
+        ghost: int | None,
+        is_whole: bool,
+        check: Callable[[], None],
     ) -> None:
         self._batch = batch
         self._device = device
         self._ghost = ghost
+        self._is_whole = is_whole
         self._check = check  # raises where this rank cannot do the step
         self.ranges: Sequence[range] = ()
 
@@ -587,7 +784,7 @@ class _Pieces:
         self._check()
         ghost = self._ghost
         whole = 0 if self._batch is None else batch_size(self._batch)
-        size = max(choice.micro_batch, min(ghost or 1, whole))
+        size = max(choice.micro_batch, whole if self._is_whole else min(ghost or 1, whole))
         if ghost and size % ghost and size < whole:
             size = max(ghost, size // ghost * ghost)
         self.ranges = micro_batches(range(whole), size, ghost, whole)
@@ -628,6 +825,24 @@ class _Pieces:
     def leave_out(self, bad: Sequence[Bad]) -> int:
         """Never asked for: which samples are trained on is the script's to say."""
         raise NotImplementedError
+
+
+def _described(plan: Plan) -> str:
+    """`plan` in a few lines."""
+    budget = ""
+    if plan.budget_bytes is not None:
+        held = "enforced" if plan.enforced else "free"
+        budget = f"; memory {format_bytes(plan.budget_bytes)} ({held})"
+    passes = plan.accumulation_steps
+    cut = "in one piece" if passes == 1 else f"{passes} micro-batches, {plan.choice.describe()}"
+    lines = [f"{plan.task.global_batch:,} samples per step, {cut}{budget}"]
+    told = plan.prediction
+    if told is not None:
+        found = "rehearsed" if told.rehearsed else "predicted"
+        peak, seconds = format_bytes(told.peak_bytes), format_seconds(told.step_seconds)
+        lines.append(f"{found} peak {peak}, step {seconds}")
+    lines += plan.notices
+    return "\n".join(f"anybatch.Step: {line}" for line in lines)
 
 
 def _agreed_plan(group: Group, plans: Sequence[Plan | None]) -> tuple[Plan, int]:

@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import anybatch as ab
-from anybatch.engine.process import HeapBlock, give_freed_memory_back, status
+from anybatch.engine.process import HeapBlock, return_freed_memory, status
 from anybatch.errors import PeerLost
 from anybatch.estimate import identify
 from anybatch.events import (
@@ -439,12 +439,14 @@ def plan_of(trial: Trial, task: ab.Task) -> Plan:
     if trial.task == "decoder":
         blocks = Recompute(blocks=("layers.*",)) if way.parallel != "shard" else Recompute()
         rungs = [
-            Choice(micro_batch=8, evaluation_batch=16, recompute=recompute)
+            Choice(micro_batch=8, evaluation_batch=16, recompute=recompute, freed_memory="returned")
             for recompute in (Recompute(), blocks)
         ] * 10
     else:
         sizes = (16, 8, 4) if way.norms == "ghosts" else (4,)
-        rungs = [Choice(micro_batch=n, evaluation_batch=16) for n in sizes] * 10
+        rungs = [
+            Choice(micro_batch=n, evaluation_batch=16, freed_memory="returned") for n in sizes
+        ] * 10
     model = task.build_model()
     held = sum(p.nbytes for p in model.parameters())
     prediction = None
@@ -482,7 +484,7 @@ def run(rank: int, size: int, trial: Trial, disturbed: bool, folder: Path | None
     # The ranks of a crew are daemons, which torch's worker processes may not be children of, and spawn.
     multiprocessing.current_process()._config["daemon"] = False
     multiprocessing.set_start_method("fork", force=True)
-    give_freed_memory_back()  # else what the heap keeps of earlier steps would meet every wish
+    return_freed_memory()  # else what the heap keeps of earlier steps would meet every wish
     if not trial.way.limited:  # somebody's limit, which is there from the start
         room = status("VmData") + (2 << 30)
         resource.setrlimit(resource.RLIMIT_DATA, (room, before[1]))

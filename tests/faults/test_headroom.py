@@ -15,12 +15,12 @@ pytestmark = [
 SCRIPT = """
 import resource, sys, threading
 import torch
-from anybatch.engine.process import give_freed_memory_back, status
+from anybatch.engine.process import return_freed_memory, status
 from anybatch.engine.headroom import Headroom
 
 MIB = 1 << 20
 if sys.argv[1] == "given back":
-    give_freed_memory_back()
+    return_freed_memory()
 holes = [torch.empty(MIB // 8 * (i % 9 + 1), dtype=torch.uint8) for i in range(200)]
 del holes[::2]  # the heap is in pieces
 

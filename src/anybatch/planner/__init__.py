@@ -7,6 +7,7 @@ from anybatch.planner.evaluating import make_evaluation_plan as make_evaluation_
 from anybatch.planner.make import as_measured as as_measured
 from anybatch.planner.make import default_ghost_notice as default_ghost_notice
 from anybatch.planner.make import make_plan as make_plan
+from anybatch.planner.make import untraced_plan as untraced_plan
 from anybatch.planner.ranks import Layout as Layout
 from anybatch.planner.ranks import layouts_of as layouts_of
 from anybatch.planner.setting import Wishes as Wishes

@@ -388,6 +388,26 @@ def _why_divided(found: Found) -> str:
     )
 
 
+def untraced_plan(
+    subject: Subject, device: Device, wishes: Wishes, micro_batch: int, *, limited: bool
+) -> Plan:
+    """A plan on one device that nothing was traced or predicted for; see `make_plan`."""
+    layout = Layout()
+    plan = Plan(
+        task=subject.identity,
+        enforced=is_enforced(subject, device, layout, wishes, limited),
+        choice=Choice(
+            micro_batch=micro_batch,
+            evaluation_batch=micro_batch,
+            precision=wishes.precision or "fp32",
+            recompute=wishes.recompute or Recompute(),
+        ),
+        notices=tuple(budget_notices(subject, device, layout, limited)),
+        **layout.fields(device),
+    )
+    return with_kernels(plan, subject, wishes.compile, wishes.shapes_vary)
+
+
 def _first_try(subject: Subject, wishes: Wishes) -> Choice:
     """For a model that cannot be traced: begin small, and let the ladder do the rest."""
     identity = subject.identity
