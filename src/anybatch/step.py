@@ -314,7 +314,6 @@ class Step:
         """Leave the model and the process as they were found, but for the training; each part of them,
         whatever is raised while another is left."""
         if self._engine is not None:
-            self._engine = None
             self._undo.close()
 
     def __enter__(self) -> Self:
@@ -369,6 +368,7 @@ class Step:
         """Plan by the first batch, and set up."""
         group = self._group = self._joined()
         with ExitStack() as undo:  # what was done so far is undone if the rest fails
+            undo.callback(setattr, self, "_engine", None)
             undo.enter_context(self._waiting.among(group.rank, group.size))
             self._norms = tuple(batch_norms(self._model).values())
             self._cut = self._normalising()
@@ -653,6 +653,10 @@ class Step:
         if self._is_whole and task.ghost_batch is not None:
             task = task.model_copy(update={"ghost_batch": size})
         plan = own.model_copy(update={"task": task})
+        if self._wishes.micro_batch is not None:
+            micro_batch = min(self._wishes.micro_batch, size)
+            choice = own.choice.model_copy(update={"micro_batch": micro_batch})
+            plan = plan.model_copy(update={"choice": choice})
         if own.choice.micro_batch >= before and self._wishes.micro_batch is None:
             room, told = (own.budget_bytes or 0) - own.reserve_bytes, own.prediction
             if told is None or told.peak_bytes * size > room * before:

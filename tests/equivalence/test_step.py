@@ -308,7 +308,7 @@ def test_a_small_first_batch_does_not_decide_for_larger_ones(monkeypatch):
         outcomes = [step(batch) for batch in batches]
         assert step.plan.task.global_batch == 512
         assert step.plan.choice.micro_batch > 4
-    assert sizes == [4, 512]
+    assert sizes == []  # nothing is traced
     (told,) = events
     assert isinstance(told, Replanned)
     assert (told.step, "larger" in told.reason) == (2, True)
@@ -318,13 +318,14 @@ def test_a_small_first_batch_does_not_decide_for_larger_ones(monkeypatch):
     assert deviation(model, other) < 1e-9
 
 
-def test_batches_that_become_larger_little_by_little_are_planned_for_seldom(monkeypatch):
+def test_batches_that_become_larger_little_by_little_are_not_traced(monkeypatch):
     sizes = planned_sizes(monkeypatch)
     model = Net()
     with ab.Step(model, sgd(model), loss, ghost_batch=4) as step:
         for size in range(4, 24):
             step(batch_of(size))
-    assert sizes == [4, 8, 16, 32]
+    assert sizes == []
+    assert step.plan.choice.micro_batch == 23
 
 
 def test_a_plan_that_was_outgrown_is_not_tried_again(monkeypatch):
@@ -393,7 +394,6 @@ def test_parameters_of_the_loss_are_trained_beside_those_of_the_model():
         model, both(model, mine), mine, micro_batch=4, clip_norm=0.1, ghost_batch=4
     ) as step:
         losses = [step(batch).loss for batch in batches]
-        assert step.plan.prediction is not None
     optimizer = both(other, theirs)
     for batch, found in zip(batches, losses, strict=True):
         value = mean_loss(theirs(other, batch))
@@ -483,8 +483,7 @@ def test_what_was_frozen_is_counted_in_the_plan_once_it_is_trained():
         assert step.plan.task.trainable_parameters == 83
 
 
-def test_norms_in_evaluation_mode_are_not_cut_and_modes_may_change_between_steps(monkeypatch):
-    sizes = planned_sizes(monkeypatch)
+def test_norms_in_evaluation_mode_are_not_cut_and_modes_may_change_between_steps():
     model, other = Net(), Net()
     other.load_state_dict(model.state_dict())
     optimizer, plain, passes, losses, expected = sgd(model), sgd(other), [], [], []
@@ -509,7 +508,6 @@ def test_norms_in_evaluation_mode_are_not_cut_and_modes_may_change_between_steps
     assert losses == pytest.approx(expected, rel=1e-9)
     assert deviation(model, other) < 1e-9
     assert passes == [2] * 5
-    assert sizes == [16] * 3  # anew where the norms changed their mode, and only there
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 7])
@@ -707,11 +705,12 @@ def test_a_scheduler_of_the_script_may_come_before_the_step_or_after_it(name, fi
 def test_without_a_budget_what_the_model_holds_already_is_no_reason_against_it(monkeypatch):
     from anybatch.machine import Machine
 
-    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 3))
-    free = dataclasses.replace(Machine.here(device="cpu").device, budget_bytes=12 << 20)
+    model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 3))
+    free = dataclasses.replace(Machine.here(device="cpu").device, budget_bytes=120 << 20)
     monkeypatch.setattr(Machine, "here", classmethod(lambda *_: Machine((free,))))
-    with ab.Step(model, sgd(model), lambda m, x: m(x).square().mean()) as step:
-        step(torch.randn(64, 1024))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ab.Step(model, optimizer, lambda m, x: m(x).square().mean()) as step:
+        step(torch.randn(64, 4096))
     assert step.plan.budget_bytes == free.budget_bytes + 4 * sum(
         p.numel() for p in model.parameters()
     )
@@ -782,8 +781,5 @@ def test_a_model_that_no_trace_can_follow_is_planned_by_passes_that_leave_no_tra
         assert calls == torch.rand(passes, generator=torch.Generator().manual_seed(1)).tolist()
         assert step.plan.choice.micro_batch == (micro_batch or 90)
         assert (step.plan.prediction is None) == (micro_batch is not None)
-        told = "".join(step.plan.notices)
-        assert "could not be traced" in told
-        assert ("measured instead" in told) == (micro_batch is None)
     torch.testing.assert_close(losses, plainly(other, sgd(other), batches, own), rtol=1e-12, atol=0)
     assert deviation(model, other) < 1e-12

@@ -16,9 +16,7 @@ The generator of oneDNN's kernels does not survive being refused memory (see `an
 kernels then jump to address zero). Kernels are generated when a shape is computed for the first time.
 So the first passes of each shape run with the limit lifted and are measured: one that went over the
 budget counts as out of memory. Libraries reserve addresses that they do not fill, which the kernel
-counts. The first passes show how many, and the limit is raised by them:
-
-    limit = addresses at the peak of the pass + budget - bytes in use at that peak
+counts. The first passes show how many, and the limit is raised by them.
 
 On CUDA, cuDNN may try its algorithms for a shape when it first meets it. What they take for that, up
 to all that is free, is given back after the pass and not measured: no prediction knows it, no later
@@ -235,6 +233,7 @@ class ProcessLimit(Limit):
         self._counted = counted_bytes
         self.returns = False  # freed memory to the kernel
         self._soft = 0
+        self._passing = 0  # most empty addresses that came and went in a pass
         self._exempt = 0  # bytes taken while the limit was lifted, and kept
         self._beside = self._most_beside = 0  # bytes for other processes: now, and so far
         self._script = ScriptBytes(0)
@@ -275,14 +274,15 @@ class ProcessLimit(Limit):
     @contextmanager
     def _measured(self, shape: Hashable) -> Iterator[None]:
         self._meter.begin_lap()
-        there, others = status("VmData"), _other_addresses()
+        empty, others = _empty_addresses(), _other_addresses()
         with _let_go(), new_peak_of_addresses():
             size = status("VmPeak")
             yield
-            reached = there + status("VmPeak") - size
-        reached -= max(0, _other_addresses() - others)
+            grown = status("VmPeak") - size - max(0, _other_addresses() - others)
+        kept = max(0, _empty_addresses() - empty)
+        passing = max(0, grown - self._meter.lap_growth() - kept)
         for limit in _DATA.holders:
-            limit.observe(reached)
+            limit.allow(kept, passing)
         used = self._meter.lap_bytes() - self._exempt
         if used > self._budget:
             self._meter.drop_lap()
@@ -302,10 +302,10 @@ class ProcessLimit(Limit):
         its processes wherever the program is."""
         return _BESIDE.entered(_DATA.before)
 
-    def observe(self, reached: int) -> None:
-        """Allow for addresses that stay empty: a pass had so many addresses at its peak."""
-        free = self._budget - (self._meter.lap_bytes() - self._exempt)
-        self._set(max(self._soft, reached - self._script.num_bytes + free))
+    def allow(self, kept: int, passing: int) -> None:
+        """Do not count so many addresses that stay empty, nor so many that come and go in a pass."""
+        more, self._passing = max(0, passing - self._passing), max(passing, self._passing)
+        self._set(self._soft + kept + more)
 
     def exempt(self, num_bytes: int) -> None:
         """Count so many bytes no more."""
@@ -347,6 +347,11 @@ def at_work() -> Iterator[None]:
 def uncounted() -> AbstractContextManager[None]:
     """What is taken inside, and stays, counts for no limit that this process is held to by `Limit`s."""
     return _LIFTED.entered(None if _DATA.before is None else _most())
+
+
+def _empty_addresses() -> int:
+    """Addresses that count as data, of pages that nobody has written to."""
+    return status("VmData") - status("RssAnon")
 
 
 def _other_addresses() -> int:

@@ -102,7 +102,7 @@ def test_the_time_of_a_step_is_predicted_anew(monkeypatch, task):
     assert prediction is not None
     assert prediction.step_parts == pytest.approx({"forward": 0.6, "backward": 1.2, "update": 0.1})
     assert prediction.step_seconds == pytest.approx(1.9)
-    assert "tried on this device" in prediction.seconds_method
+    assert "measured in passes" in prediction.seconds_method
 
 
 def test_the_time_in_which_others_had_the_core_is_not_predicted(monkeypatch, task):
