@@ -745,7 +745,8 @@ class Step:
             return
         for sink in self._sinks:
             sink(event)
-        if not self._sinks and isinstance(event, Replanned) and self._num_steps:
+        ran_out = isinstance(event, Replanned) and event.reason.startswith("memory ran out")
+        if isinstance(event, Replanned) and ran_out and not self._sinks:
             warnings.warn(
                 f"step {event.step}: {event.reason}. From here on: {event.after} (before:"
                 f" {event.before}).",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import psutil
@@ -42,14 +42,24 @@ class Meter(ABC):
     def aside(self) -> Iterator[None]:
         """The peak of what is done inside does not count; what it leaves behind does."""
         self.peak_bytes()
+        before = self._highest_so_far()
         try:
             yield
         finally:
             self.drop_lap()
+            self._forget_since(before)
 
     @abstractmethod
     def lap_bytes(self) -> int:
         """Most bytes in use since the lap began."""
+
+    @abstractmethod
+    def _highest_so_far(self) -> Mapping[str, int]:
+        """The peaks of the laps before this one, by account."""
+
+    @abstractmethod
+    def _forget_since(self, highest: Mapping[str, int]) -> None:
+        """Have these peaks again."""
 
     @abstractmethod
     def fragmented_bytes(self) -> int | None:
@@ -112,6 +122,12 @@ class CpuMeter(Meter):
         """See `Meter`."""
         return max(0, self._most_own_bytes() - self._baseline - self._script.num_bytes)
 
+    def _highest_so_far(self) -> Mapping[str, int]:
+        return {"total": self._highest}
+
+    def _forget_since(self, highest: Mapping[str, int]) -> None:
+        self._highest = highest["total"]
+
     def lap_growth(self) -> int:
         """Most bytes since the lap began beyond those of its begin. These may be fewer than the
         baseline: what was in the process before, and is given back, is no part of this."""
@@ -171,6 +187,12 @@ class CudaMeter(Meter):
     def lap_bytes(self) -> int:
         """See `Meter`."""
         return self.beside_bytes + torch.cuda.max_memory_reserved(self._device)
+
+    def _highest_so_far(self) -> Mapping[str, int]:
+        return dict(self._most)
+
+    def _forget_since(self, highest: Mapping[str, int]) -> None:
+        self._most = dict(highest)
 
     def fragmented_bytes(self) -> int | None:
         """See `Meter`: what is reserved and not allocated."""
