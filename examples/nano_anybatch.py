@@ -129,10 +129,11 @@ class Trainer:
     def stage(self, index: int, samples: Sequence[int]) -> tuple[Tensor, Exception | None]:
         """Adds up gradients and (loss, weight) over this rank's samples, until the end or an error."""
         self.buckets.begin()
-        self.before = [buffer.clone() for buffer in self.model.buffers()]
+        self.before: list[Tensor] = []  # empty: forward has written no buffer yet
         torch.manual_seed(mix(self.task.seed, index, self.rank))  # a redone step draws the same
         totals = torch.zeros(2, dtype=torch.float64)
         try:
+            self.before = [buffer.clone() for buffer in self.model.buffers()]
             for part in (parts := self.micro_batches(len(samples))):
                 batch = default_collate([self.task.data[samples[i]] for i in part])
                 loss, weight = self.task.loss(self.model, batch)
@@ -148,7 +149,7 @@ class Trainer:
     def vote(self, totals: Tensor, error: Exception | None) -> list[float]:
         """Sums gradients and ballots over the ranks, whatever happened. Returns the sum of ballots."""
         out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        out_of_memory |= "DefaultCPUAllocator" in str(error)  # a plain RuntimeError
+        out_of_memory |= "DefaultCPUAllocator" in str(error)  # the CPU raises a RuntimeError
         out_of_memory &= self.micro_batch > 1 and self.task.ghost_batch is None  # can be smaller
         failed = error is not None and not out_of_memory
         used = [param in self.buckets.used for param in self.params]
@@ -194,7 +195,7 @@ class Trainer:
     def put_back(self) -> None:
         """Drops the attempt. Of what outlives a step, staging has written the buffers alone."""
         self.optimizer.zero_grad()
-        for buffer, before in zip(self.model.buffers(), self.before, strict=True):
+        for buffer, before in zip(self.model.buffers(), self.before, strict=False):
             buffer.copy_(before)
 
 
@@ -285,11 +286,10 @@ def run_rank(rank: int, task: Task, micro_batch: int, store: str) -> None:
 def main() -> None:
     x = torch.randn(150, 9, generator=torch.Generator().manual_seed(0)).double()
     data = TensorDataset(x[:, :8], x.sum(dim=1).sin(), x[:, 8].abs())
-    task = Task(
-        Network, loss, partial(torch.optim.AdamW, lr=0.01), data, 64, epochs=2, clip_norm=1.0
-    )
+    adamw = partial(torch.optim.AdamW, lr=0.01)
+    task = Task(Network, loss, adamw, data, global_batch=64, epochs=2, clip_norm=1.0)
     micro_batch = plan(task, budget_bytes=60_000)
-    print("ranks  micro-batch  loss of each step, the same in every row")
+    print("ranks  micro-batch  losses, the same in every row (micro-batch: of the last rank)")
     row(task, task.global_batch)
     row(task, micro_batch)
     with tempfile.TemporaryDirectory() as folder:
