@@ -80,10 +80,7 @@ def _said(rule: Rule, value: str, facts: Facts) -> Said | None:
 def _allocator(value: str, facts: Facts) -> Said | None:
     torch = facts["torch"] if facts["torch"] is not None and not facts["torch"]["fault"] else None
     on_gpus = torch is not None and bool(torch["cuda"] or torch["hip"])
-    remedy = (
-        "write option:value,option:value, as torch's documentation has them under 'Optimizing memory"
-        " usage', or unset it"
-    )
+    remedy = "write option:value,option:value as in torch's documentation, or unset it"
     if torch is not None and torch["allocator_fault"]:
         words = torch["allocator_fault"].partition(" INTERNAL ASSERT")[0].rstrip(".")
         level = problem if on_gpus else warning
@@ -111,12 +108,14 @@ def _threads(value: str, facts: Facts) -> Said | None:
     if cores is None or int(first) == cores:
         return None
     if int(first) > cores:
-        meaning = f"so many threads share {cores} core{'s' * (cores > 1)}, and wait for each other"
+        meaning = (
+            f"that many threads share {cores} core{'s' * (cores > 1)}, and wait for each other"
+        )
         return warning, meaning, f"set it to {cores}, or unset it"
     if "WORLD_SIZE" in facts["environment"]:  # each rank has its part
         return None
     meaning = (
-        f"of {cores} cores so many compute; anybatch leaves it as it is, with several ranks too"
+        f"it leaves part of {cores} cores unused; anybatch does not change it for several ranks"
     )
     return note, meaning, ""
 

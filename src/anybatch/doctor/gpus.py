@@ -53,13 +53,10 @@ def look(sys: str = "/sys", proc: str = "/proc") -> Facts:
         return {**found, "fault": first_line(error)}
     try:
         pynvml.nvmlInit()
-        cuda, driver = (
-            pynvml.nvmlSystemGetCudaDriverVersion(),
-            pynvml.nvmlSystemGetDriverVersion(),
-        )
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion()
         return {
             **found,
-            "driver": _decoded(driver),
+            "driver": _decoded(pynvml.nvmlSystemGetDriverVersion()),
             "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
             "gpus": [_seen_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())],
         }
@@ -157,9 +154,7 @@ def _kernels(built: list[str], devices: list[Facts]) -> Iterator[Finding]:
         name, capability = device["name"], device["capability"]
         if not has_kernels(built, capability):
             value = f"none for sm_{capability.replace('.', '')}"
-            meaning = (
-                f"{name} has capability {capability}, and torch was built for {', '.join(built)}"
-            )
+            meaning = f"{name} has capability {capability}; torch was built for {', '.join(built)}"
             remedy = f"install a build of torch for it: {_GET_STARTED}"
             yield problem(f"kernels for cuda:{index}", value, meaning, remedy)
 
@@ -175,8 +170,7 @@ def _driver(gpus: Facts, torch: Facts | None) -> Finding:
     if built and built > spoken[: len(built)]:
         # CUDA promises that minor versions go together; only what is compiled at run time does not.
         meaning = (
-            f"it is older than CUDA {for_cuda}, for which torch was built: kernels that are compiled"
-            " while training may not load"
+            f"it is older than CUDA {for_cuda} of torch: kernels compiled in training may not load"
         )
         return note("driver", value, meaning, "update it if they do not")
     return Finding("driver", value)
@@ -185,10 +179,7 @@ def _driver(gpus: Facts, torch: Facts | None) -> Finding:
 def _no_driver(gpus: Facts, torch: Facts | None) -> Finding:
     fault, module, count = gpus["fault"], gpus["module"], gpus["on_bus"] or 0
     if torch is not None and torch["devices"]:
-        meaning = (
-            "torch sees its GPUs; who holds their memory, and how they are set, is not known"
-            f" ({fault})"
-        )
+        meaning = f"torch sees its GPUs; their users and settings are not known ({fault})"
         return note("driver", "not reached by NVML", meaning)
     if "mismatch" in fault:
         value = f"module {module}" if module else "of two versions"
@@ -197,23 +188,15 @@ def _no_driver(gpus: Facts, torch: Facts | None) -> Finding:
         return problem("driver", value, meaning, remedy)
     if module:
         meaning = f"the module is in the kernel, but does not answer ({fault})"
-        remedy = (
-            "in a container, start it with its GPUs (docker run --gpus all); else look at dmesg for"
-            " lines with NVRM"
-        )
+        remedy = "in a container, add docker run --gpus all; else look for NVRM in dmesg"
         return problem("driver", f"module {module}", meaning, remedy)
     if count:
         are = "GPUs are" if count != 1 else "GPU is"
         meaning = f"{count} {are} on the bus of this machine, and no driver ({fault})"
-        remedy = (
-            "install NVIDIA's driver, or start the container with its GPUs (docker run --gpus all)"
-        )
+        remedy = "install NVIDIA's driver, or start the container with docker run --gpus all"
         return problem("driver", "none", meaning, remedy)
     if torch is not None and torch["cuda"]:
-        meaning = (
-            "there is no GPU of NVIDIA here to drive, so torch, which was built for CUDA"
-            f" {torch['cuda']}, computes on the CPU"
-        )
+        meaning = f"no GPU of NVIDIA is here: torch for CUDA {torch['cuda']} computes on the CPU"
         return note("driver", "none", meaning)
     return Finding("driver", "none, and no GPU of NVIDIA")
 
@@ -249,9 +232,7 @@ def _visible(text: str, gpus: list[Facts]) -> Finding:
         seen = f"only the {wrong[0]} before it" if wrong[0] else "none"
         there = "GPU 0" if count == 1 else f"GPUs 0 to {count - 1}"
         level, remedy = problem, "name those that are here, or unset it"
-        meaning = (
-            f"{names[wrong[0]]!r} is none of this machine, which has {there}, so CUDA shows {seen}"
-        )
+        meaning = f"{names[wrong[0]]!r} is none of this machine's {there}: CUDA shows {seen}"
     elif len(set(names)) < len(names):
         level, remedy = problem, "name each once, or unset it"
         meaning = "it names a GPU twice, so CUDA shows none"
@@ -281,10 +262,7 @@ def _gpu(gpu: Facts) -> Finding:
     if mode == "prohibited":
         return problem(name, value, "its compute mode lets no process compute on it", reset)
     if gpu["errors"]:
-        meaning = (
-            f"its memory had {gpu['errors']} errors that could not be corrected since the driver was"
-            " loaded"
-        )
+        meaning = f"its memory had {gpu['errors']} errors since the driver was loaded that ECC left"
         remedy = f"look at nvidia-smi -q -i {index} -d ECC, and have it replaced if they go on"
         return warning(name, value, meaning, remedy)
     if mode.startswith("exclusive") and users:

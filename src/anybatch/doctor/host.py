@@ -189,8 +189,7 @@ def _cores(host: Facts, torch: Facts | None) -> Finding:
         value += f", {quota:g} at a time"
         if threads > math.ceil(quota):
             meaning = (
-                f"torch computes with {threads} threads, which wait for each other when the group has"
-                " used up its time"
+                f"torch's {threads} threads wait for each other when the group has used up its time"
             )
             remedy = f"set OMP_NUM_THREADS={max(1, math.floor(quota))}, or give the group more"
             return warning("cores", value, meaning, remedy, "control group")
@@ -213,10 +212,7 @@ def _group(host: Facts) -> Iterator[Finding]:
         left = max(0, limit - used)
         value = f"{format_bytes(limit)}, {format_bytes(used)} in use"
         if left < host["available_bytes"]:
-            meaning = (
-                "the control group (a container, or a job) may use less than the machine has free, for"
-                " which plans for a CPU are made; a process that goes beyond is killed"
-            )
+            meaning = "a process is killed beyond it, and CPU plans go by what the machine has free"
             most = format_bytes(0.9 * left)
             remedy = f"give --memory, of at most {most} in all, when you train on the CPU"
             yield warning("limit of the group", value, meaning, remedy, host["group_file"])
@@ -261,11 +257,9 @@ def _limits(host: Facts) -> Iterator[Finding]:
 def _shm(host: Facts) -> Finding:
     size, free = host["shm_bytes"], host["shm_free_bytes"]
     meaning = (
-        "workers that load data hand over samples in it, and end with a bus error where it is full"
+        "workers that load data pass samples through it, and end with a bus error if it is full"
     )
-    remedy = (
-        "docker run --shm-size 8g, or mount -o remount,size=8G /dev/shm, or load without workers"
-    )
+    remedy = "docker run --shm-size 8g, mount -o remount,size=8G /dev/shm, or load without workers"
     if size is None or free is None:
         return warning("/dev/shm", "not there, or not to be written to", meaning, remedy)
     value = f"{format_bytes(free)} of {format_bytes(size)} free"
@@ -279,10 +273,7 @@ def _shm(host: Facts) -> Finding:
 
 def _kernel(host: Facts) -> Iterator[Finding]:
     if host["overcommit"] == 2:
-        meaning = (
-            "the kernel refuses addresses that might not all be filled, and libraries reserve many"
-            " times those that they fill"
-        )
+        meaning = "the kernel refuses addresses that may stay unfilled, which libraries reserve"
         remedy = "sysctl vm.overcommit_memory=0, as root"
         yield warning("overcommit", "2", meaning, remedy, "/proc/sys/vm/overcommit_memory")
     if host["huge_pages"] == "always":
@@ -292,8 +283,7 @@ def _kernel(host: Facts) -> Iterator[Finding]:
         yield note("huge pages", "always", meaning, remedy, place)
     for library in host["mallocs"]:
         meaning = (
-            "it stands in for that of the C library, which anybatch tells to give memory back: on the"
-            " CPU predictions of bytes do not hold, and a budget counts what it keeps"
+            "it replaces the C library's, which anybatch sets: on a CPU predictions do not hold"
         )
         remedy = "take it out of LD_PRELOAD when you train on the CPU"
         yield warning("malloc", library, meaning, remedy, "LD_PRELOAD, or linked in")
@@ -333,38 +323,30 @@ def _folder(folder: Path) -> Facts:
     return {"path": str(folder), "fault": fault, "free_bytes": free}
 
 
-_FOLDERS: tuple[tuple[str, str, int, Level, str, str], ...] = (
-    (
-        "runs",
+_NOT_KEPT = (
+    "what was measured is not kept, so each plan measures anew, and no run corrects the next"
+)
+
+_FOLDERS: dict[str, tuple[str, int, Level, str, str]] = {
+    "runs": (
         "runs",
         2 << 30,
         "warning",
-        "runs are written there unless --out says otherwise",
-        "give --out, or train from another folder",
+        "runs go there without --out",
+        "give --out, or train elsewhere",
     ),
-    (
-        "cache",
-        "cache",
-        16 << 20,
-        "warning",
-        "what was measured is not kept, so each plan measures anew, and no run corrects the next",
-        "set XDG_CACHE_HOME to a folder that can be written to",
+    "cache": ("cache", 16 << 20, "warning", _NOT_KEPT, "set XDG_CACHE_HOME to a writable folder"),
+    "temporary": (
+        *("temporary files", 16 << 20, "problem", "ranks are started with the help of files there"),
+        "set TMPDIR to a writable folder",
     ),
-    (
-        "temporary",
-        "temporary files",
-        16 << 20,
-        "problem",
-        "ranks are started with the help of files there",
-        "set TMPDIR to a folder that can be written to",
-    ),
-)
-"""Key, name, bytes that should be free, level where it cannot be written to, meaning and remedy."""
+}
+"""Name, bytes that should be free, level where it cannot be written to, meaning and remedy."""
 
 
 def check_folders(facts: Facts) -> Iterator[Finding]:
-    for key, name, least, unwritable, meaning, remedy in _FOLDERS if facts["folders"] else ():
-        folder = facts["folders"][key]
+    for key, folder in (facts["folders"] or {}).items():
+        name, least, unwritable, meaning, remedy = _FOLDERS[key]
         free = folder["free_bytes"]
         words = (folder["path"], "" if free is None else f"{format_bytes(free)} free")
         value = ", ".join(filter(None, words)) or "none"

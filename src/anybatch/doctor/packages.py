@@ -36,12 +36,9 @@ _REQUIREMENT = re.compile(
 )
 """The forms that pyproject.toml uses."""
 
-_REINSTALL = (
-    "install torch anew, with one of the commands of https://pytorch.org/get-started/locally"
-)
+_REINSTALL = "install torch anew (https://pytorch.org/get-started/locally)"
 _ON_A_GPU = (
-    "see the group GPUs for the cause; if there is none, run it again with CUDA_LAUNCH_BLOCKING=1,"
-    " look at dmesg for lines with Xid, and restart the machine"
+    "see the group GPUs; else set CUDA_LAUNCH_BLOCKING=1, look for Xid in dmesg, and restart"
 )
 
 _CAUSES = (
@@ -116,8 +113,7 @@ def check_packages(facts: Facts) -> Iterator[Finding]:
     system = ", ".join(filter(None, (python["system"], python["libc"])))
     if system.startswith("Linux") and not python["libc"].startswith("glibc"):
         meaning = (
-            "the C library is not glibc, whose heap anybatch tells to give memory back: on the CPU"
-            " more memory is used than is predicted"
+            "the C library is not glibc, which anybatch sets: a CPU uses more bytes than predicted"
         )
         yield note("system", system, meaning)
     else:

@@ -205,10 +205,8 @@ def check(facts: Facts) -> Iterator[Finding]:
     if facts["torch"] is not None and not facts["torch"]["fault"]:
         yield _backends(facts["torch"])
         if pair is not None and pair["fault"]:
-            meaning = (
-                "two processes of this machine could not meet and add up a tensor"
-                f" ({pair['fault'].rstrip('.')})"
-            )
+            fault = pair["fault"].rstrip(".")
+            meaning = f"two processes here could not meet and add up a tensor ({fault})"
             remedy = "see the rows below, and whether a firewall stands in the way of 127.0.0.1"
             yield problem("gloo", "does not work here", meaning, remedy)
         elif pair is not None:
@@ -229,9 +227,7 @@ def _backends(torch: Facts) -> Finding:
         remedy = f"install a build from {_GET_STARTED} to train on several ranks"
         return problem("backends", value, meaning, remedy)
     if count > 1 and "nccl" not in names:
-        meaning = (
-            f"this build of torch has no NCCL, by which the {count} GPUs would exchange gradients"
-        )
+        meaning = f"this build of torch has no NCCL, by which {count} GPUs exchange gradients"
         return problem("backends", value, meaning, f"install a build for CUDA from {_GET_STARTED}")
     return Finding("backends", value)
 
@@ -239,21 +235,15 @@ def _backends(torch: Facts) -> Finding:
 def _network(network: Facts) -> Iterator[Finding]:
     name, fault = network["name"], network["name_fault"]
     if fault:
-        meaning = (
-            f"it leads to no address ({fault}): torchrun, and ranks on several machines, look for each"
-            " other by it"
-        )
+        meaning = f"it leads to no address ({fault}), and ranks of several machines look for it"
         remedy = (
-            f"add '127.0.1.1 {name}' to /etc/hosts, or name addresses (MASTER_ADDR, --rendezvous)"
+            f"add '127.0.1.1 {name}' to /etc/hosts, or give addresses (MASTER_ADDR, --rendezvous)"
         )
         yield warning("host name", name, meaning, remedy)
     else:
         yield Finding("host name", f"{name}, {network['address']}")
     if fault := network["loopback_fault"]:
-        meaning = (
-            f"this machine does not reach itself at 127.0.0.1 ({fault}), where ranks of one machine"
-            " meet"
-        )
+        meaning = f"ranks of this machine cannot meet at 127.0.0.1 ({fault})"
         yield problem("loopback", "does not work", meaning, "ip link set lo up, as root")
     shown = [f"{it} ({found[0]})" for it, found in network["interfaces"].items() if found]
     yield Finding("interfaces", ", ".join(shown) or "none with an address")

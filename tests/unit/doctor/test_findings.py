@@ -523,7 +523,7 @@ def test_what_could_not_be_looked_at_stops_no_other(name: str):
 def test_a_judge_that_fails_is_told_of():
     (told,) = not_well({**WELL, "folders": 3})
     assert (told.name, told.level) == ("doctor", "warning")
-    assert "TypeError" in told.sentence
+    assert "AttributeError" in told.sentence
 
 
 @pytest.mark.parametrize(
