@@ -11,7 +11,7 @@ from tests.bad_input.conftest import Outcome, tree
 from tests.bad_input.test_commands import check_told
 from tests.bad_input.test_folders import mount as mount
 
-from anybatch.report import event_file, read
+from anybatch.report import read
 from anybatch.report.folder import EVENTS_FILE
 
 Command = Callable[..., Outcome]
@@ -19,7 +19,6 @@ Command = Callable[..., Outcome]
 
 @pytest.fixture
 def without_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
-    event_file._tensorboard.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
@@ -86,6 +85,7 @@ def test_a_report_of_no_run_makes_no_log(folder: Path, command: Command):
     assert tree(folder) == {}
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_disk_that_runs_full_ends_the_log_and_not_the_run(
     mount: Callable[..., Path],
     folder: Path,

@@ -20,7 +20,7 @@ from tests.unit.report.reading_tensorboard import found_in
 import anybatch as ab
 from anybatch.events import Evaluated, RunEnded, StepDone
 from anybatch.report import read
-from anybatch.report.event_file import event_files
+from anybatch.report.tensorboard import event_files
 
 TASK = """
 import torch, torch.nn.functional as F

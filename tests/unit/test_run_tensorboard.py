@@ -134,9 +134,7 @@ def test_a_new_run_in_the_folder_has_a_new_log_or_none(tmp_path: Path):
 
 
 def test_without_the_package_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from anybatch.report import event_file
 
-    event_file._tensorboard.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)

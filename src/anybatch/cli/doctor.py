@@ -15,7 +15,6 @@ def doctor(json: JsonFile = None) -> None:
 
     from anybatch.cli.waiting import Waiting
     from anybatch.doctor import examine
-    from anybatch.doctor.printing import print_findings
     from anybatch.files import write_whole
 
     with Waiting("Looking at this machine ..."):
@@ -27,7 +26,7 @@ def doctor(json: JsonFile = None) -> None:
         print(text, end="")
     else:
         console = Console(highlight=False, markup=False)
-        print_findings(console, report)
+        report.print(console)
         if json is not None:
             console.print(f"Saved as {json}.", soft_wrap=True)
     if report.named("problem"):

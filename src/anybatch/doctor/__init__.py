@@ -1,10 +1,10 @@
-"""doctor: what is here to train with, what is wrong with it, and the remedy.
+"""doctor: what this machine has to train with, what is wrong with it, and the remedy.
 
-It has to work where nothing else does, so this floor imports no torch, asks in other processes, and
-waits for nobody without a deadline.
+It has to work where nothing else does: this package imports no torch. Everything is looked at in a
+child process, each check within a deadline, since a broken driver or library may hang or crash.
 """
 
-from anybatch.doctor.examine import Report as Report
 from anybatch.doctor.examine import examine as examine
 from anybatch.doctor.finding import Finding as Finding
 from anybatch.doctor.finding import Level as Level
+from anybatch.doctor.finding import Report as Report

@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 
 from anybatch.errors import InputError
 from anybatch.recipes.idx import load_folder
+from anybatch.recipes.ranges import ABOVE_ZERO, AT_LEAST_ZERO, COUNT, PART, check
 from anybatch.recipes.schedules import warmup_cosine
 from anybatch.task import Loss, Task
 
@@ -60,7 +61,13 @@ def digits(
     Raises:
         InputError: naming every option out of range, or what is wrong with the data.
     """
-    _check(lr=lr, width=width, weight_decay=weight_decay, dropout=dropout)
+    ranges = {
+        "lr": (lr, ABOVE_ZERO),
+        "width": (width, COUNT),
+        "weight_decay": (weight_decay, AT_LEAST_ZERO),
+        "dropout": (dropout, PART),
+    }
+    check("digits", ranges)
     images = _scikit_learn() if data is None else _mnist(data)
     num_train, _, image_height, image_width = images.train_x.shape
     return Task(
@@ -221,28 +228,22 @@ def _arrays() -> tuple[NDArray[Any], NDArray[Any]]:
 def _mnist(folder: Path) -> _Images:
     arrays = load_folder(folder)
     (height, width), test_size = arrays.train_images.shape[1:], arrays.test_images.shape[1:]
-    if tuple(test_size) != (height, width):
-        raise InputError(
-            f"the images in {str(folder)!r} are {height} x {width} for training but"
-            f" {' x '.join(map(str, test_size))} for testing: give files that belong together."
-        )
-    if min(height, width) < 2:
-        raise InputError(
-            f"the images in {str(folder)!r} are {height} x {width}: give images of at least 2 x 2."
-        )
-    for name, values in (("training", arrays.train_images), ("test", arrays.test_images)):
-        if values.dtype != torch.uint8:
-            raise InputError(
-                f"the {name} images in {str(folder)!r} hold values of type {values.dtype}: give"
-                " unsigned bytes, 0 to 255."
-            )
     train_y, test_y = arrays.train_labels, arrays.test_labels
-    for name, labels in (("training", train_y), ("test", test_y)):
-        if labels.is_floating_point() or int(labels.min()) < 0:
-            raise InputError(
-                f"the {name} labels in {str(folder)!r} are not all whole numbers of at least 0:"
-                " give the number of a class for each image."
-            )
+    pixels = [arrays.train_images.dtype, arrays.test_images.dtype]
+    labels = {"training": train_y, "test": test_y}
+    wrong = [it for it, y in labels.items() if y.is_floating_point() or int(y.min()) < 0]
+    fault = ""
+    if tuple(test_size) != (height, width):
+        test = " x ".join(map(str, test_size))
+        fault = f"images are {height} x {width} for training, and {test} for testing"
+    elif min(height, width) < 2:
+        fault = f"images are {height} x {width}, and have to be at least 2 x 2"
+    elif pixels != [torch.uint8] * 2:
+        fault = f"images hold {pixels[0]} (training) and {pixels[1]} (test), and not unsigned bytes"
+    elif wrong:
+        fault = f"{wrong[0]} labels are not all whole numbers of at least 0"
+    if fault:
+        raise InputError(f"the data in {str(folder)!r} cannot be classified: {fault}; give others.")
     return _Images(
         arrays.train_images.unsqueeze(1).float() / 255,
         train_y.long(),
@@ -250,17 +251,3 @@ def _mnist(folder: Path) -> _Images:
         test_y.long(),
         num_classes=1 + max(int(train_y.max()), int(test_y.max())),
     )
-
-
-def _check(lr: float, width: int, weight_decay: float, dropout: float) -> None:
-    faults = []
-    if not 0 < lr < math.inf:
-        faults.append(f"lr is {lr!r}; give a number above zero")
-    if width < 1:
-        faults.append(f"width is {width!r}; give a whole number of at least 1")
-    if not 0 <= weight_decay < math.inf:
-        faults.append(f"weight_decay is {weight_decay!r}; give a number of at least zero")
-    if not 0 <= dropout < 1:
-        faults.append(f"dropout is {dropout!r}; give a number from 0 up to, not including, 1")
-    if faults:
-        raise InputError(f"the recipe 'digits' cannot be made: {'; '.join(faults)}.")

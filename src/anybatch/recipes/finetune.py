@@ -9,7 +9,6 @@ only adapters are trained. Everything is read from folders; nothing is downloade
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -31,11 +30,12 @@ from anybatch.recipes.finetune_model import (
     Shape,
     Source,
     build,
-    check,
+    checked,
     find,
     num_positions,
 )
 from anybatch.recipes.finetune_samples import (
+    LABELLED,
     Encoded,
     Form,
     Sample,
@@ -47,6 +47,7 @@ from anybatch.recipes.finetune_samples import (
 )
 from anybatch.recipes.finetune_tell import Told
 from anybatch.recipes.finetune_tokens import Tokens, tokens_of
+from anybatch.recipes.ranges import ABOVE_ZERO, AT_LEAST_ZERO, PART, Range, check
 from anybatch.recipes.schedules import warmup_cosine
 from anybatch.recipes.text import TokenScore, decay_groups, perplexity, steps_between
 from anybatch.task import Loss, Task
@@ -114,16 +115,31 @@ def finetune(
     Raises:
         InputError: naming every option out of range, or what is wrong with model or data.
     """
-    lora = _lora(lora_rank, lora_alpha, lora_dropout, lora_targets)
-    _check(lora_rank, lora, max_length, lr, warmup, weight_decay, clip, save)
+    names = tuple(name for part in lora_targets.split(",") if (name := part.strip()))
+    alpha = 2 * lora_rank if lora_alpha is None else lora_alpha
+    lora = Lora(lora_rank, alpha, lora_dropout, names) if lora_rank else None
+    ranges = {
+        "lr": (lr, ABOVE_ZERO),
+        "clip": (clip, ABOVE_ZERO),
+        "warmup": (warmup, Range("a part of training, 0 to 1", _is_part)),
+        "weight_decay": (weight_decay, AT_LEAST_ZERO),
+        "max_length": (max_length, Range("at least 2 tokens: one predicts the next", _is_two)),
+        "lora_rank": (
+            lora_rank,
+            Range("a whole number above zero, or 0 for no adapters", _is_count),
+        ),
+    }
+    if lora_rank > 0:
+        ranges |= {"lora_alpha": (alpha, ABOVE_ZERO), "lora_dropout": (lora_dropout, PART)}
+    check("finetune", ranges, _faults(lora, save))
     rows, source = read(data, valid), find(model)
     form = form_of(rows.train, task)
-    kind: Kind = "classification" if form in ("label", "labelled tokens") else "causal-lm"
+    kind: Kind = "classification" if form in LABELLED else "causal-lm"
     classes: list[str] = []
     if kind == "classification":
         source, classes = _with_classes(source, rows)
     shape = Shape(source, kind, getattr(torch, dtype), lora)
-    words = check(shape)
+    words = checked(shape)
     tokens = _tokens(source, words, form)
     pad = tokens.pad if tokens is not None else 0
     if kind == "classification" and source.config.pad_token_id is None:
@@ -191,11 +207,6 @@ def lengths(samples: Samples) -> list[int]:
 # -------------------------------------------------------------------------------- model and tokens
 
 
-def _lora(rank: int, alpha: float | None, dropout: float, targets: str) -> Lora | None:
-    names = tuple(name for part in targets.split(",") if (name := part.strip()))
-    return Lora(rank, 2 * rank if alpha is None else alpha, dropout, names) if rank else None
-
-
 def _default_lr(shape: Shape) -> float:
     if not shape.source.has_weights:
         return RANDOM_LR
@@ -259,47 +270,20 @@ def _origin(
     return f"The model: {source.folder}, {weights}. The data: {rows.origin}{cut}{read_as}."
 
 
-# -------------------------------------------------------------------------------------- the options
+def _is_part(warmup: float) -> bool:
+    return 0 <= warmup <= 1
 
 
-def _check(
-    rank: int,
-    lora: Lora | None,
-    max_length: int | None,
-    lr: float | None,
-    warmup: float,
-    weight_decay: float,
-    clip: float,
-    save: Path | None,
-) -> None:
-    faults = []
-    for name, value in (("lr", lr), ("clip", clip)):
-        if value is not None and not 0 < value < math.inf:
-            faults.append(f"{name} is {value!r}; give a number above zero")
-    if not 0 <= warmup <= 1:
-        faults.append(f"warmup is {warmup!r}; give a part of training, 0 to 1")
-    if not 0 <= weight_decay < math.inf:
-        faults.append(f"weight_decay is {weight_decay!r}; give a number of at least zero")
-    if max_length is not None and max_length < 2:
-        faults.append(
-            f"max_length is {max_length!r}; give at least 2 tokens: one predicts the next"
-        )
-    if rank < 0:
-        faults.append(
-            f"lora_rank is {rank!r}; give a whole number above zero, or 0 for no adapters"
-        )
-    if lora is not None:
-        faults += _faults_of_adapters(lora)
-    if save is not None and save.exists() and not save.is_dir():
-        faults.append(f"save is {str(save)!r}, which is a file; give a folder")
-    if faults:
-        raise InputError(f"the recipe 'finetune' cannot be made: {'; '.join(faults)}.")
+def _is_two(length: int) -> bool:
+    return length >= 2
 
 
-def _faults_of_adapters(lora: Lora) -> Iterator[str]:
-    if not 0 < lora.alpha < math.inf and lora.rank > 0:
-        yield f"lora_alpha is {lora.alpha!r}; give a number above zero"
-    if not 0 <= lora.dropout < 1:
-        yield f"lora_dropout is {lora.dropout!r}; give a number from 0 up to, not including, 1"
-    if not lora.targets:
+def _is_count(rank: int) -> bool:
+    return rank >= 0
+
+
+def _faults(lora: Lora | None, save: Path | None) -> Iterator[str]:
+    if lora is not None and not lora.targets:
         yield f"lora_targets is empty; name linear layers, or give {ALL_LINEAR}"
+    if save is not None and save.exists() and not save.is_dir():
+        yield f"save is {str(save)!r}, which is a file; give a folder"

@@ -1,12 +1,12 @@
-"""Rows to fine-tune on, from files as people have them, each with the place that an error names.
+"""Rows to fine-tune on, from files, each with the place that an error names.
 
     .jsonl .ndjson    an object per line          .csv .tsv    with a line of names first
     .json             a list of objects, or lines             .txt  ...    a text per line
     a folder          of such files (train.*, and valid.*, validation.*, dev.* or test.* held out)
     a folder          that `save_to_disk` of Hugging Face's datasets wrote
 
-Files are read by Python's own readers. The library `datasets` is asked for its own folders only: it
-brings a hundred megabytes, and a JSON line needs none of them.
+Files are read by Python's own readers, which know the line of a fault. The library `datasets`, which
+brings a hundred megabytes, is asked for its own folders only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import csv
 import json
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +28,10 @@ HELD_OUT = ("validation", "valid", "dev", "test")
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _OF_LINES = (".jsonl", ".ndjson")
 _SUFFIXES = (*_OF_LINES, ".json", *_SEPARATORS, ".txt")
+_EXAMPLE = 'such as {"text": "..."}'
 
 Row = Mapping[str, Any]
+_Rows = Iterator[tuple[int, Row]]
 
 
 class Table(NamedTuple):
@@ -40,7 +42,7 @@ class Table(NamedTuple):
         at: of each row, which of the `files`, and its number in it, from 1.
         files: paths, for messages.
         unit: what the numbers count: `line` or `row`.
-        names: of the classes, where the data itself tells them.
+        names: of the classes, where the data itself has them.
     """
 
     rows: list[Row]
@@ -76,28 +78,27 @@ def read(data: Path, held_out: Path | None) -> Data:
     Raises `InputError` if there are none, or a file is not what its name says: with the line.
     """
     parts = _parts(data)
+    train, name = parts["train"], _held_out_name(parts)
     if held_out is not None:
-        train = parts["train"]
-        valid = _parts(held_out)
-        held = next((valid[name] for name in HELD_OUT if name in valid), valid["train"])
+        others = _parts(held_out)
+        held = others[_held_out_name(others) or "train"]
         return Data(
             train, held, f"{_count(train)} of {data}; held out: {_count(held)} of {held_out}"
         )
-    for name in HELD_OUT:
-        if name in parts:
-            train, held = parts["train"], parts[name]
-            return Data(
-                train, held, f"{_count(train)} of {data}; held out: its {_count(held)}, {name}"
-            )
-    whole = parts["train"]
-    size = len(whole.rows)
+    if name is not None:
+        held = parts[name]
+        return Data(train, held, f"{_count(train)} of {data}; held out: its {_count(held)}, {name}")
+    size = len(train.rows)
     if size < 2:
-        return Data(whole, None, f"{_count(whole)} of {data}; nothing held out")
+        return Data(train, None, f"{_count(train)} of {data}; nothing held out")
     # Drawn, since rows often come in turns or sorted; the same ones in every run.
     drawn = set(random.Random(0).sample(range(size), max(1, size // EVERY)))
-    train = whole.take(number for number in range(size) if number not in drawn)
-    held = whole.take(sorted(drawn))
-    return Data(train, held, f"{_count(whole)} of {data}; held out: {_count(held)} of them")
+    kept, held = train.take(i for i in range(size) if i not in drawn), train.take(sorted(drawn))
+    return Data(kept, held, f"{_count(train)} of {data}; held out: {_count(held)} of them")
+
+
+def _held_out_name(parts: Iterable[str]) -> str | None:
+    return next((name for name in HELD_OUT if name in parts), None)
 
 
 def _count(table: Table) -> str:
@@ -106,20 +107,18 @@ def _count(table: Table) -> str:
 
 def _parts(data: Path) -> dict[str, Table]:
     """By name, with `train` among them."""
-    if not data.exists():
+    if not data.is_dir() and not data.is_file():
+        what = "is neither a file nor a folder" if data.exists() else "does not exist"
         raise InputError(
-            f"the data {str(data)!r} does not exist (looked from {os.getcwd()}): give a file"
+            f"the data {str(data)!r} {what} (looked from {os.getcwd()}): give a file"
             f" ({', '.join(_SUFFIXES)}) or a folder; nothing is downloaded."
         )
-    if data.is_dir():
-        is_saved = (data / "dataset_dict.json").exists() or (data / "dataset_info.json").exists()
-        parts = _saved(data) if is_saved else _folder(data)
-    elif data.is_file():
+    if data.is_file():
         parts = {"train": _table([data])}
+    elif (data / "dataset_dict.json").exists() or (data / "dataset_info.json").exists():
+        parts = _saved(data)
     else:
-        raise InputError(
-            f"the data {str(data)!r} is neither a file nor a folder: give one of them."
-        )
+        parts = _folder(data)
     if not parts["train"].rows:
         raise InputError(f"the data {str(data)!r} is empty: give some with rows in it.")
     return parts
@@ -131,7 +130,7 @@ def _folder(folder: Path) -> dict[str, Table]:
         for path in folder.iterdir()
         if path.suffix in _SUFFIXES and path.is_file() and not path.name.startswith(".")
     )
-    held = next((name for name in HELD_OUT if any(path.stem == name for path in files)), None)
+    held = _held_out_name([path.stem for path in files])
     train = [path for path in files if path.stem not in HELD_OUT]
     if not train:
         raise InputError(
@@ -139,32 +138,31 @@ def _folder(folder: Path) -> dict[str, Table]:
             f" {', '.join(_SUFFIXES)}, or one that save_to_disk of datasets wrote."
         )
     parts = {"train": _table(train)}
-    if held is not None:
-        parts[held] = _table([path for path in files if path.stem == held])
-    return parts
+    return parts if held is None else parts | {held: _table([p for p in files if p.stem == held])}
 
 
 def _table(files: list[Path]) -> Table:
-    rows: list[Row] = []
-    at: list[tuple[int, int]] = []
-    for file, path in enumerate(files):
-        for number, row in _reader(path)(path):
-            rows.append(row)
-            at.append((file, number))
-    return Table(rows, at, [str(path) for path in files], "line")
+    found = [(file, *one) for file, path in enumerate(files) for one in _rows(path)]
+    at = [(file, number) for file, number, _ in found]
+    return Table([row for *_, row in found], at, [str(path) for path in files], "line")
 
 
 # ------------------------------------------------------------------------------------------- files
 
-_Rows = Iterator[tuple[int, Row]]
 
-
-def _reader(path: Path) -> Callable[[Path], _Rows]:
+def _rows(path: Path) -> _Rows:
+    """The rows of a file and their numbers, from 1."""
     if path.suffix in _SEPARATORS:
-        return _separated
-    if path.suffix in _OF_LINES:
-        return _objects
-    return _list_or_objects if path.suffix == ".json" else _texts
+        yield from _separated(path)
+        return
+    lines = [(number, line) for number, line in _lines(path) if line.strip()]
+    if path.suffix == ".json" and lines and lines[0][1].lstrip().startswith("["):
+        yield from _list(path)
+    elif path.suffix in (*_OF_LINES, ".json"):
+        for number, line in lines:
+            yield number, _object(line, number, path)
+    else:
+        yield from ((number, {"text": line}) for number, line in lines)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -188,60 +186,35 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise InputError(f"the file {str(path)!r} cannot be read: {error.strerror}.") from None
 
 
-def _texts(path: Path) -> _Rows:
-    for number, line in _lines(path):
-        if line.strip():
-            yield number, {"text": line}
-
-
-def _objects(path: Path) -> _Rows:
-    for number, line in _lines(path):
-        if line.strip():
-            yield number, _object(line, number, path)
-
-
 def _object(line: str, number: int, path: Path) -> Row:
-    place = f"line {number} of {str(path)!r}"
     try:
         found = json.loads(line)
     except ValueError as error:
-        told = getattr(error, "msg", str(error))
-        column = getattr(error, "colno", 1)
+        words, column = getattr(error, "msg", str(error)), getattr(error, "colno", 1)
         raise InputError(
-            f"{place} is not JSON ({told}, column {column}): give one object per line, such as"
-            ' {"text": "..."}.'
+            f"line {number} of {str(path)!r} is not JSON ({words}, column {column}): give one object"
+            f" per line, {_EXAMPLE}."
         ) from None
-    if not isinstance(found, dict):
-        raise InputError(
-            f'{place} is {_kind(found)}: give an object per line, such as {{"text": "..."}}.'
-        )
-    return found
+    return _checked(found, f"line {number} of {str(path)!r}")
 
 
-def _list_or_objects(path: Path) -> _Rows:
-    lines = _lines(path)
-    first = next(((number, line) for number, line in lines if line.strip()), None)
-    if first is None:
-        return
-    if not first[1].lstrip().startswith("["):
-        yield from _objects(path)
-        return
-    text = "\n".join([first[1], *(line for _, line in lines)])
+def _list(path: Path) -> _Rows:
     try:
-        found = json.loads(text)
+        found = json.loads("\n".join(line for _, line in _lines(path)))
     except ValueError as error:
-        line = first[0] - 1 + getattr(error, "lineno", 1)
         raise InputError(
-            f"line {line} of {str(path)!r} is not JSON ({getattr(error, 'msg', error)}): give a list of"
-            " objects, or one object per line."
+            f"line {getattr(error, 'lineno', 1)} of {str(path)!r} is not JSON"
+            f" ({getattr(error, 'msg', error)}): give a list of objects, or one object per line."
         ) from None
     for number, row in enumerate(found, start=1):
-        if not isinstance(row, dict):
-            raise InputError(
-                f"entry {number} of the list in {str(path)!r} is {_kind(row)}: give objects, such as"
-                ' {"text": "..."}.'
-            )
-        yield number, row
+        yield number, _checked(row, f"entry {number} of the list in {str(path)!r}")
+
+
+def _checked(row: Any, place: str) -> Row:
+    if not isinstance(row, dict):
+        what = "null" if row is None else f"a value of type {type(row).__name__}"
+        raise InputError(f"{place} is {what}: give an object for each row, {_EXAMPLE}.")
+    return row
 
 
 def _separated(path: Path) -> _Rows:
@@ -250,11 +223,11 @@ def _separated(path: Path) -> _Rows:
     try:
         for row in reader:
             if None in row or None in row.values():
-                num = len(reader.fieldnames or ())
                 more = "more" if None in row else "fewer"
                 raise InputError(
-                    f"line {reader.line_num} of {str(path)!r} has {more} than the {num} fields that its"
-                    " first line names: quote fields that have a separator in them."
+                    f"line {reader.line_num} of {str(path)!r} has {more} than the"
+                    f" {len(reader.fieldnames or ())} fields that its first line names: quote fields"
+                    " that have a separator in them."
                 )
             yield reader.line_num, row
     except csv.Error as error:
@@ -299,7 +272,3 @@ def _rows_of(found: Any, folder: str) -> Table:
     names = getattr(found.features.get("label"), "names", None)
     rows = list(found.with_format(None))
     return Table(rows, [(0, i) for i in range(1, len(rows) + 1)], [folder], "row", names)
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else f"a value of type {type(value).__name__}"

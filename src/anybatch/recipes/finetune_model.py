@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -99,6 +100,8 @@ def build(shape: Shape) -> nn.Module:
 
     Raises `InputError` if the weights cannot be read or are for another model.
     """
+    from safetensors import SafetensorError
+
     auto, source = _auto(shape.kind), shape.source
     options = {"dtype": shape.dtype, "trust_remote_code": False}
     if not source.has_weights or isinstance(torch.empty(0), FakeTensor):
@@ -109,7 +112,7 @@ def build(shape: Shape) -> nn.Module:
                 model = auto.from_pretrained(
                     source.folder, config=source.config, local_files_only=True, **options
                 )
-        except (OSError, ValueError, RuntimeError, _safetensor_error()) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise InputError(
                 f"the weights in {str(source.folder)!r} cannot be read as a model of type"
                 f" {source.config.model_type!r}: {first_line(error)}"
@@ -117,7 +120,7 @@ def build(shape: Shape) -> nn.Module:
     return model if shape.lora is None else _adapted(model, shape.lora, shape.kind)
 
 
-def check(shape: Shape) -> int:
+def checked(shape: Shape) -> int:
     """The number of words that the model knows: ids are below it. Nothing is allocated.
 
     Raises `InputError` if transformers has no such model, it does not read tokens, or an adapter is
@@ -175,7 +178,13 @@ def first_line(error: BaseException) -> str:
 
 
 def _adapted(model: nn.Module, lora: Lora, kind: Kind) -> nn.Module:
-    peft = adapters()
+    try:
+        peft: Any = import_module("peft")
+    except ImportError as error:
+        raise InputError(
+            f"adapters (lora_rank) need Hugging Face's peft, which cannot be imported ({error}):"
+            " pip install anybatch[hf], or give lora_rank=0, which trains all weights."
+        ) from error
     linear = _linear_layers(model)
     targets: Any = ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets)
     config = peft.LoraConfig(
@@ -190,18 +199,6 @@ def _adapted(model: nn.Module, lora: Lora, kind: Kind) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of what peft asks of transformers
         return peft.get_peft_model(model, config)
-
-
-def adapters() -> Any:
-    """peft. Raises `InputError` if it is not installed."""
-    try:
-        import peft
-    except ImportError as error:
-        raise InputError(
-            f"adapters (lora_rank) need Hugging Face's peft, which cannot be imported ({error}):"
-            " pip install anybatch[hf], or give lora_rank=0, which trains all weights."
-        ) from error
-    return peft
 
 
 def _check_targets(model: nn.Module, targets: Iterable[str]) -> None:
@@ -236,15 +233,8 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def _auto(kind: Kind) -> Any:
     found = libraries()
-    if kind == "causal-lm":
-        return found.AutoModelForCausalLM
-    return found.AutoModelForSequenceClassification
-
-
-def _safetensor_error() -> type[Exception]:
-    from safetensors import SafetensorError
-
-    return SafetensorError
+    is_causal = kind == "causal-lm"
+    return found.AutoModelForCausalLM if is_causal else found.AutoModelForSequenceClassification
 
 
 @contextmanager

@@ -3,17 +3,17 @@
     text                    t t t t t .        every token is predicted from those before it
     prompt + completion     p p p c c .        of which those of the completion count
     text + label            t t t t t          one label for all
-    input_ids (+ labels)    t t t t t          tokens that somebody else has made
+    input_ids (+ labels)    t t t t t          tokens that were made before
 
 A batch has `input_ids`, `attention_mask` and `labels`, padded to its own longest sample; a label of
--100 counts nothing. What a model wants to be given stands in `labels` where its token does.
+-100 counts nothing. The label of a token has the token's own place: the model moves labels by one.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ Form: TypeAlias = Literal["text", "pair", "label", "tokens", "labelled tokens"]
 Sample: TypeAlias = "dict[str, Tensor]"
 
 _WANTED = "'text', 'prompt' with 'completion', 'text' with 'label', or 'input_ids'"
-_LABELLED = ("label", "labelled tokens")
+LABELLED = ("label", "labelled tokens")
 _SHOWN = 12  # names of classes in a message
 _MOST_CLASSES = 100_000  # what is larger is a name that looks like a number
 _MUCH_UNKNOWN = 0.1  # part of the tokens
@@ -39,12 +39,8 @@ _AT_ONCE = 1000  # texts that a tokenizer is given at once
 
 
 class Samples(Dataset[Sample]):
-    """Samples `{"input_ids": [tokens] int64, "labels": [tokens] or [] int64}`, held as two long
-    tensors.
-
-    Attributes:
-        lengths: tokens of each sample.
-    """
+    """Samples `{"input_ids": [tokens] int64, "labels": [tokens] or [] int64}`, held as tensors of all
+    samples in a row. `lengths`: tokens of each sample."""
 
     def __init__(self, ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int] | int]) -> None:
         self.lengths: list[int] = [len(one) for one in ids]
@@ -85,21 +81,22 @@ def padded(samples: list[Sample], pad: int) -> Sample:
 
 
 def form_of(table: Table, kind: Kind | None) -> Form:
-    """What the columns of the first row mean, for the task `kind`, or for that which they tell.
+    """What the columns of the first row mean, for the task `kind`, or for the one that they imply.
 
     Raises `InputError` if they mean nothing, or something else.
     """
     columns = table.rows[0].keys()
-    labelled = "label" in columns
+    labelled = "label" in columns and kind != "causal-lm"
+    found: Form
     if "input_ids" in columns:
-        found: Form = "labelled tokens" if labelled and kind != "causal-lm" else "tokens"
+        found = "labelled tokens" if labelled else "tokens"
     elif {"prompt", "completion"} <= columns:
         found = "pair"
     elif "text" in columns:
-        found = "label" if labelled and kind != "causal-lm" else "text"
+        found = "label" if labelled else "text"
     else:
         raise InputError(f"{table.place(0)} has {listed(columns)}: give rows with {_WANTED}.")
-    if kind == "classification" and found not in _LABELLED:
+    if kind == "classification" and found not in LABELLED:
         raise InputError(
             f"{table.place(0)} has {listed(columns)} and no 'label': a classifier needs one in every"
             " row; give 'text' with 'label', or task=causal-lm."
@@ -111,14 +108,24 @@ def form_of(table: Table, kind: Kind | None) -> Form:
 
 
 def classes_of(tables: Sequence[Table]) -> list[str]:
-    """The names of the classes: those that the data tells, else the labels that are there, sorted, or
+    """The names of the classes: those that the data has, else the labels that occur, sorted, or
     counted from 0 where they are numbers.
 
     Raises `DataError` for a row without a label, or one that is none; `InputError` for a single class.
     """
     names = next((table.names for table in tables if table.names), None)
     if names is None:
-        found = {str(label) for label in _of_one_kind(tables)}
+        found: set[str] = set()
+        first: type | None = None
+        for table in tables:
+            for number, label in enumerate(_labels(table)):
+                if first is not None and type(label) is not first:
+                    raise DataError(
+                        f"{table.place(number)} has the label {label!r}, and those before are of"
+                        " another kind: give names in every row, or whole numbers from 0."
+                    )
+                first = type(label)
+                found.add(str(label))
         numbers = all(map(_is_number, found))
         names = list(map(str, range(max(map(int, found)) + 1))) if numbers else sorted(found)
     if len(names) < 2:
@@ -129,39 +136,27 @@ def classes_of(tables: Sequence[Table]) -> list[str]:
     return names
 
 
-def _of_one_kind(tables: Sequence[Table]) -> Iterator[int | str]:
-    """The labels of all tables. Raises `DataError` where some are names and some are numbers."""
-    first: type | None = None
-    for table in tables:
-        for number, label in enumerate(_labels(table)):
-            if first is not None and type(label) is not first:
-                raise DataError(
-                    f"{table.place(number)} has the label {label!r}, and those before are of another"
-                    " kind: give names in every row, or whole numbers from 0."
-                )
-            first = type(label)
-            yield label
-
-
 def _labels(table: Table) -> Iterator[int | str]:
     """Raises `DataError` for what is no label."""
     for number, row in enumerate(table.rows):
-        label = row.get("label")
+        label: Any = row.get("label")
         named = isinstance(label, str) and label != ""
         if not named and not (type(label) is int and 0 <= label < _MOST_CLASSES):
             raise DataError(
                 f"{table.place(number)} has the label {label!r}: give a name, or a whole number from 0"
                 f" that counts classes, below {_MOST_CLASSES:,}."
             )
-        yield cast("int | str", label)
+        yield label
 
 
 def _targets(table: Table, classes: list[str]) -> list[int]:
     """The class of each row. Raises `DataError` for a label that is none of `classes`."""
-    of_name = {name: number for number, name in enumerate(classes)}
+    places = {name: number for number, name in enumerate(classes)}
     found = []
     for number, label in enumerate(_labels(table)):
-        place = label if isinstance(label, int) else of_name.get(label, _number(label))
+        place = places.get(str(label), int(label) if _is_number(str(label)) else -1)
+        if isinstance(label, int):
+            place = label
         if not 0 <= place < len(classes):
             raise DataError(
                 f"{table.place(number)} has the label {label!r}, which is none of the"
@@ -170,10 +165,6 @@ def _targets(table: Table, classes: list[str]) -> list[int]:
             )
         found.append(place)
     return found
-
-
-def _number(label: str) -> int:
-    return int(label) if _is_number(label) else -1
 
 
 def _is_number(label: str) -> bool:
@@ -187,7 +178,7 @@ def _is_number(label: str) -> bool:
 def encoded(
     table: Table, form: Form, tokens: Tokens | None, longest: int, words: int, classes: list[str]
 ) -> Encoded:
-    """The samples of `table`. Rows in which nothing is there to learn from (an empty text, a completion
+    """The samples of `table`. Rows in which there is nothing to learn from (an empty text, a completion
     that is empty or does not begin before the cut) are left out, with a warning that names the first.
 
     Args:
@@ -200,95 +191,63 @@ def encoded(
     Raises `DataError` for a row that is not as the first one, or a token that is no word; `InputError`
     if no row is left.
     """
-    ids, labels = _MAKERS[form](table, tokens)
-    classes_given = _targets(table, classes) if form in _LABELLED else None
+    ids, labels = _tokens_and_labels(table, form, tokens)
     _check_words(table, "token", ids, words)
-    _tell_unknown(table, ids, tokens)
+    if tokens is not None:
+        _warn_of_unknown(table, ids, tokens)
     if form == "tokens" and labels is not ids:
         _check_words(table, "label", labels, words)
-    kept, made, wanted, num_cut = [], [], [], 0
-    for number, (one, given) in enumerate(zip(ids, labels, strict=True)):
-        cut = one[:longest]
-        if classes_given is None:
-            target: Any = given[:longest]
-            is_empty = all(label == IGNORED for label in target[1:])
-        else:
-            target = classes_given[number]
-            is_empty = not cut
-        if is_empty:
-            continue
-        num_cut += len(one) > longest
-        kept.append(number)
-        made.append(cut)
-        wanted.append(target)
-    _tell_left_out(table, kept)
+    if form in LABELLED:
+        targets: list[Any] = _targets(table, classes)
+        kept = [number for number, one in enumerate(ids) if one]
+    else:
+        targets = [one[:longest] for one in labels]
+        kept = [number for number, one in enumerate(targets) if any(x != IGNORED for x in one[1:])]
+    _warn_of_left_out(table, kept)
     if not kept:
         raise InputError(
             f"no row of {table.files[0]!r} has anything to learn from: give texts that are not empty"
             f" (and completions that begin within {longest} tokens)."
         )
-    return Encoded(Samples(made, wanted), num_cut)
+    samples = Samples([ids[i][:longest] for i in kept], [targets[i] for i in kept])
+    return Encoded(samples, sum(len(ids[i]) > longest for i in kept))
 
 
-_Made: TypeAlias = "tuple[list[list[int]], list[list[int]]]"
-"""Tokens of each row, and what each of them is as a label (nothing of use where the row has one)."""
-
-
-def _from_texts(table: Table, tokens: Tokens | None) -> _Made:
-    ids = _ended(_encoded(table, "text", tokens), tokens)
-    return ids, ids
-
-
-def _from_labelled(table: Table, tokens: Tokens | None) -> _Made:
-    ids = _encoded(table, "text", tokens)
-    return ids, ids
-
-
-def _from_pairs(table: Table, tokens: Tokens | None) -> _Made:
+def _tokens_and_labels(
+    table: Table, form: Form, tokens: Tokens | None
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens of each row, and the label of each token (of no use where the row has one)."""
+    if form in ("tokens", "labelled tokens"):
+        ids = _numbers(table, "input_ids")
+        if form == "labelled tokens" or "labels" not in table.rows[0]:
+            return ids, ids
+        labels = _numbers(table, "labels")
+        _check_labels(table, ids, labels)
+        return ids, labels
     assert tokens is not None
+    if form == "label":
+        ids = _encoded(table, "text", tokens)
+        return ids, ids
+    end = tokens.end
+    last = _encoded(table, "text" if form == "text" else "completion", tokens, form == "text")
+    ended = [[*one, end] if one and end is not None and one[-1] != end else one for one in last]
+    if form == "text":
+        return ended, ended
     prompts = _encoded(table, "prompt", tokens)
-    completions = _encoded(table, "completion", tokens, whole=False)
-    begun = [one[:-1] if one and one[-1] == tokens.end else one for one in prompts]
-    ended = _ended(completions, tokens)
+    begun = [one[:-1] if one and one[-1] == end else one for one in prompts]
     labels = [[IGNORED] * len(a) + b for a, b in zip(begun, ended, strict=True)]
     return [a + b for a, b in zip(begun, ended, strict=True)], labels
 
 
-def _from_tokens(table: Table, _tokens: Tokens | None) -> _Made:
-    ids = [_numbers(table, number, "input_ids") for number in range(len(table.rows))]
-    if "labels" not in table.rows[0]:
-        return ids, ids
-    labels = [_numbers(table, number, "labels") for number in range(len(table.rows))]
-    for number, (one, other) in enumerate(zip(ids, labels, strict=True)):
-        if len(one) != len(other):
-            raise DataError(
-                f"{table.place(number)} has {len(one)} input_ids and {len(other)} labels: give one"
-                " label for each token, -100 where it counts nothing."
-            )
-    _check_not_moved(table, ids, labels)
-    return ids, labels
-
-
-def _from_labelled_tokens(table: Table, _tokens: Tokens | None) -> _Made:
-    ids = [_numbers(table, number, "input_ids") for number in range(len(table.rows))]
-    return ids, ids
-
-
-_MAKERS: dict[Form, Callable[[Table, Tokens | None], _Made]] = {
-    "text": _from_texts,
-    "pair": _from_pairs,
-    "label": _from_labelled,
-    "tokens": _from_tokens,
-    "labelled tokens": _from_labelled_tokens,
-}
-
-
-def _encoded(
-    table: Table, column: str, tokens: Tokens | None, whole: bool = True
-) -> list[list[int]]:
+def _encoded(table: Table, column: str, tokens: Tokens, whole: bool = True) -> list[list[int]]:
     """The tokens of a column of texts; none for one that is empty."""
-    assert tokens is not None
-    texts = [_text(table, number, column) for number in range(len(table.rows))]
+    texts: list[str] = []
+    for number, row in enumerate(table.rows):
+        text = row.get(column)
+        if not isinstance(text, str):
+            kind = "null" if text is None else f"a value of type {type(text).__name__}"
+            raise _unlike_the_first(table, number, column, kind, "a text")
+        texts.append(text)
     full = [number for number, text in enumerate(texts) if text.strip()]
     found: list[list[int]] = [[] for _ in texts]
     for start in range(0, len(full), _AT_ONCE):
@@ -298,31 +257,22 @@ def _encoded(
     return found
 
 
-def _ended(ids: list[list[int]], tokens: Tokens | None) -> list[list[int]]:
-    """With the token that ends a text after each that is not empty."""
-    end = None if tokens is None else tokens.end
-    return [[*one, end] if one and end is not None and one[-1] != end else one for one in ids]
+def _numbers(table: Table, column: str) -> list[list[int]]:
+    found: list[list[int]] = []
+    for number, row in enumerate(table.rows):
+        values = row.get(column)
+        if not isinstance(values, list) or not all(type(value) is int for value in values):
+            kind = "something else than whole numbers"
+            raise _unlike_the_first(table, number, column, kind, "a list of whole numbers")
+        found.append(values)
+    return found
 
 
-def _text(table: Table, number: int, column: str) -> str:
-    text = table.rows[number].get(column)
-    if not isinstance(text, str):
-        what = "no" if column not in table.rows[number] else f"{_kind(text)} as"
-        raise DataError(
-            f"{table.place(number)} has {what} {column!r}: give a text in every row, as in the first."
-        )
-    return text
-
-
-def _numbers(table: Table, number: int, column: str) -> list[int]:
-    values = table.rows[number].get(column)
-    if not isinstance(values, list) or not all(type(value) is int for value in values):
-        what = "no" if column not in table.rows[number] else "something else than whole numbers as"
-        raise DataError(
-            f"{table.place(number)} has {what} {column!r}: give a list of whole numbers in every row,"
-            " as in the first."
-        )
-    return values
+def _unlike_the_first(table: Table, number: int, column: str, kind: str, wanted: str) -> DataError:
+    what = f"{kind} as" if column in table.rows[number] else "no"
+    return DataError(
+        f"{table.place(number)} has {what} {column!r}: give {wanted} in every row, as in the first."
+    )
 
 
 # ------------------------------------------------------------------------------------------- checks
@@ -341,11 +291,31 @@ def _check_words(table: Table, what: str, values: list[list[int]], words: int) -
             )
 
 
-def _tell_unknown(table: Table, ids: list[list[int]], tokens: Tokens | None) -> None:
+def _check_labels(table: Table, ids: list[list[int]], labels: list[list[int]]) -> None:
+    """As many labels as tokens, and not moved by one: they would be moved by one more."""
+    for number, (one, other) in enumerate(zip(ids, labels, strict=True)):
+        if len(one) != len(other):
+            raise DataError(
+                f"{table.place(number)} has {len(one)} input_ids and {len(other)} labels: give one"
+                " label for each token, -100 where it counts nothing."
+            )
+    counted = [
+        (label == following, label == token)
+        for one, other in zip(ids, labels, strict=True)
+        for label, following, token in zip(other, one[1:], one, strict=False)
+        if label != IGNORED
+    ]
+    if counted and all(moved for moved, _ in counted) and not all(same for _, same in counted):
+        raise DataError(
+            f"the labels of {table.files[0]!r} are moved by one already (labels[i] is input_ids[i + 1]"
+            " in every row), and a causal language model moves them by itself: give labels that stand"
+            " where their tokens do, or none."
+        )
+
+
+def _warn_of_unknown(table: Table, ids: list[list[int]], tokens: Tokens) -> None:
     """Of a text of which much is unknown, little can be learned: it is another tokenizer's."""
-    if tokens is None or tokens.unknown is None:
-        return
-    counts = [one.count(tokens.unknown) for one in ids]
+    counts = [0 if tokens.unknown is None else one.count(tokens.unknown) for one in ids]
     whole = sum(map(len, ids))
     if sum(counts) > _MUCH_UNKNOWN * whole:
         first = next(number for number, count in enumerate(counts) if count)
@@ -357,35 +327,12 @@ def _tell_unknown(table: Table, ids: list[list[int]], tokens: Tokens | None) -> 
         )
 
 
-def _check_not_moved(table: Table, ids: list[list[int]], labels: list[list[int]]) -> None:
-    """Labels that were moved by one would be moved by one more."""
-    pairs = [
-        (label, token, same)
-        for one, other in zip(ids, labels, strict=True)
-        for label, token, same in zip(other, one[1:], one, strict=False)
-        if label != IGNORED
-    ]
-    moved = all(label == token for label, token, _ in pairs)
-    if pairs and moved and not all(label == same for label, _, same in pairs):
-        raise DataError(
-            f"the labels of {table.files[0]!r} are moved by one already (labels[i] is input_ids[i + 1]"
-            " in every row), and a causal language model moves them by itself: give labels that stand"
-            " where their tokens do, or none."
-        )
-
-
-def _tell_left_out(table: Table, kept: list[int]) -> None:
+def _warn_of_left_out(table: Table, kept: list[int]) -> None:
     missing = sorted(set(range(len(table.rows))) - set(kept))
-    if not missing:
-        return
-    more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
-    warnings.warn(
-        f"left out, since there is nothing in it to learn from: {table.place(missing[0])}{more} (an"
-        " empty"
-        " text, or a completion that is empty or was cut off).",
-        stacklevel=3,
-    )
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else f"a value of type {type(value).__name__}"
+    if missing:
+        more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+        warnings.warn(
+            f"left out, since there is nothing in it to learn from: {table.place(missing[0])}{more} (an"
+            " empty text, or a completion that is empty or was cut off).",
+            stacklevel=3,
+        )

@@ -3,7 +3,6 @@ was held out, and the model itself in a folder that from_pretrained reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,18 +70,17 @@ class Told:
 
     @torch.no_grad()
     def _classified(self, model: nn.Module) -> str:
-        return "\n".join(self._answers(model))
-
-    def _answers(self, model: nn.Module) -> Iterator[str]:
         assert self.tokens is not None
+        lines: list[str] = []
         for number in range(min(_SAMPLES_TOLD, len(self.samples))):
             sample = self.samples[number]
             ids = sample["input_ids"][None].to(_device(model))
             found = int(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.argmax())
             text = _shown(self.tokens.decode(ids[0].tolist()))
-            more = "..." if len(text) > _CHARACTERS else ""
+            more = "..." * (len(text) > _CHARACTERS)
             right = self.classes[int(sample["labels"])]
-            yield f"{text[:_CHARACTERS]}{more!s}: {self.classes[found]} (it is {right})"
+            lines.append(f"{text[:_CHARACTERS]}{more}: {self.classes[found]} (it is {right})")
+        return "\n".join(lines)
 
 
 @torch.no_grad()
@@ -105,15 +103,14 @@ def generated(model: Any, begin: list[int], tokens: Tokens, longest: int) -> lis
 
 def save(model: Any, folder: Path, tokens: Tokens | None) -> str:
     """Write the model, or its adapters alone where it has some, and its tokenizer: where to."""
-    if hasattr(model, "peft_config"):
+    has_adapters = hasattr(model, "peft_config")
+    if has_adapters:
         ab.save_adapters(model, folder)
-        what = "The adapters are"
     else:
         model.save_pretrained(folder)
-        what = "The model is"
     if tokens is not None:
         tokens.save(str(folder))
-    return f"{what} in {folder}."
+    return f"{'The adapters are' if has_adapters else 'The model is'} in {folder}."
 
 
 def _trained(model: nn.Module) -> str:

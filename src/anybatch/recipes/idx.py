@@ -1,8 +1,6 @@
-"""IDX, the file format of MNIST: read from a folder that the user has, never downloaded.
+"""IDX, the file format of MNIST: read from a folder of the user's, never downloaded.
 
-Libraries that read MNIST want to download it; on a machine without a network, or for other data in
-the same format (Fashion-MNIST, EMNIST, KMNIST, one's own), a reader is all that is needed. The
-format (http://yann.lecun.com/exdb/mnist, "The IDX file format"), big-endian throughout:
+The format (http://yann.lecun.com/exdb/mnist, "The IDX file format"), big-endian throughout:
 
     offset 0       two zero bytes
     offset 2       type of the values:  08 ubyte  09 byte  0B short  0C int  0D float  0E double
@@ -27,45 +25,43 @@ from torch import Tensor
 from anybatch.errors import InputError
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-_GZIP = b"\x1f\x8b"
-
-# What the files of a folder may be called: `{split}-{kind}` with either separator, gzipped or not.
 _SPLITS = {"train": ("train",), "test": ("t10k", "test")}
-_ENDINGS = {"images": "idx3-ubyte", "labels": "idx1-ubyte"}
+_KINDS = {"images": ("idx3-ubyte", 3), "labels": ("idx1-ubyte", 1)}
 
 
-def read_idx(path: str | Path) -> Tensor:
-    """The array in an IDX file, gzipped or not (told by its content, not by its name).
+def read_idx(path: Path) -> Tensor:
+    """The array in an IDX file, gzipped or not by its content, in its sizes and type, on the CPU.
 
-    Returns:
-        A tensor of the file's sizes and type (uint8, int8, int16, int32, float32 or float64), in
-        the byte order of this machine, on the CPU.
-
-    Raises:
-        InputError: naming the file, the offset and what is wrong there. Offsets in a gzipped file
-            count uncompressed bytes.
+    Raises `InputError` with the file, the offset (in uncompressed bytes) and what is wrong there.
     """
-    content = _content(Path(path))
+    try:
+        content = path.read_bytes()
+        if content.startswith(b"\x1f\x8b"):
+            content = gzip.decompress(content)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{path} is an unreadable gzip file ({error}): fetch it again.") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}): give an IDX file.") from error
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _TYPES or content[3] == 0:
         raise InputError(
-            f"{path} is not an IDX file: at byte offset 0 it has {_shown(content[:4])}, where two"
-            " zero bytes, a type of value (08, 09, 0B, 0C, 0D or 0E) and the number of dimensions"
-            " (at least 1) belong; give a file in the format of MNIST."
+            f"{path} is not an IDX file: at byte offset 0 it has {content[:4].hex(' ').upper()!r},"
+            " where two zero bytes, a type of value (08, 09, 0B, 0C, 0D or 0E) and the number of"
+            " dimensions (at least 1) belong; give a file in the format of MNIST."
         )
-    num_dims = content[3]
-    start = 4 + 4 * num_dims
-    _check_length(path, content[:start], start, at=4, what=f"the sizes of {num_dims} dimensions")
-
-    sizes = struct.unpack_from(f">{num_dims}I", content, 4)
-    dtype = np.dtype(_TYPES[content[2]])
-    what = f"{' x '.join(map(str, sizes))} values of {dtype.itemsize} bytes"
-    _check_length(path, content, start + math.prod(sizes) * dtype.itemsize, at=start, what=what)
+    dtype, start = np.dtype(_TYPES[content[2]]), 4 + 4 * content[3]
+    sizes = struct.unpack_from(f">{content[3]}I", content, 4) if len(content) >= start else ()
+    whole = start + math.prod(sizes) * dtype.itemsize if sizes else start
+    if len(content) != whole or not sizes:
+        is_short = len(content) < whole
+        raise InputError(
+            f"{path} is {'truncated' if is_short else 'too long'}: its head of {content[3]} dimensions,"
+            f" {' x '.join(map(str, sizes)) or 'cut off'}, ends at offset {start}, and its values at"
+            f" {whole}, but it has {len(content)} bytes; fetch it again."
+        )
     try:
         values = np.frombuffer(content, dtype, offset=start).reshape(sizes)
     except ValueError as error:  # more dimensions, or larger empty ones, than numpy can address
-        raise InputError(
-            f"{path} has an array that cannot be held, {what} at byte offset 4: {error}."
-        ) from error
+        raise InputError(f"{path} has an array that cannot be held: {error}.") from error
     return torch.from_numpy(values.astype(dtype.newbyteorder("="), copy=True))
 
 
@@ -79,12 +75,11 @@ class Folder(NamedTuple):
 
 
 def load_folder(path: str | Path) -> Folder:
-    """The train and test images and labels in a folder, under the names that MNIST's files have:
+    """The train and test images and labels in a folder, under the names of MNIST's files:
     `train-images-idx3-ubyte`, `t10k-labels.idx1-ubyte.gz` and so on.
 
-    Raises:
-        InputError: naming every file that is missing, and images and labels that do not belong
-            together (N images, M labels; wrong number of dimensions; none at all).
+    Raises `InputError` naming every file that is missing, and images and labels that do not belong
+    together (N images, M labels; wrong number of dimensions; none at all).
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -92,83 +87,39 @@ def load_folder(path: str | Path) -> Folder:
         raise InputError(
             f"the data folder {str(folder)!r} {kind}: give a folder with the IDX files of MNIST."
         )
-    names = {key: _names(*key) for key in _keys()}
-    found = {key: _first_file(folder, names[key]) for key in names}
-    missing = [f"{key[0]} {key[1]} ({names[key][0]})" for key in names if found[key] is None]
+    arrays: list[Tensor] = []
+    missing: list[str] = []
+    for split in _SPLITS:
+        for kind, (ending, num_dims) in _KINDS.items():
+            file = _file(folder, split, kind, ending)
+            if file is None:
+                missing.append(f"{split} {kind} ({_SPLITS[split][0]}-{kind}-{ending})")
+                continue
+            array = read_idx(file)
+            if array.ndim != num_dims or array.numel() == 0:
+                raise InputError(
+                    f"{file} holds an array of sizes {tuple(array.shape)}: {split} {kind} need"
+                    f" {num_dims} dimension{'s' * (num_dims > 1)}, none of them empty."
+                )
+            if kind == "labels" and not missing and len(arrays[-1]) != len(array):
+                raise InputError(
+                    f"{str(folder)!r} has {len(arrays[-1])} {split} images, but {file} has"
+                    f" {len(array)} labels: give files that belong together."
+                )
+            arrays.append(array)
     if missing:
         raise InputError(
             f"the data folder {str(folder)!r} lacks the {', the '.join(missing)}: put the files"
             " there under these names, gzipped (.gz) or not; nothing is downloaded."
         )
-    files = {key: file for key, file in found.items() if file is not None}
-    arrays = {key: read_idx(file) for key, file in files.items()}
-    for split in _SPLITS:
-        _check_split(split, files, arrays)
-    return Folder(*(arrays[key] for key in _keys()))
+    return Folder(*arrays)
 
 
-def _keys() -> list[tuple[str, str]]:
-    return [(split, kind) for split in _SPLITS for kind in _ENDINGS]
-
-
-def _names(split: str, kind: str) -> list[str]:
-    return [
-        f"{prefix}-{kind}{separator}{_ENDINGS[kind]}{suffix}"
+def _file(folder: Path, split: str, kind: str, ending: str) -> Path | None:
+    names = (
+        folder / f"{prefix}-{kind}{separator}{ending}{suffix}"
         for prefix in _SPLITS[split]
         for separator in "-."
         for suffix in ("", ".gz")
-    ]
-
-
-def _first_file(folder: Path, names: list[str]) -> Path | None:
-    return next((folder / name for name in names if (folder / name).is_file()), None)
-
-
-def _check_split(
-    split: str, files: dict[tuple[str, str], Path], arrays: dict[tuple[str, str], Tensor]
-) -> None:
-    for kind, num_dims in (("images", 3), ("labels", 1)):
-        array = arrays[split, kind]
-        if array.ndim != num_dims or array.numel() == 0:
-            raise InputError(
-                f"{files[split, kind]} holds an array of sizes {tuple(array.shape)}: {split} {kind}"
-                f" need {num_dims} dimension{'s' * (num_dims > 1)}, none of them empty."
-            )
-    num_images, num_labels = len(arrays[split, "images"]), len(arrays[split, "labels"])
-    if num_images != num_labels:
-        raise InputError(
-            f"{files[split, 'images']} has {num_images} images, but {files[split, 'labels']} has"
-            f" {num_labels} labels: give files that belong together."
-        )
-
-
-def _content(path: Path) -> bytes:
-    try:
-        content = path.read_bytes()
-        return gzip.decompress(content) if content.startswith(_GZIP) else content
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InputError(
-            f"{path} is an unreadable gzip file ({error}): fetch it again, or unpack it by other"
-            " means."
-        ) from error
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be read ({error.strerror or error}): give an IDX file."
-        ) from error
-
-
-def _check_length(path: str | Path, content: bytes, expected: int, at: int, what: str) -> None:
-    if len(content) < expected:
-        raise InputError(
-            f"{path} is truncated: {what} from byte offset {at} end at offset {expected}, so it"
-            f" should have {expected} bytes, but it has {len(content)}; fetch it again."
-        )
-    if len(content) > expected:
-        raise InputError(
-            f"{path} has {len(content) - expected} trailing bytes: {what} from byte offset {at} end"
-            f" at offset {expected}, but the file has {len(content)} bytes; fetch it again."
-        )
-
-
-def _shown(content: bytes) -> str:
-    return content.hex(" ").upper() if content else "nothing (it is empty)"
+    )
+    return next((file for file in names if file.is_file()), None)

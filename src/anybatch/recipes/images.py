@@ -7,7 +7,6 @@ Pillow, reads a folder of the user's, and downloads nothing.
 from __future__ import annotations
 
 import importlib.util
-import math
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -20,6 +19,7 @@ from anybatch.errors import InputError
 from anybatch.recipes.digits import decay_groups
 from anybatch.recipes.images_data import CentreCrop, Images, RandomCrop, find
 from anybatch.recipes.images_model import SIZES, build, checked
+from anybatch.recipes.ranges import ABOVE_ZERO, AT_LEAST_ZERO, PART, Range, check
 from anybatch.recipes.schedules import warmup_cosine
 from anybatch.task import Loss, Task
 
@@ -85,7 +85,16 @@ def images(
     Raises:
         InputError: naming every option out of range, or what is wrong with the folder.
     """
-    _check(pixels, lr, weight_decay, label_smoothing, dropout, smallest_crop, held_out)
+    ranges = {
+        "pixels": (pixels, Range(f"a whole number of at least {_LEAST_PIXELS}", _is_enough)),
+        "lr": (lr, ABOVE_ZERO),
+        "weight_decay": (weight_decay, AT_LEAST_ZERO),
+        "label_smoothing": (label_smoothing, PART),
+        "dropout": (dropout, PART),
+        "held_out": (held_out, PART),
+        "smallest_crop": (smallest_crop, Range("a number above 0, up to 1", _is_share)),
+    }
+    check("images", ranges)
     if importlib.util.find_spec("PIL") is None:
         raise InputError(
             "the recipe 'images' decodes images with Pillow, which is not installed:"
@@ -152,9 +161,7 @@ def normalised(pixels: Tensor, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
     # Channel by channel: plain numbers need no copy from the host in every pass.
     channels = zip(pixels.unbind(1), MEAN, STANDARD_DEVIATION, strict=True)
-    return torch.stack(
-        [(one.to(wide) / 255 - mean) / deviation for one, mean, deviation in channels], 1
-    )
+    return torch.stack([(one.to(wide) / 255 - mean) / std for one, mean, std in channels], 1)
 
 
 def scaled_lr(lr: float, batch: int, power: float, largest: float) -> float:
@@ -165,30 +172,9 @@ def scaled_lr(lr: float, batch: int, power: float, largest: float) -> float:
     return min(lr * (batch / REFERENCE_BATCH) ** power, max(lr, largest))
 
 
-def _check(
-    pixels: int | None,
-    lr: float | None,
-    weight_decay: float | None,
-    label_smoothing: float,
-    dropout: float,
-    smallest_crop: float,
-    held_out: float,
-) -> None:
-    faults = []
-    if pixels is not None and pixels < _LEAST_PIXELS:
-        faults.append(f"pixels is {pixels!r}; give a whole number of at least {_LEAST_PIXELS}")
-    if lr is not None and not 0 < lr < math.inf:
-        faults.append(f"lr is {lr!r}; give a number above zero")
-    if weight_decay is not None and not 0 <= weight_decay < math.inf:
-        faults.append(f"weight_decay is {weight_decay!r}; give a number of at least zero")
-    for name, value in (
-        ("label_smoothing", label_smoothing),
-        ("dropout", dropout),
-        ("held_out", held_out),
-    ):
-        if not 0 <= value < 1:
-            faults.append(f"{name} is {value!r}; give a number from 0 up to, not including, 1")
-    if not 0 < smallest_crop <= 1:
-        faults.append(f"smallest_crop is {smallest_crop!r}; give a number above 0, up to 1")
-    if faults:
-        raise InputError(f"the recipe 'images' cannot be made: {'; '.join(faults)}.")
+def _is_enough(pixels: int) -> bool:
+    return pixels >= _LEAST_PIXELS
+
+
+def _is_share(area: float) -> bool:
+    return 0 < area <= 1

@@ -47,7 +47,7 @@ class Labelled(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a folder holds: classes by name in alphabetical order, and the files of two parts."""
+    """Classes by name in alphabetical order, and the files of two parts."""
 
     classes: list[str]
     train: Labelled
@@ -56,21 +56,15 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """A random part of an image, `[3, size, size]` uint8, mirrored or not: see Szegedy et al. (2015),
-    "Going deeper with convolutions", section 6.
-
-    Attributes:
-        size: pixels of each side.
-        smallest: least part of the area that is taken.
-        flip: whether half of the images are mirrored.
-    """
+    """A random part of an image, of at least `smallest` of its area, `[3, size, size]` uint8, half of
+    them mirrored if `flip`: see Szegedy et al. (2015), "Going deeper with convolutions", section 6.
+    Drawn from torch's default generator."""
 
     size: int
     smallest: float
     flip: bool
 
     def __call__(self, image: Image) -> Tensor:
-        """Draw a part from torch's default generator."""
         pixels = _pixels(image, self.size, self._box(*image.size))
         return pixels.flip(2) if self.flip and float(torch.rand(())) < 0.5 else pixels
 
@@ -94,7 +88,6 @@ class CentreCrop:
     size: int
 
     def __call__(self, image: Image) -> Tensor:
-        """Nothing is drawn."""
         return _pixels(image, self.size, centred(*image.size, _CENTRE))
 
 
@@ -238,10 +231,8 @@ def _images(folder: Path, passed_over: list[str]) -> Iterator[str]:
 
 
 def _labelled(by_class: Sequence[Sequence[str]]) -> Labelled:
-    return Labelled(
-        [path for files in by_class for path in files],
-        [label for label, files in enumerate(by_class) for _ in files],
-    )
+    pairs = [(path, label) for label, files in enumerate(by_class) for path in files]
+    return Labelled([path for path, _ in pairs], [label for _, label in pairs])
 
 
 def _divided(

@@ -20,9 +20,9 @@ from anybatch.errors import InputError, listed
 
 _BOOLS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLS |= {"false": False, "no": False, "off": False, "0": False}
-_NONE = ("none", "null")
 # In a union the narrower type is tried first: "3" for `float | int` is an int.
 _ORDER: tuple[Any, ...] = (type(None), Literal, int, float, bool, Path, str)
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -69,7 +69,10 @@ def bind(
         name = key if key in named else key.replace("-", "_")
         parameter = named.get(name, rest)
         if parameter is None:
-            faults.append(f"there is no option {key!r}; {_instead(name, list(named))}")
+            close = difflib.get_close_matches(name, named, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            instead = f"{hint}give {listed(named)}" if named else "it takes none"
+            faults.append(f"there is no option {key!r}; {instead}")
         elif name in texts:
             faults.append(f"option {name!r} is given twice; give it once")
         else:
@@ -100,40 +103,37 @@ def convert(text: str, annotation: Any = inspect.Parameter.empty) -> Any:
     what to give instead.
     """
     if annotation in (inspect.Parameter.empty, Any, object):
-        return _guessed(text)
-    members = sorted(_members(annotation), key=_rank)
-    if all(_rank(member) == len(_ORDER) for member in members):
+        annotation = int | float | Literal[True, False] | str
+    members = [member for member in _members(annotation) if _rank(member) < len(_ORDER)]
+    if not members:
         raise ValueError(
             f"its type, {described(annotation)}, cannot be written as an option; annotate the"
             " argument as int, float, bool, str, Path or Literal"
         )
-    for member in members:
+    for member in sorted(members, key=_rank):
         try:
             return _converted(text, member)
         except ValueError:
             continue
-    raise ValueError(f"give {_wanted(members)}")
+    wanted = [_WORDS.get(member) or _described(member) for member in sorted(members, key=_rank)]
+    if wanted[0] == "none":  # said last
+        wanted = [*wanted[1:], wanted[0]]
+    raise ValueError(f"give {' or '.join(wanted)}")
 
 
 def described(annotation: Any) -> str:
     """The type in words: `int`, `Path or none`, `'a' or 'b'`, `any`."""
     if annotation in (inspect.Parameter.empty, Any, object):
         return "any"
-    return " or ".join(_member_described(member) for member in _members(annotation))
+    return " or ".join(map(_described, _members(annotation)))
 
 
-def _member_described(member: Any) -> str:
+def _described(member: Any) -> str:
     if member is type(None):
         return "none"
     if get_origin(member) is Literal:
         return " or ".join(repr(value) for value in get_args(member))
     return member.__name__ if isinstance(member, type) and not get_args(member) else str(member)
-
-
-def _wanted(members: list[Any]) -> str:
-    words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
-    wanted = [words.get(m) or _member_described(m) for m in members if _rank(m) < len(_ORDER)]
-    return " or ".join([*wanted[1:], *wanted[:1]] if wanted[0] == "none" else wanted)
 
 
 def _members(annotation: Any) -> list[Any]:
@@ -154,7 +154,7 @@ def _rank(member: Any) -> int:
 def _converted(text: str, kind: Any) -> Any:
     """`text` as one member of a union; raises `ValueError` if it is not one."""
     word = text.strip().lower()
-    if kind is type(None) and word in _NONE:
+    if kind is type(None) and word in ("none", "null"):
         return None
     if get_origin(kind) is Literal:
         for value in get_args(kind):
@@ -167,15 +167,6 @@ def _converted(text: str, kind: Any) -> Any:
     if kind in (int, float, str):
         return kind(text)
     raise ValueError(text)
-
-
-def _guessed(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(text.strip().lower(), text)
 
 
 def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
@@ -196,14 +187,6 @@ def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> A
     if annotation is parameter.empty and isinstance(parameter.default, str | Path):
         return Path if isinstance(parameter.default, Path) else str
     return annotation
-
-
-def _instead(name: str, valid: list[str]) -> str:
-    if not valid:
-        return "it takes none"
-    close = difflib.get_close_matches(name, valid, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}give {listed(valid)}"
 
 
 def _docs(docstring: str) -> dict[str, str]:

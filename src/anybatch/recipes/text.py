@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.errors import InputError
+from anybatch.recipes.ranges import ABOVE_ZERO, AT_LEAST_ZERO, COUNT, PART, check
 from anybatch.recipes.schedules import warmup_cosine
 from anybatch.recipes.text_data import Windows, read
 from anybatch.recipes.text_model import Decoder, Shape
-from anybatch.recipes.text_packing import Packed
 from anybatch.recipes.text_tokens import LEAST, Vocabulary, vocabulary_of
 from anybatch.task import Loss, Task
 from anybatch.units import parse_bytes
@@ -41,7 +40,6 @@ def text(
     limit: str = "2MiB",
     vocabulary: int = LEAST,
     context: int = 256,
-    packing: bool = False,
     width: int = 128,
     depth: int = 4,
     heads: int = 4,
@@ -67,8 +65,6 @@ def text(
         vocabulary: number of tokens; 257 are the bytes, more are byte-level BPE learned from the
             text (needs anybatch[hf]).
         context: tokens of a window.
-        packing: fill windows with whole texts that do not see each other, in place of cutting them
-            from one stream: for many short texts. One that is longer than a window is cut.
         width: of the vectors between the blocks.
         depth: number of blocks.
         heads: of attention in each block.
@@ -82,13 +78,20 @@ def text(
     Raises:
         InputError: naming every option out of range, or what is wrong with the data.
     """
-    shape = Shape(vocabulary, context, width, depth, heads, dropout, tied, apart=packing)
-    _check(shape, lr, weight_decay)
+    shape = Shape(vocabulary, context, width, depth, heads, dropout, tied)
+    ranges = {
+        "context": (context, COUNT),
+        "width": (width, COUNT),
+        "depth": (depth, COUNT),
+        "lr": (lr, ABOVE_ZERO),
+        "weight_decay": (weight_decay, AT_LEAST_ZERO),
+        "dropout": (dropout, PART),
+    }
+    check("text", ranges, _faults_of_heads(width, heads))
     source = read(data, parse_bytes(limit, "limit"))
     words = vocabulary_of(vocabulary, source.train)
-    cut = Packed if packing else Windows
-    train = cut(source.train, words, context, "the text to train on")
-    valid = cut(source.held_out, words, context, "the text that is held out")
+    train = Windows(source.train, words, context, "the text to train on")
+    valid = Windows(source.held_out, words, context, "the text that is held out")
     batch = max(1, min(global_batch, len(train)))  # below 1, the task says what is wrong
     return Task(
         model=partial(Decoder, shape),
@@ -200,14 +203,13 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object
     every step, but the row of a rare token is only now and then in a gradient that holds against
     it."""
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    params = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p.ndim >= 2 and id(p) not in embedded for p in params]
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for param in (p for p in model.parameters() if p.requires_grad):
+        (decayed if param.ndim >= 2 and id(param) not in embedded else others).append(param)
     return [
-        {
-            "params": [p for p, d in zip(params, decayed, strict=True) if d],
-            "weight_decay": weight_decay,
-        },
-        {"params": [p for p, d in zip(params, decayed, strict=True) if not d], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
 
 
@@ -245,25 +247,6 @@ def generated(
             return
         tokens.append(token)
         yield token
-
-
-# -------------------------------------------------------------------------------------- the options
-
-
-def _check(shape: Shape, lr: float, weight_decay: float) -> None:
-    faults = []
-    for name, value in (("context", shape.context), ("width", shape.width), ("depth", shape.depth)):
-        if value < 1:
-            faults.append(f"{name} is {value!r}; give a whole number of at least 1")
-    if not 0 < lr < math.inf:
-        faults.append(f"lr is {lr!r}; give a number above zero")
-    if not 0 <= weight_decay < math.inf:
-        faults.append(f"weight_decay is {weight_decay!r}; give a number of at least zero")
-    if not 0 <= shape.dropout < 1:
-        faults.append(f"dropout is {shape.dropout!r}; give a number from 0 up to, not including, 1")
-    faults += _faults_of_heads(shape.width, shape.heads)
-    if faults:
-        raise InputError(f"the recipe 'text' cannot be made: {'; '.join(faults)}.")
 
 
 def _faults_of_heads(width: int, heads: int) -> Iterator[str]:

@@ -59,10 +59,6 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         context: tokens of a window that predict.
         what: names the texts in errors.
 
-    Attributes:
-        vocabulary: as given.
-        num_tokens: of the stream.
-
     Raises `InputError` if the stream does not fill one window.
     """
 
@@ -78,8 +74,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
                 " and the one that follows: give more text (and a limit that lets it be read), or a"
                 " smaller context."
             )
-        num_windows = -(-(len(tokens) - 1) // context)
-        missing = num_windows * context + 1 - len(tokens)
+        missing = -(len(tokens) - 1) % context
         padding = torch.full((missing,), IGNORED, dtype=dtype_of(vocabulary.size))
         lengths = vocabulary.num_bytes()[tokens[1:].long()]
         self._tokens = torch.cat([tokens, padding])
@@ -125,10 +120,10 @@ def read(data: Path | None, limit: int) -> Text:
     if not left_out:
         return _divided(texts, str(data))
     count = f"{len(left_out)} file{'s' if len(left_out) > 1 else ''} left out"
-    named = ", ".join(left_out[:_NAMED])
     more = f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
     warnings.warn(
-        f"{count} of {str(data)!r}, for not being text in UTF-8 or not to be read: {named}{more}.",
+        f"{count} of {str(data)!r}, for not being text in UTF-8 or not to be read:"
+        f" {', '.join(left_out[:_NAMED])}{more}.",
         stacklevel=3,
     )
     return _divided(texts, f"{data} ({count})")
@@ -139,46 +134,41 @@ def _divided(texts: list[bytes], origin: str) -> Text:
     of the whole text is."""
     size = sum(map(len, texts))
     held_out = texts[EVERY - 1 :: EVERY]
-    held = sum(map(len, held_out))
-    if held_out and held <= MOST_HELD_OUT * size:
+    if held_out and sum(map(len, held_out)) <= MOST_HELD_OUT * size:
         train = [text for number, text in enumerate(texts, start=1) if number % EVERY]
         what = f"{len(held_out)} of the {len(texts)} files"
     else:
         train, held_out = _cut(texts, size - size // EVERY)
-        held = sum(map(len, held_out))
         what = "the end of it"
-    return Text(
-        train, held_out, f"{format_bytes(size)} of {origin}; held out: {what}, {format_bytes(held)}"
-    )
+    held = format_bytes(sum(map(len, held_out)))
+    return Text(train, held_out, f"{format_bytes(size)} of {origin}; held out: {what}, {held}")
 
 
 def _cut(texts: list[bytes], place: int) -> tuple[list[bytes], list[bytes]]:
     """`texts` before and after the first line end from the byte `place` on, or at that place where the
     line does not end before its text does."""
-    before: list[bytes] = []
     for number, text in enumerate(texts):
         if place < len(text):
             line_end = text.find(b"\n", place) + 1
             at = line_end if 0 < line_end < len(text) else _character_begin(text, place)
-            parts = [part for part in (text[:at],) if part]
-            return before + parts, [text[at:], *texts[number + 1 :]]
-        before.append(text)
+            before = [*texts[:number], text[:at]] if at else texts[:number]
+            return before, [text[at:], *texts[number + 1 :]]
         place -= len(text)
-    return before, []
+    return texts, []
 
 
 # ------------------------------------------------------------------------------------------- files
 
 
+class _NotText(Exception):
+    """What a file has that text does not."""
+
+
 def _read_file(path: Path, limit: int) -> bytes:
-    if not path.exists():
-        raise InputError(
-            f"the data {str(path)!r} does not exist (looked from {os.getcwd()}): give a file or folder"
-            " of text."
-        )
     if not path.is_file():
+        what = "is neither a file nor a folder" if path.exists() else "does not exist"
         raise InputError(
-            f"the data {str(path)!r} is neither a file nor a folder: give one of them."
+            f"the data {str(path)!r} {what} (looked from {os.getcwd()}): give a file or folder of text."
         )
     try:
         text = _beginning(path, limit)
@@ -194,11 +184,11 @@ def _read_file(path: Path, limit: int) -> bytes:
 
 
 def _read_folder(folder: Path, limit: int, library: bool) -> tuple[list[bytes], list[str]]:
-    """The first `limit` bytes of text in the files of `folder`, and the names of those among them
-    that are no text."""
+    """The first `limit` bytes of text in the files of `folder`, by depth and then by path, and the
+    names of those among them that are no text."""
     texts: list[bytes] = []
     left_out: list[str] = []
-    for path in _files(folder, library):
+    for path in sorted(_walk(folder, library), key=lambda path: (len(path.parts), path.parts)):
         if limit <= 0:
             break
         try:
@@ -211,28 +201,15 @@ def _read_folder(folder: Path, limit: int, library: bool) -> tuple[list[bytes], 
     return texts, left_out
 
 
-def _files(folder: Path, library: bool) -> list[Path]:
-    """The files of text in `folder`, the same list every time: by depth, then by path. A folder that
-    cannot be read is as an empty one."""
-    return sorted(_walk(folder, library), key=lambda path: (len(path.parts), path.parts))
-
-
 def _walk(folder: Path, library: bool) -> Iterator[Path]:
+    left_out = _NOT_THE_LIBRARY if library else ()
     for place, folders, files in os.walk(folder):
-        folders[:] = [
-            name
-            for name in folders
-            if not name.startswith(".") and not (library and name in _NOT_THE_LIBRARY)
-        ]
+        folders[:] = [it for it in folders if not it.startswith(".") and it not in left_out]
         for name in files:
             path = Path(place, name)
             named = name.endswith(".py") if library else not name.startswith(".")
             if named and path.is_file():  # no pipe, which would be waited for
                 yield path
-
-
-class _NotText(Exception):
-    """What a file has that text does not."""
 
 
 def _beginning(path: Path, limit: int) -> bytes:

@@ -37,14 +37,10 @@ class Shape(NamedTuple):
     heads: int
     dropout: float = 0.0
     tied: bool = True
-    apart: bool = False
-    """Whether texts in one window, each begun by the last token of the vocabulary, are blind to each
-    other."""
 
 
 class Attention(nn.Module):
-    """x [B, T, W] -> [B, T, W]: each place looks at itself and those before it, or where `seen`, bool
-    [B, 1, T, T], allows."""
+    """x [B, T, W] -> [B, T, W]: each place looks at itself and those before it."""
 
     turns: Tensor
 
@@ -57,12 +53,10 @@ class Attention(nn.Module):
             "turns", rotary(shape.context, shape.width // shape.heads), persistent=False
         )
 
-    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = rotated(q, self.turns), rotated(k, self.turns)
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, seen, is_causal=seen is None
-        )  # [B, H, T, D]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, H, T, D]
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -92,8 +86,8 @@ class Block(nn.Module):
         self.mlp: SwiGLU = SwiGLU(shape)
         self.drop: nn.Dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        x = x + self.drop(self.attention(self.norm1(x), seen))
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.attention(self.norm1(x)))
         return x + self.drop(self.mlp(self.norm2(x)))
 
 
@@ -108,7 +102,6 @@ class Decoder(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embedding: nn.Embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.apart: bool = shape.apart
         self.drop: nn.Dropout = nn.Dropout(shape.dropout)
         self.blocks: nn.Sequential = nn.Sequential(*(Block(shape) for _ in range(shape.depth)))
         self.norm: nn.LayerNorm = nn.LayerNorm(shape.width, bias=False)
@@ -126,13 +119,10 @@ class Decoder(nn.Module):
         """Without targets the logits of what follows the last token, `[B, V]`.
 
         With targets, int64 `[B, T]` with -100 for none: the sum of the cross-entropies in nats and
-        the number of targets; `with_right` also how many of them were the likeliest token.
-
-        Args:
-            tokens: integers `[B, T]`, T at most the context.
-            targets, with_right: see above.
+        the number of targets; `with_right` also how many of them were the likeliest token. `tokens`
+        are integers `[B, T]`, T at most the context.
         """
-        hidden = self.norm(self._through_blocks(self.drop(self.embedding(tokens)), tokens))
+        hidden = self.norm(self.blocks(self.drop(self.embedding(tokens))))
         if targets is None:
             return self.head(hidden[:, -1])
         loss = ab.lm_loss(hidden, self.head, targets)
@@ -141,27 +131,11 @@ class Decoder(nn.Module):
             return loss.sum, counted
         return loss.sum, counted, self._num_right(hidden.flatten(0, 1), targets.flatten())
 
-    def _through_blocks(self, x: Tensor, tokens: Tensor) -> Tensor:
-        if not self.apart:
-            return self.blocks(x)
-        seen = same_text(tokens, self.head.out_features - 1)
-        for block in self.blocks:
-            x = block(x, seen)
-        return x
-
     def _num_right(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """How many targets `[N]` are the likeliest token, with a part of the logits at a time."""
         size = max(1, _LOGITS_AT_ONCE // self.head.out_features)
         pairs = zip(hidden.split(size), targets.split(size), strict=True)
         return torch.stack([(self.head(h).argmax(-1) == t).sum() for h, t in pairs]).sum()
-
-
-def same_text(tokens: Tensor, end: int) -> Tensor:
-    """Which places each place may look at, bool `[B, 1, T, T]`: those before it since the last `end`,
-    which begins a text. Rotary positions are differences, so a text is the same wherever it begins."""
-    number = (tokens == end).cumsum(1)
-    causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device)
-    return (number[:, :, None] == number[:, None, :]).logical_and(causal.tril())[:, None]
 
 
 def rotary(context: int, head_size: int) -> Tensor:

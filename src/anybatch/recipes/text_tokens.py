@@ -1,14 +1,14 @@
 """Tokens of text: bytes as they are, or byte-level BPE trained on the text itself.
 
-Both know every byte, so no text has an unknown token, and a token stands for a known number of
-bytes: that is what makes losses of different vocabularies comparable (bits per byte). One token
-more, `end`, stands for the end of a text and for no byte.
+Both know every byte, so no text has an unknown token, and a token stands for a known number of bytes,
+which makes losses of different vocabularies comparable (bits per byte). One more token, `end`, ends a
+text and stands for no byte.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,82 +20,34 @@ LEAST = NUM_BYTES + 1
 """The smallest vocabulary: the bytes and the end of a text."""
 
 LEARNED_BYTES = 16 << 20
-"""So much of the text, from its beginning, the merges of BPE are learned from."""
+"""The merges of BPE are learned from this much of the text, from its beginning."""
 
 _PIECE_BYTES = 1 << 20
 
 
-class Vocabulary(Protocol):
-    """Text to tokens and back.
-
-    Attributes:
-        size: number of tokens, `end` included.
-        end: the token that follows each text.
-    """
-
-    size: int
-    end: int
-
-    def encode(self, text: bytes) -> Tensor:
-        """The tokens `[n]` of `text` (UTF-8), without `end`, in `dtype_of(size)`."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, without `end`; bytes that are no character become U+FFFD."""
-        ...
-
-    def num_bytes(self) -> Tensor:
-        """How many bytes each token stands for, `[size]` int64; 0 for `end`."""
-        ...
-
-
-def vocabulary_of(size: int, texts: Sequence[bytes]) -> Vocabulary:
-    """Bytes where `size` is 257, else byte-level BPE learned from the first 16 MiB of `texts`. The
-    same texts give the same tokens, in every process.
-
-    Raises `InputError` if `size` is below 257 or more than the texts give, or `tokenizers` is
-    missing.
-    """
-    if size < LEAST:
-        raise InputError(
-            f"vocabulary is {size}: give at least {LEAST}, one token for each of the {NUM_BYTES}"
-            " bytes and one for the end of a text."
-        )
-    return Bytes() if size == LEAST else Merges(size, texts)
-
-
-def dtype_of(size: int) -> torch.dtype:
-    """The smallest signed type for tokens below `size`: -100, which counts nothing, fits too."""
-    return torch.int16 if size <= 1 << 15 else torch.int32
-
-
-def stream(texts: Iterable[bytes], vocabulary: Vocabulary) -> Tensor:
-    """The tokens `[n]` of all `texts` one after the other, each followed by `end`."""
-    end = torch.tensor([vocabulary.end], dtype=dtype_of(vocabulary.size))
-    parts = [part for text in texts for part in (vocabulary.encode(text), end)]
-    return torch.cat(parts) if parts else end[:0]
-
-
 class Bytes:
-    """A token is a byte."""
+    """A token is a byte. `size`: number of tokens, `end` included; `end`: the token after each text."""
 
-    size = LEAST
-    end = NUM_BYTES
+    size: int = LEAST
+    end: int = NUM_BYTES
 
     def encode(self, text: bytes) -> Tensor:
+        """The tokens `[n]` of `text`, without `end`, in `dtype_of(size)`."""
         values = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0)
         return values.to(dtype_of(self.size))
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`, without `end`; bytes that are no character become U+FFFD."""
         return bytes(token for token in tokens if token != self.end).decode(errors="replace")
 
     def num_bytes(self) -> Tensor:
+        """How many bytes each token stands for, `[size]` int64; 0 for `end`."""
         return (torch.arange(self.size) != self.end).long()
 
 
 class Merges:
     """Byte-level BPE (Radford et al. 2019, "Language models are unsupervised multitask learners",
-    section 2.2), by Hugging Face's tokenizers.
+    section 2.2), by Hugging Face's tokenizers. Attributes and methods are those of `Bytes`.
 
     Raises `InputError` if `texts` give fewer than `size` tokens, or the library is missing.
     """
@@ -134,6 +86,35 @@ class Merges:
         return torch.tensor([*lengths, 0])
 
 
+Vocabulary: TypeAlias = Bytes | Merges
+
+
+def vocabulary_of(size: int, texts: Sequence[bytes]) -> Vocabulary:
+    """Bytes where `size` is 257, else byte-level BPE learned from the first 16 MiB of `texts`. The
+    same texts give the same tokens, in every process.
+
+    Raises `InputError` if `size` is below 257 or more than the texts give, or `tokenizers` is missing.
+    """
+    if size < LEAST:
+        raise InputError(
+            f"vocabulary is {size}: give at least {LEAST}, one token for each of the {NUM_BYTES}"
+            " bytes and one for the end of a text."
+        )
+    return Bytes() if size == LEAST else Merges(size, texts)
+
+
+def dtype_of(size: int) -> torch.dtype:
+    """The smallest signed type for tokens below `size`: -100, which counts nothing, fits too."""
+    return torch.int16 if size <= 1 << 15 else torch.int32
+
+
+def stream(texts: Iterable[bytes], vocabulary: Vocabulary) -> Tensor:
+    """The tokens `[n]` of all `texts` one after the other, each followed by `end`."""
+    end = torch.tensor([vocabulary.end], dtype=dtype_of(vocabulary.size))
+    parts = [part for text in texts for part in (vocabulary.encode(text), end)]
+    return torch.cat(parts) if parts else end[:0]
+
+
 def _tokenizers() -> Any:
     try:
         import tokenizers
@@ -147,23 +128,17 @@ def _tokenizers() -> Any:
 
 def _beginning(texts: Iterable[bytes]) -> Iterator[str]:
     left = LEARNED_BYTES
-    for text in texts:
-        for piece in _pieces(text):
-            if left <= 0:
-                return
-            yield piece
-            left -= len(piece)
+    for piece in (piece for text in texts for piece in _pieces(text)):
+        if left <= 0:
+            return
+        yield piece
+        left -= len(piece)
 
 
 def _pieces(text: bytes) -> Iterator[str]:
     """`text` in pieces of about 1 MiB, cut after line ends, so that many can be encoded at once."""
-    lines: list[bytes] = []
-    size = 0
-    for line in text.splitlines(keepends=True):
-        lines.append(line)
-        size += len(line)
-        if size >= _PIECE_BYTES:
-            yield b"".join(lines).decode()
-            lines, size = [], 0
-    if lines:
-        yield b"".join(lines).decode()
+    begin = 0
+    while begin < len(text):
+        end = text.find(b"\n", begin + _PIECE_BYTES - 1) + 1 or len(text)
+        yield text[begin:end].decode()
+        begin = end

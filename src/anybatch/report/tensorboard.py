@@ -1,20 +1,21 @@
-"""The log that TensorBoard reads: events as curves and texts.
+"""The log that TensorBoard reads, written by torch's `SummaryWriter`: events as curves and texts.
 
     DIR/               curves against steps; texts of the plan and of what happened; settings
     DIR/by_samples/    loss and metrics against samples seen, for runs of different global batches
 
-A run that is resumed goes on in a new file beside the old one, and tells TensorBoard first that what
-was read of later steps is done again. All is made from events, so a log can be written during the run
-or years later from `events.jsonl`.
+A resumed run goes on in a new file, which first purges the steps that are done again. The log is made
+from events, so it can be written during the run or years later from `events.jsonl`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 from anybatch.errors import InputError
 from anybatch.events import (
@@ -28,13 +29,19 @@ from anybatch.events import (
     StepDone,
 )
 from anybatch.plans import Plan
-from anybatch.report.event_file import EventFile, check_tensorboard, event_files
 from anybatch.report.folder import TENSORBOARD
 from anybatch.report.log import iterate
-from anybatch.report.scalars import scalars_by_samples, scalars_of
 from anybatch.report.sentences import describe
+from anybatch.threads import small_stacks
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+Scalars = dict[str, float]
+"""One value for each curve, by name. TensorBoard groups names by what precedes the first `/`."""
 
 _BY_SAMPLES = "by_samples"
+_HPARAMS = "tensorboard.plugins.hparams.summary_v2"
 _IN_A_TABLE = str.maketrans({"|": "\\|", "\n": " "})
 
 
@@ -53,7 +60,7 @@ def tensorboard_folder(
     """
     if wish is None or wish is False:
         return None
-    check_tensorboard()
+    _check_tensorboard()
     own = None if out is None else Path(out) / TENSORBOARD
     if wish is True or not str(wish):
         if own is None:
@@ -89,29 +96,33 @@ def write_tensorboard(events: Path, folder: Path) -> Path:
     return folder
 
 
+def event_files(folder: Path) -> list[Path]:
+    """The files of a log in `folder`, in the order in which TensorBoard reads them."""
+    return sorted(folder.glob("events.out.tfevents.*"))
+
+
 @final
 class TensorBoardLog:
     """A sink that writes the log into `folder`. Leave it as a context, or call `close`.
 
-    A log that cannot be written, on a full disk say, does not end training: a warning tells so, once,
-    and the rest is left out. What was written until then stays whole.
+    A log that cannot be written, on a full disk say, does not end training: one warning says so, and
+    the rest is left out.
 
     Args:
-        folder: made when the first event is there.
-        resume: go on with the log in the folder; else that is deleted.
-        earlier: events of the run before it is resumed. If the folder has no log, they are its
-            beginning.
+        folder: made at the first event.
+        resume: continue the log in the folder; else that is deleted.
+        earlier: events of the run before it is resumed. If the folder has no log, it begins with them.
 
     Raises `InputError` if tensorboard cannot be imported.
     """
 
     def __init__(self, folder: Path, resume: bool = False, earlier: Path | None = None) -> None:
-        check_tensorboard()
+        _check_tensorboard()
         self._folder = folder
         self._given_up = False
         self._resume = resume
         self._earlier = earlier
-        self._files: tuple[EventFile, EventFile] | None = None
+        self._writers: list[SummaryWriter] = []
         self._opening: RunStarted | None = None
         self._budget: int | None = None
         self._step, self._samples_seen = 0, 0
@@ -132,8 +143,9 @@ class TensorBoardLog:
 
     def close(self) -> None:
         """Close the files. Closing twice does no harm."""
-        for file in self._files or ():
-            file.close()
+        for writer in self._writers:
+            with contextlib.suppress(OSError):  # of a disk that is full, which was said
+                writer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -143,51 +155,58 @@ class TensorBoardLog:
 
     def write(self, event: Event) -> None:
         """As a call; but raises `OSError` if it cannot be written."""
-        if self._files is None:
-            self._files = self._open(event.time)
+        if not self._writers:
+            self._open()
         if isinstance(event, RunStarted):
-            self._opening = event  # whether it is the beginning is told next
+            self._opening = event  # the next event says whether it is resumed
             return
         started, self._opening = self._opening, None
         if started is not None:
             self._start(started, event if isinstance(event, Resumed) else None)
-        self._tell(event)
+        self._add(event)
+        for writer in self._writers:
+            writer.flush()  # so that a killed process loses nothing, and a full disk is noticed
 
-    def _open(self, time: float) -> tuple[EventFile, EventFile]:
+    def _open(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
         folders = self._folder, self._folder / _BY_SAMPLES
         there = [file for folder in folders for file in event_files(folder)]
         if not self._resume:
             for file in there:
                 file.unlink()
-        files = EventFile(folders[0], time), EventFile(folders[1], time)
+        with small_stacks():  # each has a thread, whose stack counts under a budget
+            for folder in folders:
+                self._writers.append(SummaryWriter(str(folder)))
         if self._resume and self._earlier is not None and self._earlier.exists():
-            self._files = files
             for event in iterate(self._earlier):
                 if not there:
                     self.write(event)
                 elif isinstance(event, Evaluated):
                     self._evaluated.add(event.step)
-        return files
 
     def _start(self, started: RunStarted, resumed: Resumed | None) -> None:
-        """What opens a run, at the step from which it goes on."""
-        assert self._files is not None
+        """Write what opens a run, at the step from which it goes on."""
+        record: Any = import_module("tensorboard.compat.proto.event_pb2")  # has no types
+        by_step, by_samples = self._writers
         if resumed is not None:
             self._step, self._samples_seen = resumed.step, resumed.samples_seen
             self._evaluated = {one for one in self._evaluated if one <= resumed.step}
-            for file, last in zip(self._files, (resumed.step, resumed.samples_seen), strict=True):
-                file.forget(last + 1, started.time)
+            for writer, last in ((by_step, resumed.step), (by_samples, resumed.samples_seen)):
+                log = record.SessionLog(status=record.SessionLog.START)
+                _files(writer).add_event(record.Event(session_log=log), last + 1, started.time)
         else:
-            self._files[0].add_settings(_settings(started), started.time)
-        self._text("run", _as_text(started), started.time)
+            hparams = import_module(_HPARAMS).hparams_pb
+            settings = hparams(_settings(started), start_time_secs=started.time)
+            _files(by_step).add_summary(settings, walltime=started.time)
+        by_step.add_text("run", _as_text(started), self._step, started.time)
         self._follow(started.plan, started.time)
 
     def _follow(self, plan: Mapping[str, Any], time: float) -> None:
         self._budget = _budget(plan)
-        self._text("plan", _plan_as_text(plan), time)
+        self._writers[0].add_text("plan", _plan_as_text(plan), self._step, time)
 
-    def _tell(self, event: Event) -> None:
-        assert self._files is not None
+    def _add(self, event: Event) -> None:
         if isinstance(event, Evaluated):
             if event.step in self._evaluated:  # a finished run, resumed, is evaluated once more
                 return
@@ -195,19 +214,92 @@ class TensorBoardLog:
         if isinstance(event, StepDone):
             self._samples_seen = event.samples_seen
         self._step = getattr(event, "step", self._step)  # the last ones have none
-        if isinstance(event, StepDone | Evaluated | CheckpointSaved):
-            by_step, by_samples = self._files
-            by_step.add_scalars(scalars_of(event, self._budget), self._step, event.time)
-            if told := scalars_by_samples(event):
-                by_samples.add_scalars(told, self._samples_seen, event.time)
-        else:
-            self._text(f"events/{event.kind}", describe(event), event.time)
+        by_step, by_samples = self._writers
+        _add_scalars(by_step, _scalars(event, self._budget), self._step, event.time)
+        if isinstance(event, StepDone | Evaluated):
+            group = "by_samples/train" if isinstance(event, StepDone) else "by_samples/held_out"
+            _add_scalars(by_samples, _scores(group, event), self._samples_seen, event.time)
+        elif not isinstance(event, CheckpointSaved):
+            by_step.add_text(f"events/{event.kind}", describe(event), self._step, event.time)
         if isinstance(event, Replanned | CompileDecided):
             self._follow(event.plan, event.time)
 
-    def _text(self, name: str, text: str, time: float) -> None:
-        assert self._files is not None
-        self._files[0].add_text(name, text, self._step, time)
+
+# ------------------------------------------------------------------------------------------- curves
+
+
+def _scalars(event: Event, budget_bytes: int | None) -> Scalars:
+    """The values of `event` on the curves against steps; none of an event that is not drawn. Seconds
+    and bytes are what their names say; `budget_bytes` is what training may use."""
+    match event:
+        case StepDone():
+            return _of_step(event, budget_bytes)
+        case Evaluated():
+            return {**_scores("held_out", event), "speed/evaluation_seconds": event.seconds}
+        case CheckpointSaved():
+            return {
+                "checkpoint/bytes": event.num_bytes,
+                "checkpoint/seconds": event.seconds,
+                "checkpoint/held_seconds": event.held_seconds,
+            }
+        case _:
+            return {}
+
+
+def _scores(group: str, event: StepDone | Evaluated) -> Scalars:
+    metrics = {f"{group}/{name}": value for name, value in event.metrics.items()}
+    return {f"{group}/loss": event.loss, **metrics}
+
+
+def _of_step(event: StepDone, budget_bytes: int | None) -> Scalars:
+    values: dict[str, float | None] = {
+        **_scores("train", event),
+        "optimizer/learning_rate": event.learning_rate,
+        "optimizer/grad_norm": event.grad_norm,
+        "optimizer/loss_scale": event.loss_scale,
+        "speed/samples_per_second": event.samples / event.seconds if event.seconds > 0 else None,
+        "speed/step_seconds": event.seconds,
+        "speed/data_seconds": event.data_seconds,
+        "memory/peak_bytes": event.memory_bytes,
+        "memory/part_of_budget": event.memory_bytes / budget_bytes if budget_bytes else None,
+        "batch/micro_batch": event.micro_batch,
+        "batch/samples": event.samples,
+        "batch/samples_seen": event.samples_seen,
+        "batch/epoch": event.epoch,
+        "ranks/fastest_seconds": min(event.rank_seconds, default=None),
+        "ranks/slowest_seconds": max(event.rank_seconds, default=None),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# -------------------------------------------------------------------------------- texts and settings
+
+
+def _check_tensorboard() -> None:
+    """Import tensorboard: here, so that its memory is not counted as training's. Raises `InputError` if
+    it cannot be imported."""
+    try:
+        import_module(_HPARAMS)
+        import_module("torch.utils.tensorboard")
+    except ImportError as error:
+        raise InputError(
+            f"a log for TensorBoard needs tensorboard, which cannot be imported ({error}): pip install"
+            " 'anybatch[tensorboard]'. Of a run without such a log, `anybatch report RUN --tensorboard`"
+            " writes it later."
+        ) from None
+
+
+def _add_scalars(writer: SummaryWriter, values: Scalars, step: int, time: float) -> None:
+    """All in one record: `add_scalar` for each takes 2 ms more in every step."""
+    summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
+    scalars = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+    if scalars:
+        _files(writer).add_summary(summary(value=scalars), step, time)
+
+
+def _files(writer: SummaryWriter) -> Any:
+    """The `FileWriter` behind a writer, for records that the writer has no method for."""
+    return writer._get_file_writer()
 
 
 def _unwritable(folder: Path, error: OSError) -> str:
@@ -216,8 +308,8 @@ def _unwritable(folder: Path, error: OSError) -> str:
 
 def _as_text(started: RunStarted) -> str:
     rows = {"command": started.command, "host": started.host, **started.versions}
-    told = _table([(what, how) for what, how in rows.items() if how])
-    return "\n\n".join([describe(started), told, *started.notices])
+    table = _table([(what, how) for what, how in rows.items() if how])
+    return "\n\n".join([describe(started), table, *started.notices])
 
 
 def _plan_as_text(plan: Mapping[str, Any]) -> str:
@@ -243,7 +335,7 @@ def _settings(started: RunStarted) -> dict[str, bool | float | str]:
     """What tells runs apart, as far as events know it."""
     plan = started.plan
     task, choice = plan.get("task", {}), plan.get("choice", {})
-    told = {
+    settings = {
         "task": started.task,
         "device": started.device,
         "global_batch": task.get("global_batch"),
@@ -254,4 +346,4 @@ def _settings(started: RunStarted) -> dict[str, bool | float | str]:
         "micro_batch": choice.get("micro_batch"),
         "precision": choice.get("precision"),
     }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in settings.items() if value is not None}

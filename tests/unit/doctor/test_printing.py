@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from tests.unit.doctor.machines import WELL, with_
+from tests.unit.doctor.machines import WELL, Facts, folder, step, with_
 
-from anybatch.doctor.examine import Report, judged
-from anybatch.doctor.facts import Facts, Folder, Step, Torch
-from anybatch.doctor.printing import print_findings
+from anybatch.doctor.examine import findings
+from anybatch.doctor.finding import Report
 
 
 def shown(facts: Facts, width: int = 80) -> str:
     text = io.StringIO()
     console = Console(file=text, width=width, highlight=False)
-    print_findings(console, Report(judged(facts), facts))
+    Report(findings(facts), facts).print(console)
     return text.getvalue()
 
 
@@ -26,8 +24,8 @@ BROKEN = with_(
     WELL,
     environment={"CUDA_VISIBLE_DEVICES": "7"},
     host={"shm_bytes": 1 << 20},
-    folders={"cache": Folder("/a/very/long/path" * 12, "Permission denied", 3)},
-    steps=(Step("cpu", "weights came to nan"),),
+    folders={"cache": folder("/a/very/long/path" * 12, "Permission denied", 3)},
+    steps=[step("cpu", "weights came to nan")],
 )
 
 
@@ -55,14 +53,14 @@ def test_the_last_line_counts_problems_and_warnings():
 
 def test_groups_without_findings_are_left_out():
     assert "GPUs" in shown(WELL)
-    assert "GPUs" not in shown(replace(WELL, gpus=None, torch=Torch("ImportError")))
+    assert "GPUs" not in shown(with_(WELL, gpus=None, torch=None))
 
 
 def test_the_report_is_json_with_counts_findings_and_facts():
-    content = json.loads(json.dumps(Report(judged(BROKEN), BROKEN).to_dict()))
+    content = json.loads(json.dumps(Report(findings(BROKEN), BROKEN).to_dict()))
     assert content["counts"]["problem"] == 2
     assert sum(content["counts"].values()) == len(content["findings"])
     (one,) = [one for one in content["findings"] if one["name"] == "CUDA_VISIBLE_DEVICES"]
     assert one.keys() == {"group", "name", "value", "level", "place", "meaning", "remedy"}
     assert (one["group"], one["value"], one["place"]) == ("GPUs", "'7'", "environment")
-    assert content["facts"]["torch"]["version"] == WELL.torch.version  # type: ignore[union-attr]
+    assert content["facts"]["torch"]["version"] == WELL["torch"]["version"]

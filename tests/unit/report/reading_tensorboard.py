@@ -27,7 +27,9 @@ def found_in(folder: Path) -> Found:
         tag: [(point.step, point.value) for point in reader.Scalars(tag)] for tag in tags["scalars"]
     }
     texts = {
-        tag: [(one.step, one.tensor_proto.string_val[0].decode()) for one in reader.Tensors(tag)]
+        tag.removesuffix("/text_summary"): [
+            (one.step, one.tensor_proto.string_val[0].decode()) for one in reader.Tensors(tag)
+        ]
         for tag in tags["tensors"]
         if not tag.startswith("_hparams_")
     }

@@ -1,4 +1,4 @@
-"""What probes see, of this machine and of made-up files."""
+"""What checks see, of this machine and of made-up files."""
 
 from __future__ import annotations
 
@@ -7,22 +7,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from anybatch.doctor.facts import GpuUser, Package, Step
-from anybatch.doctor.probes import (
-    enforcement,
-    folders,
-    gpus,
-    host,
-    network,
-    python,
-    step,
-    torch_build,
-)
-from anybatch.doctor.probes.control_group import Group, group_here
+from anybatch.doctor import gpus, host, packages, ranks
+from anybatch.doctor.host import control_group
 
 GIB = 1 << 30
 NO_LIMIT = "9223372036854771712"
@@ -44,6 +35,22 @@ def files(tmp_path: Path) -> Callable[[dict[str, str]], Path]:
     return write
 
 
+def group(
+    limit: int | None = None,
+    used: int = 0,
+    file: str = "",
+    cores: float | None = None,
+    kills: int | None = None,
+) -> dict[str, Any]:
+    return {
+        "group_bytes": limit,
+        "group_used_bytes": used,
+        "group_file": file,
+        "quota_cores": cores,
+        "oom_kills": kills,
+    }
+
+
 def test_the_tightest_group_holds(files: Callable[[dict[str, str]], Path]):
     base = "sys/fs/cgroup"
     root = files(
@@ -59,7 +66,7 @@ def test_the_tightest_group_holds(files: Callable[[dict[str, str]], Path]):
         }
     )
     file = str(root / base / "job/memory.max")
-    assert group_here(root) == Group(8 * GIB, 3 * GIB, file, 2.5, 2)
+    assert control_group(root) == group(8 * GIB, 3 * GIB, file, 2.5, 2)
 
 
 def test_groups_of_the_first_version_are_read(files: Callable[[dict[str, str]], Path]):
@@ -76,7 +83,7 @@ def test_groups_of_the_first_version_are_read(files: Callable[[dict[str, str]], 
         }
     )
     file = str(root / base / "memory/job/memory.limit_in_bytes")
-    assert group_here(root) == Group(2 * GIB, GIB, file, 0.5, 1)
+    assert control_group(root) == group(2 * GIB, GIB, file, 0.5, 1)
 
 
 def test_in_a_container_the_root_is_the_group(files: Callable[[dict[str, str]], Path]):
@@ -88,11 +95,11 @@ def test_in_a_container_the_root_is_the_group(files: Callable[[dict[str, str]], 
         }
     )
     file = str(root / "sys/fs/cgroup/memory.max")
-    assert group_here(root) == Group(GIB, 4096, file)
+    assert control_group(root) == group(GIB, 4096, file)
 
 
 def test_where_there_are_no_groups_nothing_is_limited(tmp_path: Path):
-    assert group_here(tmp_path) == Group()
+    assert control_group(tmp_path) == group()
 
 
 # ---------------------------------------------------------------------------------------------- GPUs
@@ -147,13 +154,17 @@ def test_gpus_are_seen_as_the_driver_shows_them(
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml())
     seen = gpus.look(str(root / "sys"), str(root / "proc"))
-    assert (seen.driver, seen.cuda, seen.module) == ("550.54.15", "12.4", "550.54.15")
-    assert seen.on_bus == 1
-    (gpu,) = seen.gpus
-    assert (gpu.name, gpu.capability, gpu.free_bytes) == ("NVIDIA RTX A5000", "8.6", 23 * GIB)
-    assert (gpu.ecc, gpu.errors, gpu.mig) == (True, 2, None)
-    assert gpu.compute_mode == "exclusive process"
-    assert gpu.users == (GpuUser(1 << 30, "", None),)
+    assert (seen["driver"], seen["cuda"], seen["module"]) == ("550.54.15", "12.4", "550.54.15")
+    assert seen["on_bus"] == 1
+    (gpu,) = seen["gpus"]
+    assert (gpu["name"], gpu["capability"], gpu["free_bytes"]) == (
+        "NVIDIA RTX A5000",
+        "8.6",
+        23 * GIB,
+    )
+    assert (gpu["ecc"], gpu["errors"], gpu["mig"]) == (True, 2, None)
+    assert gpu["compute_mode"] == "exclusive process"
+    assert gpu["users"] == [{"pid": 1 << 30, "name": "", "num_bytes": None}]
 
 
 def test_a_driver_that_is_not_reached_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -162,14 +173,14 @@ def test_a_driver_that_is_not_reached_says_why(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlInit=fail))
     seen = gpus.look(str(tmp_path), str(tmp_path))
-    assert (seen.driver, seen.fault, seen.on_bus) == ("", "Driver Not Loaded", None)
+    assert (seen["driver"], seen["fault"], seen["on_bus"]) == ("", "Driver Not Loaded", None)
 
 
 # ------------------------------------------------------------------------------- packages and torch
 
 
 def test_requirements_are_read_and_those_for_development_left_out():
-    assert python.parse(
+    found = packages.parse(
         [
             "submitit; extra == 'slurm'",
             "torch>=2.11",
@@ -177,39 +188,40 @@ def test_requirements_are_read_and_those_for_development_left_out():
             "pyright[nodejs]; extra == 'dev'",
             "numpy",
         ]
-    ) == [
-        Package("torch", "", "2.11"),
-        Package("numpy"),
-        Package("submitit", "slurm"),
-        Package("torchao", "torchao", "0.18"),
+    )
+    assert [(one["name"], one["extra"], one["least"]) for one in found] == [
+        ("torch", "", "2.11"),
+        ("numpy", "", ""),
+        ("submitit", "slurm", ""),
+        ("torchao", "torchao", "0.18"),
     ]
 
 
 def test_the_packages_of_this_interpreter_can_be_imported():
-    seen = python.look()
-    needed = [one for one in seen.packages if not one.extra]
-    assert {"torch", "numpy", "nvidia-ml-py"} <= {one.name for one in needed}
-    assert [one for one in needed if one.version is None or one.fault] == []
+    seen = packages.look()
+    needed = [one for one in seen["packages"] if not one["extra"]]
+    assert {"torch", "numpy", "nvidia-ml-py"} <= {one["name"] for one in needed}
+    assert [one for one in needed if one["version"] is None or one["fault"]] == []
 
 
 def test_torch_is_seen_as_it_is(monkeypatch: pytest.MonkeyPatch):
-    for name in torch_build.ALLOCATOR_VARIABLES:
+    for name in packages.ALLOCATORS:
         monkeypatch.delenv(name, raising=False)
-    seen = torch_build.look()
-    assert (seen.fault, seen.version) == ("", torch.__version__)
-    assert Path(torch.__file__).parent == Path(seen.folder)
-    assert "gloo" in seen.backends
-    assert seen.allocator_fault == ""
+    seen = packages.look_torch()
+    assert (seen["fault"], seen["version"]) == ("", torch.__version__)
+    assert Path(torch.__file__).parent == Path(seen["folder"])
+    assert "gloo" in seen["backends"]
+    assert seen["allocator_fault"] == ""
 
 
 def test_torch_itself_reads_the_settings_of_its_allocator(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:5")
-    assert "max_split_size_mb too small" in torch_build.look().allocator_fault
+    assert "max_split_size_mb too small" in packages.look_torch()["allocator_fault"]
 
 
 def test_steps_on_this_cpu_come_out_right():
-    assert step.look("cpu") == Step("cpu")
+    assert packages.look_step("cpu") == {"device": "cpu", "fault": ""}
 
 
 def test_steps_that_come_out_wrong_are_a_fault(monkeypatch: pytest.MonkeyPatch):
@@ -217,13 +229,13 @@ def test_steps_that_come_out_wrong_are_a_fault(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         torch.Tensor, "sub_", lambda self, other, alpha=1: right(self, other, alpha=alpha * 1.5)
     )
-    assert "came to -5, -8, -11, -14, not to -3, -5, -7, -9" in step.look("cpu").fault
+    assert "came to -5, -8, -11, -14, not to -3, -5, -7, -9" in packages.look_step("cpu")["fault"]
 
 
 def test_a_device_that_is_not_there_is_a_fault():
-    seen = step.look("cuda:99")
-    assert seen.device == "cuda:99"
-    assert seen.fault
+    seen = packages.look_step("cuda:99")
+    assert seen["device"] == "cuda:99"
+    assert seen["fault"]
 
 
 # -------------------------------------------------------------------------- host, network, folders
@@ -234,14 +246,14 @@ def test_the_kernel_refuses_memory_and_the_limit_is_put_back():
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    assert enforcement.look().fault == ""
+    assert host.look_limit() == {"fault": ""}
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_cores_and_memory_are_those_of_this_process():
     seen = host.look()
-    assert 1 <= seen.own_cores <= seen.cores
-    assert 0 < seen.available_bytes <= seen.total_bytes
+    assert 1 <= seen["own_cores"] <= seen["cores"]
+    assert 0 < seen["available_bytes"] <= seen["total_bytes"]
 
 
 def test_a_port_where_somebody_listens_is_not_free(monkeypatch: pytest.MonkeyPatch):
@@ -251,21 +263,22 @@ def test_a_port_where_somebody_listens_is_not_free(monkeypatch: pytest.MonkeyPat
         port = listener.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        seen = network.look().master
-    assert (seen.host, seen.port, seen.here, seen.port_free) == ("127.0.0.1", port, True, False)
+        seen = ranks.look()["master"]
+    assert (seen["host"], seen["port"], seen["here"]) == ("127.0.0.1", port, True)
+    assert seen["port_free"] is False
 
 
 def test_variables_of_starters_that_do_not_agree_are_a_fault(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    seen = network.look()
-    assert "RANK is not set" in seen.launcher_fault
+    seen = ranks.look()
+    assert "RANK is not set" in seen["launcher_fault"]
     monkeypatch.setenv("RANK", "1")
-    seen = network.look()
-    assert (seen.launcher_fault, seen.launcher, seen.rank) == ("", "torchrun", 1)
+    seen = ranks.look()
+    assert (seen["launcher_fault"], seen["launcher"], seen["rank"]) == ("", "torchrun", 1)
 
 
 def test_this_machine_reaches_itself():
-    assert network.loopback_fault() == ""
+    assert ranks.loopback_fault() == ""
 
 
 def test_folders_are_written_to_and_left_as_they_were(
@@ -274,8 +287,8 @@ def test_folders_are_written_to_and_left_as_they_were(
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    seen = folders.look()
-    assert seen.cache.fault
-    assert (seen.runs.path, seen.runs.fault) == (str(tmp_path / "runs"), "")
-    assert seen.runs.free_bytes
+    seen = host.look_folders()
+    assert seen["cache"]["fault"]
+    assert (seen["runs"]["path"], seen["runs"]["fault"]) == (str(tmp_path / "runs"), "")
+    assert seen["runs"]["free_bytes"]
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
