@@ -105,7 +105,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> ab.Loss:
 
 
 def anybatch(
-    work: Work, stack: ExitStack, *, parallel: str = "replicate", exchange: Exchange | None = None
+    work: Work, stack: ExitStack, *, exchange: Exchange | None = None
 ) -> tuple[nn.Module, Step]:
     """A session under a plan written by hand."""
     inputs, labels = work.samples()
@@ -120,7 +120,7 @@ def anybatch(
     )
     plan = Plan(
         task=identify(task, build_model()),
-        parallel=parallel,
+        parallel="replicate",
         shares=(1.0, 1.0),
         device="cpu",
         exchange=exchange or Exchange(),
