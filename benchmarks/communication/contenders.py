@@ -105,7 +105,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> ab.Loss:
 
 
 def anybatch(
-    work: Work, stack: ExitStack, *, parallel: str = "replicate", exchange: Exchange | None = None
+    work: Work, stack: ExitStack, *, exchange: Exchange | None = None
 ) -> tuple[nn.Module, Step]:
     """A session under a plan written by hand."""
     inputs, labels = work.samples()
@@ -120,7 +120,7 @@ def anybatch(
     )
     plan = Plan(
         task=identify(task, build_model()),
-        parallel=parallel,
+        parallel="replicate",
         shares=(1.0, 1.0),
         device="cpu",
         exchange=exchange or Exchange(),
@@ -137,7 +137,6 @@ def void(_: object) -> None:
 
 EXACT = {
     "anybatch, replicate": anybatch,
-    "anybatch, ddp": partial(anybatch, parallel="ddp"),
     "DDP by hand, naive": partial(by_hand, naive=True),
 }
 """Compared with each other and with the hand-tuned loop, which is added once it is tuned."""
@@ -146,9 +145,6 @@ RELAXED = {
     "replicate": anybatch,
     "compress bf16": partial(anybatch, exchange=Exchange(compress="bf16")),
     "compress fp16": partial(anybatch, exchange=Exchange(compress="fp16")),
-    "PowerSGD, rank 1 (ddp)": partial(
-        anybatch, parallel="ddp", exchange=Exchange(compress="powersgd")
-    ),
     "local steps, every 4": partial(anybatch, exchange=Exchange(every=4)),
     "local steps, every 8, outer": partial(anybatch, exchange=Exchange(every=8, outer=Outer())),
     "stale": partial(anybatch, exchange=Exchange(stale=True)),

@@ -34,7 +34,7 @@ from anybatch.planning import (
     default_ranks,
     devices_of,
 )
-from anybatch.plans import Parallel, Plan, Precision, parse_open_precision
+from anybatch.plans import Plan, Precision, parse_open_precision
 from anybatch.report import EventLog, PastRun, follow, read_run
 from anybatch.report.folder import EVENTS_FILE
 from anybatch.report.sentences import format_scores
@@ -252,9 +252,7 @@ class _Job:
         if self.device is not None and not several:
             devices: Sequence[Device] = [self._device_here(budget)]
         else:
-            threads = before.parallel == "in-process" and self.ranks is None and not several
-            count = _ranks_as_before(before) if threads else None
-            devices = devices_of(None, budget, count, "in-process" if threads else None)
+            devices = devices_of(None, budget, None, None)
         layout = _layout(before, devices)
 
         def make() -> Plan:
@@ -310,11 +308,9 @@ class _Job:
 def _layout(before: Plan, devices: Sequence[Device]) -> Layout:
     """How the ranks on `devices` divide the samples: as the run did, if it had as many."""
     count = len(devices)
-    kind: Parallel = "replicate" if before.parallel == "ddp" else before.parallel
     if count == 1:
         return layouts_of(devices, "single")[0]
-    if kind == "single" or (kind == "in-process" and are_several()):
-        kind = "replicate"
+    kind = "replicate" if before.parallel == "single" else before.parallel
     layout = layouts_of(devices, kind, "fixed")[0]
     if count != before.num_ranks:
         return layout
@@ -325,13 +321,12 @@ def _num_processes(before: Plan, ranks: int | None, device: str | None) -> int:
     """Processes to evaluate with on this machine, if this is none of several yet."""
     if ranks is not None or device is not None:
         return ranks or 1
-    return 1 if before.parallel in ("single", "in-process") else _ranks_as_before(before)
+    return 1 if before.parallel == "single" else _ranks_as_before(before)
 
 
 def _ranks_as_before(before: Plan) -> int:
     """As many as the run had, if this machine has the devices."""
-    on_cpu = {before.device, *before.devices} <= {"cpu"}
-    return before.num_ranks if on_cpu else min(before.num_ranks, default_ranks())
+    return before.num_ranks if before.device == "cpu" else min(before.num_ranks, default_ranks())
 
 
 def _precision(wanted: str | None) -> Precision | None:

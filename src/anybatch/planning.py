@@ -50,6 +50,7 @@ from anybatch.plans import (
     parse_compile,
     parse_norms,
     parse_open_precision,
+    parse_parallel,
 )
 from anybatch.rank import REHEARSED_PASSES, can_rehearse
 from anybatch.session import Session, joined
@@ -129,6 +130,7 @@ def plan(
         PeerFailed, PeerLost: another rank could not plan, or is gone.
     """
     check_task(task)
+    parse_parallel(parallel)
     checked_ranks(ranks, parallel)
     parse_norms(norms)
     parse_balance(balance)
@@ -150,10 +152,10 @@ def plan(
     is_joint = isinstance(task.loss, JointLoss)
     if is_joint:
         _check_joint(exchange=exchange, norms=norms)
-    alone = parallel in ("single", "in-process")
+    alone = parallel == "single"
     by_itself = machine is not None or alone
     if not by_itself:
-        check_started(ranks, parallel)
+        check_started(ranks)
 
     def make(devices: Sequence[Device], link: Link | None) -> Plan:
         wanted = parse_open_precision(precision)
@@ -374,11 +376,11 @@ def checked_ranks(ranks: int | None, parallel: Parallel | None) -> None:
         )
 
 
-def check_started(ranks: int | None, parallel: Parallel | None, name: str = "ranks") -> None:
+def check_started(ranks: int | None, name: str = "ranks") -> None:
     """Raises `InputError` if somebody else has started another number of ranks than is asked for by
     `name`. Those that anybatch started may be fewer by now."""
     member = find()
-    if member is None or ranks is None or member.launcher == "anybatch" or parallel == "in-process":
+    if member is None or ranks is None or member.launcher == "anybatch":
         return
     if ranks not in (member.local_world_size, member.world_size):
         raise InputError(

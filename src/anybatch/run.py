@@ -42,7 +42,16 @@ from anybatch.parallel import exchange as tell
 from anybatch.parallel import leads
 from anybatch.planning import checked_ranks, default_ranks, serves_again
 from anybatch.planning import plan as make_plan
-from anybatch.plans import Balancing, Compile, Exchange, Parallel, Plan, Recompute, Sharding
+from anybatch.plans import (
+    Balancing,
+    Compile,
+    Exchange,
+    Parallel,
+    Plan,
+    Recompute,
+    Sharding,
+    parse_parallel,
+)
 from anybatch.report import (
     Display,
     EventLog,
@@ -198,6 +207,7 @@ def train(
     its report; before that, it is as it was.
     """
     check_task(task)
+    parse_parallel(parallel)
     checked_ranks(ranks, parallel)
     keeping = Keeping(resume, checkpoint_every, keep, restarts, stall_seconds)
     keeping.check(out)
@@ -230,8 +240,7 @@ def train(
         with displayed(progress) as display:
             return job.start(wanted, nodes, rendezvous, [*sinks, *_and(display)])
     size = here.world_size if here else 1
-    alone = parallel == "in-process" or least < most
-    if ranks is not None and not alone and size != ranks * least:
+    if ranks is not None and least == most and size != ranks * least:
         raise InputError(
             f"ranks is {ranks}, but this process is one of {size} that were started already: leave"
             " ranks out."
@@ -316,7 +325,7 @@ def choose_plan(
 
 def num_processes(plan: Plan | None, ranks: int | None, parallel: Parallel | None) -> int:
     """Processes to run on this machine, if this is none of them yet."""
-    if parallel in ("single", "in-process") or (plan and plan.parallel in ("single", "in-process")):
+    if parallel == "single" or (plan and plan.parallel == "single"):
         return 1
     if ranks is not None:
         return ranks

@@ -20,7 +20,6 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from anybatch.crew import Crew
 from anybatch.engine import Watchdog, at_work, checked_seconds
 from anybatch.engine.process import use_one_heap
 from anybatch.errors import InputError
@@ -28,7 +27,7 @@ from anybatch.events import Evaluated, Event, Resumed, RunEnded, RunStarted, Sin
 from anybatch.launch import find, join, leave, open_board
 from anybatch.machine import Machine
 from anybatch.oom import is_limited
-from anybatch.parallel import Group, SingleDevice, Wish, group_of
+from anybatch.parallel import Group, Wish, group_of
 from anybatch.plans import Plan
 from anybatch.rank import Rank, can_rehearse
 from anybatch.state import Checkpoints
@@ -50,7 +49,7 @@ class Session:
             time.
         trial: before the first step, try the plan and its rivals on the samples of that step, and
             follow the fastest, if that takes at most a fiftieth of the run. Else the plan is followed
-            as it is. On one device, or where each rank has the whole model in a process of its own.
+            as it is. On one device, or where each rank has the whole model.
 
     Attributes:
         plan: as it is now: leaner than the one given if memory ran out.
@@ -78,24 +77,13 @@ class Session:
         self._trial = trial
         self._sinks = tuple(sinks)
         self._stall_seconds = checked_seconds(stall_seconds)
-        self._running: Rank | Crew | None = None
+        self._running: Rank | None = None
         self._model: nn.Module | None = None
         self._last = plan
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            if self._given.parallel == "in-process":
-                for name in self._given.devices:
-                    Machine.here(device=name)
-                self._leader = True
-                self._watchdog = self._watched(stack, 0, 1)
-                crew = Crew(
-                    self._task, self._given, self.emit, self._watchdog, self._open_checkpoints
-                )
-                self._running, self._model = crew, crew.model
-                self._stack = stack.pop_all()
-                return self
-            if self._given.parallel not in ("single", "in-process"):
+            if self._given.parallel != "single":
                 stack.enter_context(joined())
             group, name = stack.enter_context(group_of(self._given))
             Machine.here(device=name)  # or says that there is no such device
@@ -240,12 +228,11 @@ class Session:
         nothing fits the budget, `InputError` if ranks cannot run passes by themselves (of a divided
         model), and what the data, the model or the loss raises.
         """
-        rank = self._rank
-        if not isinstance(rank, Rank) or not can_rehearse(self._given):
+        if not can_rehearse(self._given):
             raise InputError(
                 "a rehearsal is for ranks that hold the whole model each and meet once per step."
             )
-        return rank.rehearsed(is_fixed)
+        return self._rank.rehearsed(is_fixed)
 
     def save(self, wait: bool = False) -> None:
         """Save everything that outlives a step. All ranks call it, after the same step. The bytes are
@@ -376,11 +363,10 @@ class Session:
         )
         return stack.enter_context(watchdog)
 
-    def _open_checkpoints(self, group: Group | None = None) -> Checkpoints | None:
-        """Those of a rank in `group`; the ranks of one process save as one."""
+    def _open_checkpoints(self, group: Group) -> Checkpoints | None:
         if self._folder is None:
             return None
-        return Checkpoints(self._folder, group or SingleDevice(), keep=self._keep)
+        return Checkpoints(self._folder, group, keep=self._keep)
 
     def _check_folder(self) -> None:
         if self._folder is None:
@@ -389,7 +375,7 @@ class Session:
             )
 
     @property
-    def _rank(self) -> Rank | Crew:
+    def _rank(self) -> Rank:
         if self._running is None:
             raise InputError(
                 "the session is not open: use it inside `with anybatch.Session(...) as session:`."

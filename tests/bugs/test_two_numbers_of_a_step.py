@@ -87,16 +87,22 @@ def kinds(events: Sequence[Event]) -> list[type[Event]]:
     return list(dict.fromkeys(map(type, events)))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_all_that_happens_in_a_step_has_its_number(ranks, tmp_path):
+def on_rank(rank, size, folder):
+    """The events of a run in which everything goes wrong on rank 0."""
     events: list[Event] = []
     task = going_wrong(events)
-    layout = {"parallel": "in-process", "devices": ("cpu",) * ranks, "shares": (1.0,) * ranks}
-    plan = plan_for(task, 4, precision="fp16", **layout if ranks > 1 else {})
-    with ab.Session(task, plan, [events.append], checkpoints=tmp_path) as session:
+    layout = {"parallel": "replicate", "shares": (1.0,) * size} if size > 1 else {}
+    plan = plan_for(task, 4, precision="fp16", **layout)
+    with ab.Session(task, plan, [events.append], checkpoints=folder) as session:
         for done in session.steps():
             if done.step == STEP:
                 session.save(wait=True)
+    return events
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_that_happens_in_a_step_has_its_number(crew, ranks, tmp_path):
+    events = crew(ranks, on_rank, tmp_path)[0]
     ends = [number for number, event in enumerate(events) if isinstance(event, StepDone)]
     assert [events[end].step for end in ends] == [1, 2, 3, 4]
     within, after = events[ends[1] + 1 : ends[2]], events[ends[2] + 1 : ends[3]]

@@ -109,16 +109,21 @@ def test_an_evaluation_is_that_of_the_whole_logits():
     assert cut == pytest.approx(whole, rel=1e-9)
 
 
+def as_rank(rank, size, tied):
+    head = "embed" if tied else "head"
+    ranks = {"parallel": "replicate", "shares": (1.0,) * size}
+    plan = plan_for(task_of(tied), 3, chunked_head=head, **ranks)
+    with ab.Session(task_of(tied), plan) as session:
+        list(session.steps())
+        return [param.detach() for param in session.model.parameters()]
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
-def test_two_ranks_train_as_one(tied):
-    task = task_of(tied)
-    plan = ab.plan(task, ranks=2, parallel="in-process", micro_batch=3)
-    choice = plan.choice.model_copy(update={"chunked_head": "embed" if tied else "head"})
-    plan = plan.model_copy(update={"choice": choice, "prediction": None})
-    found = ab.train(task, plan=plan, progress=False)
-    plain = train_plainly(task)
-    for one, other in zip(found.model.parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+def test_two_ranks_train_as_one(crew, tied):
+    plain = train_plainly(task_of(tied))
+    for found in crew(2, as_rank, tied):
+        for one, other in zip(found, plain.model.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -82,8 +82,8 @@ BASE = {f"base.{i}.{kind}" for i in (0, 1, 3) for kind in ("weight", "bias")}
         ((1, "single"), (1, "single")),
         ((2, "replicate"), (1, "single")),
         ((1, "single"), (2, "shard")),
-        ((2, "shard"), (2, "in-process")),
-        ((2, "in-process"), (2, "shard")),
+        ((2, "shard"), (2, "replicate")),
+        ((2, "replicate"), (2, "shard")),
     ],
     ids=lambda way: f"{way[0]}-{way[1]}",
 )

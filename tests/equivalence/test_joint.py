@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.equivalence.joint import Towers, compare, encode, encode_all, task_of
 from tests.equivalence.reference import assert_equal, deviation, plan_for, train, train_plainly
-from tests.equivalence.test_in_process import train as train_in_process
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -205,19 +204,6 @@ def test_a_script_of_ones_own():
     assert torch.equal(after, torch.rand(3))  # the script's generators go on, whatever passes drew
 
 
-@pytest.mark.parametrize("shares", [(1.0, 1.0), (3.0, 1.0, 2.0), (0.0, 1.0)])
-@pytest.mark.parametrize("micro_batch", [5, 35])
-def test_ranks_in_one_process(shares, micro_batch):
-    task = task_of()
-    ours = train_in_process(task, shares, micro_batch)
-    plain = train_plainly(task)
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-9)
-    wanted = [p.detach() for p in plain.model.parameters()]
-    for parameters in ours.parameters:
-        for mine, theirs in zip(parameters, wanted, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
-
-
 def evaluated_plainly(task, model):
     """Of the held-out samples, compared as many at a time as make a global batch."""
     model.eval()
@@ -234,9 +220,8 @@ def evaluated_plainly(task, model):
     return total / weight, hits / count
 
 
-@pytest.mark.parametrize("shares", [(1.0,), (1.0, 2.0)])
 @pytest.mark.parametrize("micro_batch", [5, 35])
-def test_evaluation_does_not_depend_on_the_plan(micro_batch, shares):
+def test_evaluation_does_not_depend_on_the_plan(micro_batch):
     task = task_of()
     held_out = TensorDataset(*(t[:50] for t in task.train.tensors))
 
@@ -244,13 +229,10 @@ def test_evaluation_does_not_depend_on_the_plan(micro_batch, shares):
         return {"spread": (model.left(batch[0]).square().sum(), len(batch[0]))}
 
     task = dataclasses.replace(task, valid=held_out, metrics=spread, evaluate_every=100)
-    if len(shares) > 1:
-        found = train_in_process(task, shares, micro_batch).evaluated
-    else:
-        with ab.Session(task, plan_for(task, micro_batch)) as session:
-            for _ in session.steps():
-                pass
-            found = session.evaluate()
+    with ab.Session(task, plan_for(task, micro_batch)) as session:
+        for _ in session.steps():
+            pass
+        found = session.evaluate()
     model = train_plainly(task).model
     loss, hits = evaluated_plainly(task, model)
     assert found.samples == 50

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.equivalence.reference import assert_equal, plan_for, train, train_plainly
-from tests.equivalence.test_in_process import train as train_in_process
 from tests.equivalence.worlds import World, loss_of, task_of
 from torch import nn
 
@@ -52,16 +51,6 @@ def test_one_long_sample_among_many_short_ones(micro_batch, last):
     if micro_batch == 1 and last == "keep":
         assert (1, 60) in shapes  # alone, and the others together
         assert len(shapes) < 60  # of 247 samples, which one by one would be as many passes
-
-
-def test_ranks_in_one_process_take_equal_lengths():
-    task = long_and_short(dataclasses.replace(RAGGED, loss="weighted", clip_norm=None))
-    ours = train_in_process(task, [1.0, 2.0, 1.0], micro_batch=1)
-    plain = train_plainly(task)
-    wanted = [p.detach() for p in plain.model.parameters()]
-    for parameters in ours.parameters:
-        for mine, theirs in zip(parameters, wanted, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
 
 
 def test_bad_samples_are_left_out_of_an_ordered_batch():

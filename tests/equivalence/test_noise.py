@@ -14,7 +14,6 @@ from torch.utils.data import default_collate
 import anybatch as ab
 from anybatch.data import steps_of as steps_of_task
 from anybatch.engine import transaction
-from anybatch.events import StepDone
 from anybatch.parallel import SingleDevice
 
 
@@ -79,17 +78,6 @@ def test_a_step_of_one_micro_batch_has_no_part():
 def test_the_longest_samples_of_a_step_are_no_part_like_the_others():
     task = task_of(World(data="ragged", lengths=True, loss="counted"))
     assert all(done.part_weight is None for done in steps_of(task, 2))
-
-
-def test_ranks_of_one_process_measure_a_part_each():
-    task = standing(task_of(World(loss="weighted")))
-    shares = (2.0, 1.0)
-    plan = plan_for(task, 16, parallel="in-process", shares=shares, devices=("cpu",) * 2)
-    seen = []
-    ab.train(task, plan=plan, progress=False, sinks=[seen.append])
-    steps = [event for event in seen if isinstance(event, StepDone)]
-    for number, done in enumerate(steps[:3]):
-        assert same(done, by_hand(task, number, 16, shares), rel=1e-9)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16-weights"])

@@ -278,7 +278,6 @@ def test_another_grain_has_other_bits_and_the_same_result():
     ("changes", "told"),
     [
         ({"parallel": "shard", "shares": (1.0, 1.0)}, "parallel is 'shard'"),
-        ({"parallel": "ddp", "shares": (1.0, 1.0)}, "parallel is 'ddp'"),
         (
             {"parallel": "replicate", "shares": (1.0, 1.0), "exchange": Exchange(stale=True)},
             "exchange asks for gradients applied one step late",

@@ -29,8 +29,6 @@ def plan_of(task, ranks, parallel="replicate", micro_batch=3, **knobs):
     if parallel == "groups":
         parallel, knobs["sharding"] = "shard", ab.Sharding(over=2, reduce="last pass")
     knobs.setdefault("shares", tuple(float(1 + rank % 2) for rank in range(ranks)))
-    if parallel == "in-process":
-        knobs["devices"] = ("cpu",) * ranks
     return plan_for(task, micro_batch, parallel=parallel, **knobs)
 
 
@@ -55,7 +53,7 @@ def trained(task, plan, folder=None, *, resume=False, until=None):
 
 
 def on_rank(rank, size, make, plan, folder, options):
-    if size == 1 or plan.parallel == "in-process":
+    if size == 1:
         return trained(make(), plan, folder, **options)
     # `Session` looks here for who started it.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
@@ -68,8 +66,7 @@ def on_rank(rank, size, make, plan, folder, options):
 
 def run(crew, make, plan, folder=None, **options):
     """The same on the ranks of `plan`; what rank 0 got."""
-    processes = 1 if plan.parallel in ("single", "in-process") else len(plan.shares)
-    return crew(processes, on_rank, make, plan, folder, options)[0]
+    return crew(len(plan.shares), on_rank, make, plan, folder, options)[0]
 
 
 def assert_close(found, wanted, tolerance=1e-6):
@@ -112,17 +109,13 @@ def pictures():
         ((1, "single"), (2, "replicate")),
         ((2, "replicate"), (3, "replicate")),
         ((3, "replicate"), (1, "single")),
-        ((2, "replicate"), (2, "ddp")),
-        ((2, "ddp"), (1, "single")),
         ((2, "shard"), (3, "shard")),
         ((3, "shard"), (1, "single")),
         ((1, "single"), (2, "shard")),
         ((2, "shard"), (2, "replicate")),
         ((4, "groups"), (1, "single")),
         ((3, "replicate"), (4, "groups")),
-        ((2, "in-process"), (1, "single")),
-        ((1, "single"), (3, "in-process")),
-        ((4, "replicate"), (2, "in-process")),
+        ((4, "replicate"), (2, "replicate")),
     ],
     ids=lambda way: f"{way[0]}-{way[1]}",
 )
@@ -135,9 +128,7 @@ def test_on_other_ranks(crew, tmp_path, before, after):
     assert_close(found, wanted)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "parallel"), [(2, "replicate"), (2, "shard"), (4, "groups"), (2, "in-process")]
-)
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, "replicate"), (2, "shard"), (4, "groups")])
 def test_saved_right_after_an_evaluation(crew, tmp_path, ranks, parallel):
     wanted, losses = trained(tokens(), plan_of(tokens(), 1))
     plan = plan_of(tokens(), ranks, parallel)
@@ -149,7 +140,7 @@ def test_saved_right_after_an_evaluation(crew, tmp_path, ranks, parallel):
 
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
-    [(1, "single"), (2, "replicate"), (2, "shard"), (4, "groups"), (2, "in-process")],
+    [(1, "single"), (2, "replicate"), (2, "shard"), (4, "groups")],
 )
 def test_with_batch_norm(crew, tmp_path, ranks, parallel):
     wanted, _ = trained(pictures(), plan_of(pictures(), 1, micro_batch=4))

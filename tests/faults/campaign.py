@@ -91,10 +91,6 @@ class Way:
     limited: bool = False
     norms: str = "ghosts"
 
-    @property
-    def processes(self) -> int:
-        return 1 if self.parallel == "in-process" else self.size
-
     def __str__(self) -> str:
         more = ", norms synchronised" if self.norms == "synchronised" else ""
         return f"{self.parallel} on {self.size}{more}{', budget' if self.limited else ''}"
@@ -103,15 +99,12 @@ class Way:
 WAYS = (
     Way("single", limited=True),
     Way("single"),
-    Way("in-process", 2),
-    Way("in-process", 3),
     Way("replicate", 2, limited=True),
     Way("replicate", 3, limited=True),
     Way("replicate", 2),
     Way("replicate", 2, limited=True, norms="synchronised"),
     Way("shard", 2, limited=True),
     Way("shard", 3, limited=True),
-    Way("ddp", 2),
 )
 
 
@@ -463,7 +456,6 @@ def plan_of(trial: Trial, task: ab.Task) -> Plan:
         device="cpu",
         parallel=way.parallel,
         shares=(1.0,) * way.size,
-        devices=("cpu",) * way.size if way.parallel == "in-process" else (),
         norms=way.norms,
         budget_bytes=600 * MIB if way.limited else None,
         enforced=way.limited,
@@ -611,7 +603,7 @@ def draw(seed: int, count: int, ways: Sequence[Way] = WAYS, per_run: int = 6) ->
         number = len(trials)
         way = ways[number % len(ways)]
         images = way.norms == "synchronised" or dice.random() < 0.5
-        workers = 1 if dice.random() < 0.3 and way.parallel != "in-process" else 0
+        workers = 1 if dice.random() < 0.3 else 0
         steps = 12
         refusals: list[Refusal] = []
         for step in sorted(dice.sample(range(1, steps + 1), per_run)):
@@ -649,12 +641,10 @@ def _refusal(dice: random.Random, way: Way, step: int, workers: int, images: boo
     if step == 12:
         phases = ["prediction"]
     phase = dice.choice(phases)
-    # The ranks of one process save as one, the first.
-    alone = phase == "saving" and way.processes == 1
     return Refusal(
         step + (phase == "prediction"),
         phase,
-        (0,) if alone else _some(dice, way),
+        _some(dice, way),
         dice.randrange(2),
         dice.choice(SPARE),
         dice.choice((1, 1, 1, 2)),
@@ -702,9 +692,9 @@ class Judged:
 def judge(crew: Any, trial: Trial) -> Judged:
     """Run `trial` with and without what disturbs it, on a `tests.crew.Crew`."""
     with TemporaryDirectory() as folder:
-        calm = crew(trial.way.processes, run, trial, False, Path(folder, "calm"))
+        calm = crew(trial.way.size, run, trial, False, Path(folder, "calm"))
         ours = Path(folder, "disturbed")
-        outcomes = crew.outcomes(trial.way.processes, run, trial, True, ours)
+        outcomes = crew.outcomes(trial.way.size, run, trial, True, ours)
         errors = [(rank, error) for rank, (error, _) in enumerate(outcomes) if error is not None]
         if errors:  # a peer that was lost is not the cause
             rank, error = min(errors, key=lambda one: type(one[1]) is PeerLost)

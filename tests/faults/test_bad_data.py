@@ -44,12 +44,14 @@ pytestmark = pytest.mark.faults
 BAD = {3: RAISES, 4: MISSING, 11: ODD, 17: NAN, 18: NAN, 30: INF}
 STEEP_TOO = BAD | {20: STEEP, 33: STEEP}
 LENGTH = 40
-CPU = {"single": 1, "in-process": 2}
 
 
-def plan_of(task, micro_batch, parallel="single", size=1):
-    more = {"devices": ("cpu",) * size} if parallel == "in-process" else {}
-    return plan_for(task, micro_batch, parallel=parallel, shares=(1.0,) * size, **more)
+def plan_of(task, micro_batch):
+    return plan_for(task, micro_batch, parallel="single", shares=(1.0,))
+
+
+def parallel_of(size):
+    return "replicate" if size > 1 else "single"
 
 
 def check(ran, plain, bad=BAD, epochs=2):
@@ -83,14 +85,7 @@ def test_however_epochs_end(last):
     assert set(ran.left_out) <= {(epoch, index) for epoch in range(2) for index in BAD}
 
 
-@pytest.mark.parametrize(("parallel", "size"), [("in-process", 2), ("in-process", 3)])
-def test_ranks_of_one_process(parallel, size):
-    task = task_of(Faulty(LENGTH, STEEP_TOO))
-    plain = train_plainly(task, LENGTH, STEEP_TOO)
-    check(run(task, plan_of(task, 3, parallel, size)), plain, STEEP_TOO)
-
-
-@pytest.mark.parametrize("parallel", ["replicate", "shard", "ddp"])
+@pytest.mark.parametrize("parallel", ["replicate", "shard"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_leave_out_the_same(crew, size, parallel):
     bad = BAD if parallel == "shard" else STEEP_TOO  # where no rank has a gradient by itself
@@ -115,20 +110,20 @@ def test_a_sample_that_only_one_rank_cannot_read_is_left_out_by_all(crew):
 
 
 @pytest.mark.parametrize("micro_batch", [8, 24])
-@pytest.mark.parametrize("parallel", list(CPU))
-def test_ghost_batches_are_those_of_the_samples_that_are_left(parallel, micro_batch):
+@pytest.mark.parametrize("size", [1, 2])
+def test_ghost_batches_are_those_of_the_samples_that_are_left(crew, size, micro_batch):
     options = {"model": NormModel, "ghost_batch": 8, "global_batch": 24}
-    task = task_of(Faulty(LENGTH, BAD), **options)
-    ran = run(task, plan_of(task, micro_batch, parallel, CPU[parallel]))
-    check(ran, train_plainly(task, LENGTH, BAD))
+    data = Faulty(LENGTH, BAD)
+    plain = train_plainly(task_of(data, **options), LENGTH, BAD)
+    check(crew(size, as_rank, (data, options), micro_batch, parallel_of(size))[0], plain)
 
 
-@pytest.mark.parametrize("parallel", list(CPU))
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("micro_batch", [2, 12])
-def test_streams(parallel, micro_batch):
-    task = task_of(FaultyStream(LENGTH, BAD))
-    ran = run(task, plan_of(task, micro_batch, parallel, CPU[parallel]))
-    check(ran, train_plainly(task, LENGTH, BAD, shuffle=False))
+def test_streams(crew, size, micro_batch):
+    data = FaultyStream(LENGTH, BAD)
+    plain = train_plainly(task_of(data), LENGTH, BAD, shuffle=False)
+    check(crew(size, as_rank, (data, {}), micro_batch, parallel_of(size))[0], plain)
 
 
 @hypothesis.settings(max_examples=25)
@@ -136,15 +131,16 @@ def test_streams(parallel, micro_batch):
     bad=st.dictionaries(st.integers(0, 22), st.sampled_from(KINDS), max_size=12),
     micro_batch=st.integers(1, 9),
     global_batch=st.integers(1, 23),
-    parallel=st.sampled_from(list(CPU)),
+    size=st.sampled_from([1, 2]),
     stream=st.booleans(),
 )
-def test_what_is_left_out_depends_on_no_plan(bad, micro_batch, global_batch, parallel, stream):
+def test_what_is_left_out_depends_on_no_plan(crew, bad, micro_batch, global_batch, size, stream):
     data = FaultyStream(23, bad | {22: NAN}) if stream else Faulty(23, bad)
     if stream:  # one that ends right after an error cannot be told from one that broke off
         bad = bad | {22: NAN}
-    task = task_of(data, global_batch=global_batch, epochs=1)
-    ran = run(task, plan_of(task, min(micro_batch, global_batch), parallel, CPU[parallel]))
+    options = {"global_batch": global_batch, "epochs": 1}
+    task, micro_batch = task_of(data, **options), min(micro_batch, global_batch)
+    ran = crew(size, as_rank, (data, options), micro_batch, parallel_of(size))[0]
     if len(bad) * 2 > 23:
         assert "more than half" in ran.error
         return
@@ -175,7 +171,7 @@ def test_memory_that_runs_out_in_the_same_step():
 def test_a_gradient_that_is_no_number_leaves_out_its_step(crew, size):
     bad = {5: UNSEEN, 9: NAN}
     data = Faulty(LENGTH, bad)
-    for ran in crew(size, as_rank, (data, {}), 4, "replicate" if size > 1 else "single"):
+    for ran in crew(size, as_rank, (data, {}), 4, parallel_of(size)):
         plain = train_plainly(task_of(data), LENGTH, bad)
         assert not ran.error
         assert ran.losses == pytest.approx(plain.losses, rel=1e-6)
@@ -226,8 +222,7 @@ def test_a_scheduler_goes_on_through_a_step_that_is_left_out():
 @pytest.mark.parametrize("size", [1, 2])
 def test_too_many_steps_left_out_end_the_training_on_all_ranks(crew, size):
     data = Faulty(400, dict.fromkeys(range(400), UNSEEN))
-    parallel = "replicate" if size > 1 else "single"
-    for ran in crew(size, as_rank, (data, {"global_batch": 8}), 4, parallel):
+    for ran in crew(size, as_rank, (data, {"global_batch": 8}), 4, parallel_of(size)):
         assert ran.kind == "LossError"
         assert (
             f"the last {MOST_IN_A_ROW} steps had to be left out whole, up to step 10" in ran.error
@@ -240,8 +235,7 @@ def test_too_many_steps_left_out_end_the_training_on_all_ranks(crew, size):
 def test_too_many_samples_left_out_end_the_training_on_all_ranks(crew, stream, size):
     bad = {i: RAISES for i in range(LENGTH - 1) if i % 3}
     data = FaultyStream(LENGTH, bad) if stream else Faulty(LENGTH, bad)
-    parallel = "replicate" if size > 1 else "single"
-    for ran in crew(size, as_rank, (data, {}), 4, parallel):
+    for ran in crew(size, as_rank, (data, {}), 4, parallel_of(size)):
         assert ran.kind == "DataError"
         assert f"of the {LENGTH} samples of epoch 0 are bad" in ran.error
         assert "more than half" in ran.error
@@ -272,12 +266,11 @@ def test_a_stream_that_is_over_after_an_error_is_not_taken_for_one_that_ended(at
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("parallel", list(CPU))
-def test_bad_held_out_samples_are_left_out_of_every_evaluation(parallel, stream, num_workers):
+def test_bad_held_out_samples_are_left_out_of_every_evaluation(stream, num_workers):
     bad = {0: RAISES, 5: ODD, 6: MISSING}
     valid = FaultyStream(11, bad) if stream else Faulty(11, bad)
     task = task_of(Faulty(LENGTH), valid=valid, num_workers=num_workers)
-    ran = run(task, plan_of(task, 4, parallel, CPU[parallel]))
+    ran = run(task, plan_of(task, 4))
     assert not ran.error
     assert sorted(i for event in ran.skipped for i in event.samples) == [0, 5, 6]  # told once
     assert all(event.held_out for event in ran.skipped)

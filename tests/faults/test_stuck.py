@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.crew import Crew
+from tests.equivalence.reference import plan_for
 from tests.faults.stuck import STEP, train
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -145,15 +147,13 @@ def task_of(train: Dataset[Tensor]) -> ab.Task:
     )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_users_own_process_is_told_and_goes_on(num_ranks: int, monkeypatch: pytest.MonkeyPatch):
+def test_the_users_own_process_is_told_and_goes_on(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("anybatch.engine.stall.LEAST_SECONDS", 0.5)
     monkeypatch.setattr("anybatch.engine.stall.TIMES_LONGEST", 1.0)
     heard = Listens()
     monkeypatch.setattr("sys.stderr", heard)
     task = task_of(Slow(heard.said))
-    devices = {"parallel": "in-process", "ranks": 2} if num_ranks == 2 else {}
-    plan = ab.plan(task, **devices)
+    plan = ab.plan(task)
     events: list[Event] = []
     with ab.Session(task, plan, [events.append]) as session:
         assert len(list(session.steps())) == 2
@@ -163,24 +163,28 @@ def test_the_users_own_process_is_told_and_goes_on(num_ranks: int, monkeypatch: 
     assert "in __getitem__" in heard.text
 
 
-def test_a_straggler_is_told_by_an_event(monkeypatch: pytest.MonkeyPatch):
-    class AlwaysOne:
-        def __init__(self, size: int) -> None:
-            assert size == 2
+class AlwaysOne:
+    """Stands for `Stragglers`."""
 
-        def observe(self, seconds: tuple[float, ...]) -> list[tuple[int, float, float]]:
-            assert len(seconds) == 2
-            return [(1, 2.0, 1.0)]
+    def __init__(self, size: int) -> None:
+        assert size == 2
 
-    monkeypatch.setattr("anybatch.rank.pace.Stragglers", AlwaysOne)
+    def observe(self, seconds: tuple[float, ...]) -> list[tuple[int, float, float]]:
+        assert len(seconds) == 2
+        return [(1, 2.0, 1.0)]
+
+
+def with_a_straggler(rank: int, size: int) -> list[tuple[int, int, float, float]]:
     task = task_of(Slow(None))
+    plan = plan_for(task, 2, parallel="replicate", shares=(1.0,) * size)
     events: list[Event] = []
-    with ab.Session(
-        task, ab.plan(task, parallel="in-process", ranks=2), [events.append]
-    ) as session:
-        list(session.steps())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("anybatch.rank.pace.Stragglers", AlwaysOne)
+        with ab.Session(task, plan, [events.append]) as session:
+            list(session.steps())
     told = [event for event in events if isinstance(event, Straggler)]
-    assert [(event.step, event.rank, event.seconds, event.others) for event in told] == [
-        (1, 1, 2.0, 1.0),
-        (2, 1, 2.0, 1.0),
-    ]
+    return [(event.step, event.rank, event.seconds, event.others) for event in told]
+
+
+def test_a_straggler_is_told_by_an_event(crew: Crew):
+    assert crew(2, with_a_straggler) == [[(1, 1, 2.0, 1.0), (2, 1, 2.0, 1.0)], []]

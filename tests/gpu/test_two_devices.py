@@ -116,7 +116,6 @@ def losses(events: list[dict]) -> list[float]:
     [
         ("--parallel", "replicate"),
         ("--parallel", "shard"),
-        ("--parallel", "ddp"),
     ],
     ids=lambda options: options[1],
 )

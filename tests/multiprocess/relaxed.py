@@ -1,4 +1,4 @@
-"""What the tests of ddp, compressed, local and stale training have in common: a run on some ranks, and
+"""What the tests of compressed, local and stale training have in common: a run on some ranks, and
 the bytes that it handed to torch.distributed."""
 
 from __future__ import annotations

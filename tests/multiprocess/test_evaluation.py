@@ -186,18 +186,6 @@ def test_metric_objects_are_merged_exactly(crew, size, kind):
     same(crew(size, evaluate, kind, counts, 6, objects()), alone)
 
 
-@pytest.mark.parametrize("kind", ["tensors", "stream"])
-def test_ranks_of_one_process_find_the_same(kind):
-    counts = [2, 7, 41]
-    alone, _ = evaluate(0, 1, kind, counts, 6, objects())
-    found, _ = evaluate(0, 3, kind, counts, 6, objects(), parallel="in-process")
-    same([(found, None)], alone)
-    outputs = predict(0, 3, kind, counts, losses_and_more, 3, parallel="in-process")
-    for one, wanted in zip(outputs, predict(0, 1, kind, counts, losses_and_more, 100), strict=True):
-        assert torch.allclose(one["loss"], wanted["loss"], rtol=1e-10)
-        assert one["more"][1] == wanted["more"][1]
-
-
 class Blocks(nn.Module):
     """Blocks, which are gathered one by one where the model is sharded."""
 

@@ -54,10 +54,9 @@ def check(crew, shares, micro_batch, options=(), **knobs):
     return ranks
 
 
-@pytest.mark.parametrize("parallel", ["replicate", "ddp"])
 @pytest.mark.parametrize("micro_batch", [5, 10, 35])
-def test_two_ranks(crew, parallel, micro_batch):
-    check(crew, (1.0, 1.0), micro_batch, parallel=parallel)
+def test_two_ranks(crew, micro_batch):
+    check(crew, (1.0, 1.0), micro_batch, parallel="replicate")
 
 
 @pytest.mark.parametrize("shares", [(3.0, 1.0, 2.0), (1.0, 0.0, 1.0), (0.0, 1.0)])
@@ -168,7 +167,7 @@ def failing(rank, size, where, who, micro_batch, parallel):
     return state, losses, [(e.step, e.rank) for e in events if isinstance(e, OutOfMemory)]
 
 
-@pytest.mark.parametrize("parallel", ["replicate", "ddp", "shard"])
+@pytest.mark.parametrize("parallel", ["replicate", "shard"])
 @pytest.mark.parametrize(
     ("where", "micro_batch"), [("encoding", 5), ("comparison", 5), ("again", 5), ("again", 20)]
 )

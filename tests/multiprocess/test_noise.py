@@ -56,24 +56,12 @@ def test_in_half_precision_too(crew, precision):
         {"exchange": Exchange(every=2)},
         {"exchange": Exchange(stale=True)},
         {"parallel": "shard"},
-        {"parallel": "ddp", "exchange": Exchange(compress="powersgd")},
     ],
-    ids=["local steps", "stale", "shard", "powersgd"],
+    ids=["local steps", "stale", "shard"],
 )
 def test_nothing_is_measured_where_the_two_gradients_do_not_belong_together(crew, knobs):
     for done, _ in crew(2, as_ranks, World(last="wrap"), 2, knobs):
         assert all(one.part_weight is one.part_grad_norm is None for one in done)
-
-
-@pytest.mark.parametrize(("micro_batch", "there"), [(2, True), (8, False)])
-def test_ddp_has_it_where_a_rank_has_several_passes(crew, micro_batch, there):
-    world = World(loss="weighted", last="wrap")
-    for done, _ in crew(2, as_ranks, world, micro_batch, {"parallel": "ddp"}):
-        for number, one in enumerate(done):
-            if there:
-                assert same(one, by_hand(task_of(world), number, 2, (1.0, 1.0)), rel=1e-9)
-            else:
-                assert one.part_weight is None
 
 
 @pytest.mark.parametrize("micro_batch", [2, 8])

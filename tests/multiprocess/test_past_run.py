@@ -29,7 +29,6 @@ def plain_model() -> nn.Module:
 CASES: dict[str, dict[str, Any]] = {
     "replicate": {},
     "shard": {"model": plain_model, "ghost_batch": None},
-    "ddp": {"model": plain_model, "ghost_batch": None},
 }
 
 

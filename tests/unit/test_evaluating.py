@@ -80,17 +80,6 @@ def test_what_the_user_has_compiled_is_not_compiled_while_it_is_planned(
     assert len(compiled) <= 2  # of the passes themselves: whole ones and a smaller one
 
 
-def test_of_ranks_in_one_process(tmp_path: Path):
-    folder = tmp_path / "run"
-    options: Any = {"parallel": "in-process", "ranks": 2}
-    ab.train(small_task(), out=folder, checkpoint_every=2, progress=False, **options)
-    for step in (None, 2):
-        found = ab.evaluate(folder, small_task(), step=step)
-        assert found.loss == evaluated(folder)[step or 6].loss
-        assert found.plan.num_ranks == 2
-    assert math.isclose(ab.evaluate(folder, small_task(), ranks=1).loss, found_at_the_end(folder))
-
-
 def found_at_the_end(folder: Path) -> float:
     return evaluated(folder)[6].loss
 

@@ -105,16 +105,6 @@ def test_half_weights_are_whole_in_their_checkpoint(tmp_path: Path):
     assert torch.equal(end["last.weight"], saved["last.weight"].bfloat16())
 
 
-def test_of_ranks_in_one_process(tmp_path: Path):
-    folder = tmp_path / "run"
-    ab.train(small_task(), out=folder, parallel="in-process", ranks=2, progress=False)
-    ab.export(folder, tmp_path / "end.pt")
-    ab.export(folder, tmp_path / "saved.pt", step=6)
-    end, saved = state_in(tmp_path / "end.pt"), state_in(tmp_path / "saved.pt")
-    Tied().load_state_dict(saved, strict=True)
-    assert all(torch.equal(end[name], saved[name]) for name in end)
-
-
 def test_a_run_that_was_stopped_gives_its_newest_intact_checkpoint(tmp_path: Path):
     folder = interrupted(tmp_path / "run", at=4)
     assert ab.export(folder, tmp_path / "a.pt").step == 4

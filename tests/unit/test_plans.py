@@ -206,7 +206,15 @@ def example(**changes):
         ({"shares": [1.0, 1.0]}, "shares has 2 numbers, but parallel is 'single'"),
         ({"parallel": "replicate", "shares": [0.0, 0.0]}, "shares is [0.0, 0.0]"),
         ({"parallel": "replicate", "shares": []}, "shares is []"),
-        ({"parallel": "in-process", "shares": [1.0, 1.0]}, "devices names 0 devices for 2 shares"),
+        ({"parallel": "in-process"}, "parallel is 'in-process': ranks are processes; choose 'repl"),
+        (
+            {"parallel": "ddp"},
+            "parallel is 'ddp': runs use no DistributedDataParallel; choose 'repl",
+        ),
+        (
+            {"exchange": {"compress": "powersgd"}},
+            "exchange.compress is 'powersgd': there is no PowerSGD",
+        ),
         ({"norms": "synchronised"}, "norms is 'synchronised'"),
         ({"task__global_batch": 0}, "task.global_batch is 0"),
         ({"task__ghost_batch": 0}, "task.ghost_batch is 0"),
@@ -243,6 +251,11 @@ def test_all_faults_are_named_at_once():
 def test_a_file_that_holds_no_plan(text, message):
     with pytest.raises(InputError, match=message):
         Plan.from_json(text)
+
+
+def test_fields_that_earlier_releases_wrote_are_left_out():
+    text = example(devices=[], exchange={"powersgd_rank": 1})
+    assert Plan.from_json(text) == Plan.from_json(example())
 
 
 def test_the_example_is_a_plan():

@@ -85,7 +85,7 @@ ParallelName: TypeAlias = Annotated[
     typer.Option(
         "--parallel",
         metavar="HOW",
-        help="single, replicate, ddp, shard or in-process. Default: chosen.",
+        help="single, replicate or shard. Default: chosen.",
     ),
 ]
 ShardOver: TypeAlias = Annotated[

@@ -79,7 +79,7 @@ def train(
         typer.Option(
             "--compress",
             metavar="HOW",
-            help="Send gradients in bf16, fp16 or as powersgd. Changes the result.",
+            help="Send gradients in bf16 or fp16. Changes the result.",
         ),
     ] = None,
     local_steps: Annotated[
@@ -204,7 +204,7 @@ def train(
     tensorboard_folder(tensorboard, out or Path("runs"), keeping.resumes)
     given = None if plan_file is None else Plan.load(plan_file)
     processes = num_processes(given, ranks, way)
-    check_started(ranks, way, "--ranks")
+    check_started(ranks, "--ranks")
     if find() is None and (processes > 1 or machines != 1):
         # Or it says here, once, what is wrong with it.
         loaded = load_task(task, settings, global_batch, reproducible, grain)

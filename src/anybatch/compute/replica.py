@@ -168,8 +168,7 @@ class Replica:
 
     def guard_outside_gradients(self) -> None:
         """From now on what the loss uses beside the model and the optimizer has the gradients that a
-        plain loop would leave. For steps that are committed or dropped; and not where other replicas
-        of this process, in threads of their own, have the same loss."""
+        plain loop would leave. For steps that are committed or dropped."""
         # What a divided model computes with is made anew for each pass, and has no gradient to keep.
         if not any(isinstance(param, DTensor) for param in self.model.parameters()):
             self._outside_gradients = OutsideGradients(self._with_gradient)
@@ -177,13 +176,6 @@ class Replica:
     def synchronise(self, exchange: Exchange) -> None:
         """Normalise over ghost batches that are divided over ranks, which meet in `exchange`."""
         self._ghosts.exchange = exchange
-
-    def replace_loss(self, replacement: Callable[[LossFunction], LossFunction]) -> None:
-        """Compute the losses of training by what `replacement` makes of the user's function from now
-        on, until `close`. Evaluation is not concerned."""
-        before = self._loss
-        self._loss = replacement(before)
-        self._undo.callback(lambda: setattr(self, "_loss", before))
 
     def loss_untouched(self) -> AbstractContextManager[None]:
         """Around passes that do not count: what the loss keeps between its calls is as before them. The

@@ -205,7 +205,6 @@ class Evaluation:
                 rows = [one[start : start + size].to(self._device) for one in tensors]
                 there = with_tensors(encoded, rows)
                 totals.add(self._replica.compare_held_out(there, len(rows[0])))
-                self._group.between_passes()
         return _Part(totals.tensor(), 0, None, totals.names)
 
     def gathered(
@@ -346,7 +345,6 @@ class Evaluation:
                         scores.update(inputs)
                         samples += num_samples
                 del batch, one, sums, inputs
-                self._group.between_passes()
         return _Part(totals.tensor(), samples, (scores.states(), encodings), totals.names)
 
     def _evaluate(
@@ -368,7 +366,6 @@ class Evaluation:
             if num_samples:
                 kept.append((result, num_samples))
             del batch, result
-            self._group.between_passes()
         return _Part(torch.zeros(1, dtype=torch.float64), len(kept), kept)
 
     def _output(self, output: Output, batch: Any) -> Any:

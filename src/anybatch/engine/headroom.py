@@ -104,7 +104,7 @@ class Crossing:
     def __init__(self, group: Group, limit: Limit, device: torch.device) -> None:
         self._limit = limit
         self._several = group.size > 1
-        self._by_gloo = self._several and not group.in_one_process and device.type == "cpu"
+        self._by_gloo = self._several and device.type == "cpu"
         self._headroom = Headroom(torch.device("cpu"))
 
     def reserve(self) -> None:

@@ -103,7 +103,6 @@ class JointPasses:
                 rows.add(encoded, micro.num_samples)
                 del encoded
             del micro
-            self._group.between_passes()
             self._replica.phase = "loading"
         self._group.between_phases(self._replica)
         comparison, start = self._compare(rows.taken())

@@ -139,8 +139,7 @@ class Transactions:
         self._judge = Judge(group, self.crossing, blame, skips is not None)
         self._ladder = Ladder()
         self.thread: StepThread = StepThread()
-        if not group.in_one_process:
-            replica.guard_outside_gradients()
+        replica.guard_outside_gradients()
         self._names = Names(group)
         self._timer = ComputeTimer(device)
         self.rehearsal: Rehearsal = Rehearsal(
@@ -348,8 +347,7 @@ class Transactions:
     def _is_common(self, error: Exception) -> bool:
         """Whether all ranks have met `error`, a lack of memory, at the same place: then they can still
         tell each other, and do the step again."""
-        together = self._group.size == 1 or self._group.in_one_process
-        return together and as_memory_failure(error) is not None
+        return self._group.size == 1 and as_memory_failure(error) is not None
 
     def _stage(self, staged: Staged) -> None:
         replica, group = self._replica, self._group
@@ -390,7 +388,6 @@ class Transactions:
                     if not micro.last:
                         self._buffers.put_back()
                 del micro, ask  # so that they are gone while the next one is loaded
-                group.between_passes()
                 self.thread.look()
                 replica.phase = "loading"
 

@@ -174,7 +174,7 @@ class Trial:
 def runs_apart(group: Group, plan: Plan) -> bool:
     """Whether the ranks can run passes of `plan` by themselves, so that they can be timed. Where norms
     meet inside passes, a rank that ends one early leaves the others waiting."""
-    meets = group.lockstep or group.diverges or group.in_one_process
+    meets = group.lockstep or group.diverges
     return plan.norms == "ghosts" and not meets
 
 

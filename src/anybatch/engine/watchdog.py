@@ -104,7 +104,7 @@ def checked_seconds(stall_seconds: float | None) -> float | None:
 
 @final
 class Watchdog:
-    """Watches the ranks of this process: one, or all of a crew of threads. A context manager.
+    """Watches the rank of this process. A context manager.
 
     Args:
         stall_seconds: without progress, after which a rank is stuck; None: see `Stall`.

@@ -81,9 +81,6 @@ def set_up(
         for held in subject.sums.held(buckets.flats) if subject.sums else ():
             copies.append(held)
             tracer.see(held, "gradients")
-        if subject.staged and device.kind == "cuda":  # of rank 0, see `parallel.in_process`
-            copies.append(torch.empty_like(max(buckets.flats, key=lambda flat: flat.nbytes)))
-            tracer.see(copies[-1], "gradients")
         buckets.attach()
     # Where the optimizer works on float32 copies, they stand in the places of what they are copies of.
     for copied, param in zip(trained, replica.parameters, strict=True):

@@ -62,7 +62,6 @@ class Subject:
         blocks, chains: names of what can be recomputed block by block, and as a tree.
         flat: gradients are kept in buckets, for several ranks.
         sums: what is held of gradients beside the buckets of a reproducible run, or None.
-        staged: there is room for the largest of them from another device.
         course: what a run does beside full micro-batches.
         division: how the model is divided over ranks, or None.
         depends: sentences on what in the model depends on how a step is cut.
@@ -94,7 +93,6 @@ class Subject:
     course: Course = field(default_factory=Course)
     flat: bool = False
     sums: Sums | None = None
-    staged: bool = False
     division: Division | None = None
     long: str = ""
     samples: Samples = field(default_factory=Samples)
@@ -119,7 +117,7 @@ class Subject:
     def speaks(self) -> bool:
         """Whether it is one of several processes, which tell each other gradients or weights."""
         alone = self.sums is not None and self.sums.num_ranks == 1
-        return self.division is not None or (self.flat and not self.staged and not alone)
+        return self.division is not None or (self.flat and not alone)
 
     @property
     def assumptions(self) -> tuple[str, ...]:

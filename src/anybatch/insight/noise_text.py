@@ -83,18 +83,12 @@ def unmeasured(plan: Plan, num_steps: int) -> str:
             "The noise scale was not measured: ranks share ghost batches of BatchNorm, so none has a"
             " gradient of its own; with a smaller ghost batch it is."
         )
-    if exchange.compress == "powersgd":
-        return (
-            "The noise scale was not measured: PowerSGD makes another gradient of the sums; with"
-            " --compress bf16, or none, it is."
-        )
     passes = plan.largest_amount / plan.choice.micro_batch
-    if passes <= 1 and (ranks == 1 or plan.parallel == "ddp"):
+    if passes <= 1 and ranks == 1:
         half = max(1, plan.choice.micro_batch // 2)
-        where = "on a rank " if ranks > 1 else ""
         return (
-            f"The noise scale was not measured: a step {where}is one micro-batch, which has nothing to"
-            f" be compared with; with --micro-batch {half} it is."
+            "The noise scale was not measured: a step is one micro-batch, which has nothing to be"
+            f" compared with; with --micro-batch {half} it is."
         )
     if num_steps < LEAST_STEPS:
         return (

@@ -6,8 +6,6 @@ from anybatch.parallel.group import Agreed as Agreed
 from anybatch.parallel.group import Group as Group
 from anybatch.parallel.group import SingleDevice as SingleDevice
 from anybatch.parallel.group import Wish as Wish
-from anybatch.parallel.in_process import InProcess as InProcess
-from anybatch.parallel.in_process import InProcessRanks as InProcessRanks
 from anybatch.parallel.link import measured_link as measured_link
 from anybatch.parallel.norms import PassAbandoned as PassAbandoned
 from anybatch.parallel.replicate import Replicate as Replicate

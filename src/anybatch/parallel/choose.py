@@ -11,7 +11,6 @@ import torch.distributed as dist
 from anybatch.errors import InputError
 from anybatch.oom import is_limited
 from anybatch.parallel.compress import sums_in
-from anybatch.parallel.ddp import Ddp
 from anybatch.parallel.group import Group, SingleDevice
 from anybatch.parallel.link import connect
 from anybatch.parallel.local_steps import LocalSteps
@@ -36,8 +35,6 @@ def group_of(plan: Plan) -> Iterator[tuple[Group, str]]:
         else:
             yield _in_parts(plan, part, device), device
         return
-    if plan.parallel == "in-process":
-        raise ValueError("ranks of one process are made by anybatch.crew, all at once")
     there = dist.get_world_size() if dist.is_initialized() else 1
     if there != plan.num_ranks:
         raise InputError(
@@ -51,7 +48,7 @@ def group_of(plan: Plan) -> Iterator[tuple[Group, str]]:
         return
     # What the kernel may refuse memory must not be refused any while it speaks to others.
     overlaps = device != "cpu" or not (plan.enforced or is_limited())
-    if plan.parallel == "ddp" or not plan.exchange.is_exact:
+    if not plan.exchange.is_exact:
         yield _as_asked(plan, torch.device(device), overlaps), device
         return
     if plan.parallel == "shard":
@@ -80,14 +77,12 @@ def _divided(plan: Plan, device: torch.device) -> Shard:
 def _as_asked(plan: Plan, device: torch.device, overlaps: bool) -> Group:
     """What is only done where the plan asks for it."""
     exchange = plan.exchange
-    if plan.enforced and not overlaps and (plan.parallel == "ddp" or exchange.stale):
+    if plan.enforced and not overlaps and exchange.stale:
         raise InputError(
-            f"the plan has {'stale gradients' if exchange.stale else 'parallel ddp'} and a budget that"
-            " the operating system enforces, but gradients cross while a step computes, and who is"
-            " refused memory in the middle of that cannot answer: run it without --memory."
+            "the plan has stale gradients and a budget that the operating system enforces, but stale"
+            " gradients cross while a step computes, and a rank that is refused memory meanwhile cannot"
+            " answer: run it without --memory."
         )
-    if plan.parallel == "ddp":
-        return Ddp(plan.shares, device, exchange)
     sums = sums_in(exchange.compress)
     if exchange.every > 1:
         return LocalSteps(plan.shares, device, exchange.every, exchange.outer, sums)

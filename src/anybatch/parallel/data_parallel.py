@@ -1,50 +1,52 @@
 """Fronts for code written in the style of `nn.DataParallel`: several devices, one process, one module.
 
-`nn.DataParallel` gathers all outputs on the first device, computes the loss there, and needs more
-memory on it than on any other. Here outputs stay where they were made, and so does the loss; what
-crosses between devices is parameters, their gradients, and three numbers per device:
+`nn.DataParallel` gathers all outputs on the first device and computes the loss there, so that device
+needs more memory than any other. Here outputs and losses stay on their devices. Parameters, their
+gradients and two numbers per device cross between devices:
 
     model = DataParallelModel(model)              outputs: one per device, each on its own
     criterion = DataParallelCriterion(criterion)  loss: the exact mean over the whole batch
     loss = criterion(model(inputs), targets)
     loss.backward()                               gradients: those of the plain module
 
-For training from the start, `anybatch.train` does more (it divides the batch in time as well); this is
-for loops that are there already.
+Replicas are built as `torch.nn.parallel.replicate` builds them (`Module._replicate_for_data_parallel`).
+That function, `parallel_apply` and `gather` are not called: they refuse the CPU, replace the type of an
+error, and give zeros to parameters that have no gradient in the plain module.
+
+For new code `anybatch.train` does more: it also divides the batch in time.
 """
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import operator
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, final
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, TypeVar, cast, final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch.compute.loss import read_loss
+from anybatch.compute.loss import read_loss, widened
 from anybatch.data import batch_size, map_leaves, share, split, to_device
 from anybatch.data.microbatch import is_samples, parts_of, rebuilt
 from anybatch.errors import DataError, InputError
-from anybatch.parallel.thread_state import ThreadState
 from anybatch.task import Loss
 
 T = TypeVar("T")
 
 Device = torch.device | str | int
 
-_HALVES = (torch.float16, torch.bfloat16)  # their sums overflow, or are coarse
-
 
 @final
 class Outputs(list[Any]):
-    """What a `DataParallelModel` returns: one output per device that had samples, in their order, each
-    on its device.
+    """The outputs of a `DataParallelModel`: one per device that had samples, in the order of the
+    devices, each on its own.
 
     Attributes:
         sizes: number of samples of each.
@@ -61,7 +63,7 @@ class _Front(nn.Module, ABC):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module: nn.Module = module
-        # Where the front is itself part of a module that is loaded.
+        # For a front inside a module that is loaded.
         self.register_load_state_dict_pre_hook(_insert_prefix)
 
     @abstractmethod
@@ -75,7 +77,8 @@ class _Front(nn.Module, ABC):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load what the plain module saved, or `nn.DataParallel`, with `module.` before the names."""
+        """Load the state of the plain module, or that of `nn.DataParallel`, whose names begin with
+        `module.`."""
         own = self.module.state_dict().keys()
         bare = {name.removeprefix("module."): value for name, value in state_dict.items()}
         if len(own & bare.keys()) > len(own & state_dict.keys()):
@@ -86,14 +89,26 @@ class _Front(nn.Module, ABC):
 class _OnDevices(_Front, ABC):
     """A model, its inputs scattered over devices."""
 
-    def __init__(self, module: nn.Module, devices: Sequence[Device] | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[Device] | None,
+        device_ids: Sequence[Device] | None,
+    ) -> None:
         if not isinstance(module, nn.Module):
             raise InputError(
                 f"{type(self).__name__} is given a value of type {type(module).__name__} as its"
                 " module: give a torch.nn.Module."
             )
+        if devices is not None and device_ids is not None:
+            raise InputError(
+                f"devices is {devices!r} and device_ids is {device_ids!r}, which are two names of the"
+                " same: give one of them."
+            )
         super().__init__(module)
-        self.devices: tuple[torch.device, ...] = _devices(devices)
+        self.devices: tuple[torch.device, ...] = _devices(
+            device_ids if devices is None else devices
+        )
 
     @abstractmethod
     def sizes(self, num_samples: int) -> list[int]:
@@ -107,11 +122,10 @@ class _OnDevices(_Front, ABC):
             batch = map_leaves(batch, lambda leaf: _moved(leaf, dim, 0))
         num_samples = batch_size(batch) if batch else 0
         taken = [(i, n) for i, n in enumerate(self.sizes(num_samples)) if n]
-        taken = taken or [(0, num_samples)]  # nothing to share out: the first device runs it
+        taken = taken or [(0, num_samples)]  # without samples the first device runs it
         numbers, sizes = zip(*taken, strict=True)
         devices = [self.devices[i] for i in numbers]
-        pieces = split(batch, sizes) if num_samples else [batch]
-        pieces = [to_device(p, d, non_blocking=True) for p, d in zip(pieces, devices, strict=True)]
+        pieces = _scattered(batch, sizes, devices) if num_samples else [batch]
         if dim:
             pieces = [map_leaves(piece, lambda leaf: _moved(leaf, 0, dim)) for piece in pieces]
         modules = _replicas(self.module, devices, first_is_home=numbers[0] == 0)
@@ -120,14 +134,14 @@ class _OnDevices(_Front, ABC):
             for module, piece in zip(modules, pieces, strict=True)
         ]
         outputs = Outputs(_in_parallel(works, devices), sizes)
-        if numbers[0] != 0:
-            _take_buffers(self.module, modules[0], self.devices[0])
+        if numbers[0] != 0:  # the home module keeps what the first replica wrote
+            with torch.no_grad():
+                for own, written in zip(self.module.buffers(), modules[0].buffers(), strict=True):
+                    own.copy_(written)
         return outputs
 
     def _check_home(self) -> None:
         home = self.devices[0]
-        if all(tensor.device == home for tensor in _tensors_of(self.module)):
-            return
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             if tensor.device != home:
                 raise InputError(
@@ -138,11 +152,11 @@ class _OnDevices(_Front, ABC):
 
 @final
 class DataParallelModel(_OnDevices):
-    """`module` on several devices; outputs stay where they are made.
+    """`module` on several devices; outputs stay on the device that computed them.
 
     `forward` cuts its arguments along dim 0 by exact shares (tensors in any nesting, lists of samples,
-    keyword arguments; whatever has no samples in it goes to every device), and returns `Outputs`. A
-    batch may have any size; a device that gets no sample runs nothing.
+    keyword arguments; a value without samples goes to every device), and returns `Outputs`. A batch may
+    have any size; a device that gets no sample runs nothing.
 
     In training mode BatchNorm normalises on each device by that device's samples, and running
     statistics are those of the first device that has some, as with `nn.DataParallel`. On the CPU
@@ -152,8 +166,8 @@ class DataParallelModel(_OnDevices):
         module: on the first device.
         devices: default all CUDA devices that are visible, or the CPU alone. One may come twice.
         shares: what each device takes, as ratios; default all the same.
-        device_ids, output_device, dim: as code has them that is written for other fronts: the devices;
-            nothing else than None and 0, since outputs stay where they are made, cut along dim 0.
+        device_ids, output_device, dim: for code written for other fronts: `device_ids` is another name
+            of `devices`; the other two accept None and 0 only.
 
     Attributes:
         module: the plain module.
@@ -176,7 +190,7 @@ class DataParallelModel(_OnDevices):
         output_device: Device | None = None,
         dim: int = 0,
     ) -> None:
-        super().__init__(module, _named_once(devices, device_ids))
+        super().__init__(module, devices, device_ids)
         if output_device is not None or dim != 0:
             raise InputError(
                 f"DataParallelModel is given output_device={output_device!r} and dim={dim!r}, but its"
@@ -189,11 +203,11 @@ class DataParallelModel(_OnDevices):
                 f"there are {len(self._shares)} shares for {len(self.devices)} devices: give one for"
                 " each device."
             )
-        share(1, self._shares, 0)  # or says what is wrong with them
+        share(1, self._shares, 0)  # raises if a share cannot be
 
     def sizes(self, num_samples: int) -> list[int]:
         """How many of `num_samples` samples each device takes."""
-        return [len(share(num_samples, self._shares, i)) for i in range(len(self.devices))]
+        return _cut(num_samples, self._shares)
 
     def forward(self, *args: Any, **kwargs: Any) -> Outputs:
         """The outputs of all devices that have samples."""
@@ -204,8 +218,8 @@ class DataParallelModel(_OnDevices):
 class BalancedDataParallel(_OnDevices):
     """`nn.DataParallel` whose first device takes fewer samples, since the outputs are gathered on it.
 
-    `forward` returns the gathered output, on one device. Where the loss can be computed on each
-    device, `DataParallelModel` needs no such remedy.
+    `forward` returns the gathered output, on one device. If the loss can be computed on each device,
+    use `DataParallelModel`, which does not gather.
 
     Args:
         first_device_share: samples per forward pass for the first device, 0 for none; never more than
@@ -228,7 +242,7 @@ class BalancedDataParallel(_OnDevices):
         device_ids: Sequence[Device] | None = None,
         output_device: Device | None = None,
     ) -> None:
-        super().__init__(model, _named_once(devices, device_ids))
+        super().__init__(model, devices, device_ids)
         self.output_device: torch.device = (
             self.devices[0] if output_device is None else _device(output_device)
         )
@@ -243,12 +257,11 @@ class BalancedDataParallel(_OnDevices):
 
     def sizes(self, num_samples: int) -> list[int]:
         """How many of `num_samples` samples each device takes."""
-        count = len(self.devices)
-        if count == 1:
-            return [num_samples]
-        first = min(self.first_device_share, len(share(num_samples, (1,) * count, 0)))
-        others = (1,) * (count - 1)
-        return [first, *(len(share(num_samples - first, others, i)) for i in range(count - 1))]
+        even = _cut(num_samples, (1,) * len(self.devices))
+        if len(even) == 1:
+            return even
+        first = min(self.first_device_share, even[0])
+        return [first, *_cut(num_samples - first, (1,) * (len(even) - 1))]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output for the whole batch, on `output_device`."""
@@ -266,12 +279,12 @@ class DataParallelCriterion(_Front):
     - `nn.CrossEntropyLoss` and `nn.NLLLoss` are weighed by what they count (class weights,
       `ignore_index`), and so are `F.cross_entropy` and `F.nll_loss`;
     - with `reduction="sum"` the sums are added up;
-    - `anybatch.Loss` and pairs (sum, weight) say themselves what they are weighed by;
-    - a scalar is taken as the mean over the samples, and weighed by their number.
+    - `anybatch.Loss` and pairs (sum, weight) give their own weight;
+    - any other scalar is read as the mean over the samples, and weighed by their number.
 
     Args:
         criterion: `(output, *targets)` to one of these; a module or a function.
-        device_ids: taken and passed over: targets go to where the outputs are.
+        device_ids: accepted and not used: targets go to the devices of the outputs.
         output_device: of the loss; default that of the first output.
         dim: of the samples in the targets: 0.
 
@@ -314,19 +327,14 @@ class DataParallelCriterion(_Front):
         whole: dict[Any, Any] = {**dict(enumerate(targets)), **kwargs}
         sizes = _sizes_of(outputs, whole)
         devices = [_device_of(output) for output in outputs]
-        pieces = split(whole, sizes) if whole else [whole] * len(outputs)
-        pieces = [to_device(p, d, non_blocking=True) for p, d in zip(pieces, devices, strict=True)]
+        pieces = _scattered(whole, sizes, devices) if whole else [whole] * len(outputs)
         home = next((t.device for t in _tensors_of(self.module)), devices[0])
         criteria = _replicas(self.module, devices, first_is_home=home == devices[0])
-        losses = _in_parallel(
-            [
-                functools.partial(_sum_and_weight, criterion, output, piece, len(targets), size)
-                for criterion, output, piece, size in zip(
-                    criteria, outputs, pieces, sizes, strict=True
-                )
-            ],
-            devices,
-        )
+        works = [
+            functools.partial(_sum_and_weight, criterion, output, piece, len(targets), size)
+            for criterion, output, piece, size in zip(criteria, outputs, pieces, sizes, strict=True)
+        ]
+        losses = _in_parallel(works, devices)
         device = self._output_device or devices[0]
         total = _added([loss.sum for loss in losses], device)
         if getattr(self.module, "reduction", None) == "sum":
@@ -335,8 +343,8 @@ class DataParallelCriterion(_Front):
 
 
 def gather(outputs: Sequence[Any], device: Device | None = None) -> Any:
-    """The outputs of all devices as one, on one device: what the plain module returns for the whole
-    batch, for evaluation. Gradients flow back.
+    """The outputs of all devices as one, on one device, as the plain module returns them for the whole
+    batch. For evaluation; gradients flow back.
 
     Tensors are joined along dim 0, lists of samples end to end; scalar tensors, of which there is one
     per device, become a vector; of other values the first is kept where all agree, else their list.
@@ -352,167 +360,10 @@ def gather(outputs: Sequence[Any], device: Device | None = None) -> Any:
             "there are no outputs to gather: give the list that DataParallelModel returns, one output"
             " per device."
         )
-    target = _device_of(outputs[0]) if device is None else _devices([device])[0]
-    return _gathered(outputs, target, dim=0)
+    return _gathered(outputs, _device_of(outputs[0]) if device is None else _device(device), dim=0)
 
 
-# ----------------------------------------------------------------------------------------- replicas
-
-
-class _Copies(torch.autograd.Function):
-    """A tensor copied to several devices; its gradients are added up in the order of the devices.
-
-    One tensor at a time, so that a gradient leaves its device as soon as it is final, and a parameter
-    that no replica used keeps None for a gradient, as in the plain module.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, devices: Sequence[torch.device], tensor: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.home = tensor.device
-        return tuple(_to(tensor, device, copy=True) for device in devices)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor | None]:
-        total: Tensor | None = None
-        for gradient in gradients:
-            if gradient is not None:
-                here = _to(gradient, ctx.home)
-                total = here if total is None else total + here
-        return None, total
-
-
-def _replicas(
-    module: nn.Module, devices: Sequence[torch.device], first_is_home: bool
-) -> list[nn.Module]:
-    """One module per device, their gradients those of `module`.
-
-    At home that is `module` itself, so what its forward writes (running statistics, counters) stays.
-    """
-    away = list(devices[1:] if first_is_home else devices)
-    copies: dict[int, tuple[Tensor, ...]] = {}
-    if away:
-        copies = {id(tensor): _copies(tensor, away) for tensor in _tensors_of(module)}
-    replicas = [
-        _rewired(module, {key: tensors[i] for key, tensors in copies.items()})
-        for i in range(len(away))
-    ]
-    return [module, *replicas] if first_is_home else replicas
-
-
-def _copies(tensor: Tensor, devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
-    copies: Any = _Copies.apply(devices, tensor)
-    return copies
-
-
-def _rewired(module: nn.Module, copies: Mapping[int, Tensor]) -> nn.Module:
-    """A module like `module` that shares everything with it but parameters and buffers."""
-    # torch's own method: modules with further references to their parameters (RNNs) extend it.
-    shells: dict[nn.Module, Any] = {m: m._replicate_for_data_parallel() for m in module.modules()}
-    for original, shell in shells.items():
-        for name, child in original._modules.items():
-            shell._modules[name] = None if child is None else shells[child]
-        for name, param in original._parameters.items():
-            if param is not None:
-                setattr(shell, name, copies[id(param)])
-                vars(shell).pop(name, None)
-            # Among the parameters, so that `parameters()` works in forward; no leaves.
-            shell._parameters[name] = None if param is None else copies[id(param)]
-        for name, buffer in original._buffers.items():
-            shell._buffers[name] = None if buffer is None else copies[id(buffer)]
-    return shells[module]
-
-
-@torch.no_grad()
-def _take_buffers(module: nn.Module, replica: nn.Module, home: torch.device) -> None:
-    """The first device had no samples: keep what the forward of `replica` wrote."""
-    for own, copy in zip(module.modules(), replica.modules(), strict=True):
-        for name, buffer in own._buffers.items():
-            new = copy._buffers.get(name)
-            if buffer is not None and new is not None and new.shape == buffer.shape:
-                buffer.copy_(new)
-            else:
-                own._buffers[name] = None if new is None else _to(new.detach(), home)
-
-
-def _to(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
-    # What is on its way to the host could be read before it is there.
-    return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
-
-
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def _insert_prefix(
-    front: nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: object
-) -> None:
-    """The names of the plain module as torch looks for them in a front: with `module.`."""
-    own = {f"{prefix}{name}" for name in front.state_dict()}
-    for name in [name for name in state_dict if name in own]:
-        inner = name.removeprefix(prefix)
-        state_dict[f"{prefix}module.{inner}"] = state_dict.pop(name)
-
-
-# ------------------------------------------------------------------------------------------ running
-
-
-def _in_parallel(works: Sequence[Callable[[], T]], devices: Sequence[torch.device]) -> list[T]:
-    """The results of `works`, each in a thread of its own with its device the current one; the first
-    in the thread of the caller. If several fail, the first of them counts."""
-    state = ThreadState(tuple(devices))
-    results: dict[int, T] = {}
-    errors: dict[int, BaseException] = {}
-
-    def run(i: int) -> None:
-        try:
-            results[i] = state.run(works[i], devices[i])
-        except BaseException as error:
-            errors[i] = error
-
-    threads = [
-        threading.Thread(target=run, args=(i,), name=f"anybatch-replica-{i}")
-        for i in range(1, len(works))
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        run(0)
-    finally:
-        for thread in threads:
-            thread.join()
-    if errors:
-        number = min(errors)
-        first = errors[number]
-        if len(works) > 1:
-            first.add_note(f"raised on {devices[number]}, number {number} of {len(works)} devices")
-        try:
-            raise first
-        finally:  # else the traceback would hold, through this frame, the tensors of all replicas
-            errors.clear()
-            del first
-    return [results[i] for i in range(len(works))]
-
-
-def _call(function: Callable[..., Any], batch: Mapping[Any, Any], num_args: int) -> Any:
-    args = [batch[i] for i in range(num_args)]
-    return function(*args, **{name: v for name, v in batch.items() if isinstance(name, str)})
-
-
-def _moved(leaf: Any, source: int, target: int) -> Any:
-    return leaf.movedim(source, target) if isinstance(leaf, Tensor) and leaf.dim() else leaf
-
-
-def _named_once(
-    devices: Sequence[Device] | None, device_ids: Sequence[Device] | None
-) -> Sequence[Device] | None:
-    """The devices, by whichever of their two names they are given."""
-    if devices is not None and device_ids is not None:
-        raise InputError(
-            f"devices is {devices!r} and device_ids is {device_ids!r}, which are two names of the same:"
-            " give one of them."
-        )
-    return device_ids if devices is None else devices
+# -------------------------------------------------------------------------------- devices and batches
 
 
 def _devices(devices: Sequence[Device] | None) -> tuple[torch.device, ...]:
@@ -534,8 +385,7 @@ def _device(name: Device) -> torch.device:
         raise InputError(f"there is no device {name!r}: give 'cpu' or 'cuda:0', say.") from None
     if device.type != "cuda":
         return device
-    count = torch.cuda.device_count()
-    index = device.index or 0
+    count, index = torch.cuda.device_count(), device.index or 0
     if index >= count:
         raise InputError(
             f"there is no device {str(device)!r}: {count} CUDA devices are visible to this process."
@@ -544,32 +394,144 @@ def _device(name: Device) -> torch.device:
 
 
 def _device_of(output: Any) -> torch.device:
-    """Of the first tensor in `output`; the CPU if it holds none."""
+    """Of the first tensor in `output`; the CPU if there is none."""
     found: list[torch.device] = []
-
-    def look(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            found.append(leaf.device)
-        return leaf
-
-    map_leaves(output, look)
+    map_leaves(output, lambda leaf: found.append(leaf.device) if isinstance(leaf, Tensor) else leaf)
     return found[0] if found else torch.device("cpu")
 
 
+def _cut(num_samples: int, shares: Sequence[float]) -> list[int]:
+    return [len(share(num_samples, shares, i)) for i in range(len(shares))]
+
+
+def _scattered(batch: Any, sizes: Sequence[int], devices: Sequence[torch.device]) -> list[Any]:
+    pieces = zip(split(batch, sizes), devices, strict=True)
+    return [to_device(piece, device, non_blocking=True) for piece, device in pieces]
+
+
+def _moved(leaf: Any, source: int, target: int) -> Any:
+    return leaf.movedim(source, target) if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+
+def _to(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
+    # A copy to the host that is not waited for could be read too early.
+    return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
+
+
+# ----------------------------------------------------------------------------------------- replicas
+
+
+class _Copies(torch.autograd.Function):
+    """A tensor copied to several devices; its gradients are added up in the order of the devices.
+
+    One tensor at a time, so that a gradient leaves its device as soon as it is final, and a parameter
+    that no replica used keeps None for a gradient, as in the plain module.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, devices: Sequence[torch.device], tensor: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.home = tensor.device
+        return tuple(_to(tensor, device, copy=True) for device in devices)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor | None]:
+        there = [_to(gradient, ctx.home) for gradient in gradients if gradient is not None]
+        return None, functools.reduce(operator.add, there) if there else None
+
+
+def _replicas(
+    module: nn.Module, devices: Sequence[torch.device], first_is_home: bool
+) -> list[nn.Module]:
+    """One module per device, their gradients those of `module`.
+
+    At home that is `module` itself, so what its forward writes (running statistics, counters) stays.
+    """
+    away = list(devices[1:] if first_is_home else devices)
+    copies: dict[int, Any] = {}
+    if away:
+        copies = {id(tensor): _Copies.apply(away, tensor) for tensor in _tensors_of(module)}
+    replicas = [
+        _rewired(module, {key: tensors[i] for key, tensors in copies.items()})
+        for i in range(len(away))
+    ]
+    return [module, *replicas] if first_is_home else replicas
+
+
+def _rewired(module: nn.Module, copies: Mapping[int, Tensor]) -> nn.Module:
+    """A module like `module` that shares everything with it but parameters and buffers."""
+    # Modules with further references to their parameters (RNNs) extend torch's method.
+    shells: dict[nn.Module, Any] = {m: m._replicate_for_data_parallel() for m in module.modules()}
+    for original, shell in shells.items():
+        for name, child in original._modules.items():
+            shell._modules[name] = None if child is None else shells[child]
+        for name, param in original._parameters.items():
+            if param is not None:
+                setattr(shell, name, copies[id(param)])
+                vars(shell).pop(name, None)
+            # Among the parameters, so that `parameters()` works in forward; no leaves.
+            shell._parameters[name] = None if param is None else copies[id(param)]
+        for name, buffer in original._buffers.items():
+            shell._buffers[name] = None if buffer is None else copies[id(buffer)]
+    return shells[module]
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _insert_prefix(
+    front: nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: object
+) -> None:
+    """Renames the entries of the plain module as torch looks for them in a front: with `module.`."""
+    own = {f"{prefix}{name}" for name in front.state_dict()}
+    for name in [name for name in state_dict if name in own]:
+        inner = name.removeprefix(prefix)
+        state_dict[f"{prefix}module.{inner}"] = state_dict.pop(name)
+
+
+# ------------------------------------------------------------------------------------------ running
+
+
+def _call(function: Callable[..., Any], batch: Mapping[Any, Any], num_args: int) -> Any:
+    args = [batch[i] for i in range(num_args)]
+    return function(*args, **{name: v for name, v in batch.items() if isinstance(name, str)})
+
+
+def _in_parallel(works: Sequence[Callable[[], T]], devices: Sequence[torch.device]) -> list[T]:
+    """The results of `works`, each in a thread of its own, on its device, in the modes of the caller's
+    thread. All have ended when this returns; if several failed, the first of them is raised."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    cache = torch.is_autocast_cache_enabled()
+    kinds = {"cpu", *(device.type for device in devices)}
+    casts = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
+    streams = [torch.cuda.current_stream(d) if d.type == "cuda" else None for d in devices]
+
+    def run(i: int) -> T:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, dtype in casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+            stack.enter_context(torch.cuda.stream(streams[i]))  # of None: nothing
+            return works[i]()
+
+    if len(works) == 1:
+        return [run(0)]
+    with ThreadPoolExecutor(len(works), "anybatch-replica") as pool:
+        contexts = [contextvars.copy_context() for _ in works]
+        futures = [pool.submit(context.run, run, i) for i, context in enumerate(contexts)]
+    failed = next((i for i, one in enumerate(futures) if one.exception() is not None), None)
+    try:
+        if failed is not None:
+            note = f"raised on {devices[failed]}, number {failed} of {len(works)} devices"
+            cast(BaseException, futures[failed].exception()).add_note(note)
+        return [one.result() for one in futures]
+    finally:  # or the traceback would hold, through this frame, the tensors of all replicas
+        del futures
+
+
 # -------------------------------------------------------------------------------- losses and outputs
-
-
-@final
-class _Function(nn.Module):
-    """A plain function as a criterion."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function: Callable[..., Any] = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns."""
-        return self.function(*args, **kwargs)
 
 
 def _as_module(criterion: Callable[..., Any]) -> nn.Module:
@@ -578,12 +540,14 @@ def _as_module(criterion: Callable[..., Any]) -> nn.Module:
     function, options = criterion, {}
     if isinstance(criterion, functools.partial) and not criterion.args:
         function, options = criterion.func, criterion.keywords
-    # These two do not divide by the number of samples, and cannot say by what.
+    # These two do not divide by the number of samples.
     if function is F.cross_entropy:
         return nn.CrossEntropyLoss(**options)
     if function is F.nll_loss:
         return nn.NLLLoss(**options)
-    return _Function(criterion)
+    module = nn.Module()
+    module.forward = criterion
+    return module
 
 
 def _sum_and_weight(
@@ -594,32 +558,22 @@ def _sum_and_weight(
     if plain and reduction == "mean" and len(targets) == 1:
         return _class_loss(criterion, output, next(iter(targets.values())))
     returned = _call(functools.partial(criterion, output), targets, num_args)
-    if isinstance(returned, Tensor) and returned.dtype in _HALVES:
-        returned = returned.float()
     if reduction == "sum":
-        returned = returned, 1
+        returned = (widened(returned) if isinstance(returned, Tensor) else returned), 1
     return read_loss(returned, lambda: size, training=False)
 
 
 def _class_loss(criterion: Any, output: Tensor, target: Tensor) -> Loss:
     """Sum and weight of a class loss. Not its mean times its weight: where every target is ignored the
     mean is 0 / 0."""
-    weight: Tensor | None = criterion.weight
-    if output.dtype in _HALVES:
-        output, weight = output.float(), None if weight is None else weight.float()
+    output = widened(output)
+    weight = None if criterion.weight is None else criterion.weight.to(output.dtype)
+    options = {"weight": weight, "ignore_index": criterion.ignore_index, "reduction": "sum"}
     if isinstance(criterion, nn.NLLLoss):
-        total = F.nll_loss(
-            output, target, weight, ignore_index=criterion.ignore_index, reduction="sum"
-        )
+        total = F.nll_loss(output, target, **options)
     else:
-        total = F.cross_entropy(
-            output,
-            target,
-            weight,
-            ignore_index=criterion.ignore_index,
-            reduction="sum",
-            label_smoothing=criterion.label_smoothing,
-        )
+        smoothing = criterion.label_smoothing
+        total = F.cross_entropy(output, target, label_smoothing=smoothing, **options)
     if target.is_floating_point():  # probabilities: the mean is over all places
         return Loss(total, target.numel() // target.size(1))
     counted = target != criterion.ignore_index
@@ -638,7 +592,7 @@ def _sizes_of(outputs: Sequence[Any], targets: Mapping[Any, Any]) -> Sequence[in
     """Samples per output, so that they add up to those of the targets."""
     total = batch_size(targets) if targets else None
     known = outputs.sizes if isinstance(outputs, Outputs) else None
-    if known is not None and sum(known) == (sum(known) if total is None else total):
+    if known is not None and total in (None, sum(known)):
         return known
     # The user made these of the outputs; or a sample has several rows in outputs and targets.
     found = [_size_of(output) for output in outputs]
@@ -674,8 +628,9 @@ def _joined(parts: list[Any], sizes: Sequence[int | None], dim: int) -> Any:
         return np.concatenate(parts, dim) if first.ndim else np.stack(parts)
     members = [parts_of(part) for part in parts]
     if members[0] is None:
-        same = all(part is first or _equal(part, first) for part in parts)
-        return first if same else parts
+        plain = bool | int | float | str | bytes
+        same = all(p is first or (type(p) is type(first) and p == first) for p in parts[1:])
+        return first if same and (first is None or isinstance(first, plain)) else parts
     if isinstance(first, list | tuple) and not hasattr(first, "_fields"):
         lengths = [len(part) for part in parts]
         samples = lengths == list(sizes) and is_samples(first, len(first))
@@ -690,8 +645,3 @@ def _joined(parts: list[Any], sizes: Sequence[int | None], dim: int) -> Any:
         )
     columns = [[value for _, value in part or ()] for part in members]
     return rebuilt(first, [_joined(list(c), sizes, dim) for c in zip(*columns, strict=True)])
-
-
-def _equal(one: Any, other: Any) -> bool:
-    plain = bool | int | float | str | bytes
-    return isinstance(one, plain) and type(one) is type(other) and one == other

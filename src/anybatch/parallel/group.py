@@ -68,7 +68,6 @@ class Group(ABC):
         shares: parts of the global batch that the ranks take, by rank; only their ratios count.
         lockstep: every rank must run equally many passes in a step, since ranks meet inside passes.
         overlaps: whether gradients may begin to cross while the last backward pass still runs.
-        in_one_process: the ranks are threads of one process.
         num_parts: sums of losses and weights that each rank has, see `Reproducible`; else 1.
         diverges: weights and optimizer states differ between ranks, which take steps by themselves.
         delays: the gradient that a step applies is that of a step before it.
@@ -78,7 +77,6 @@ class Group(ABC):
     shares: Sequence[float]
     lockstep: bool = False
     overlaps: bool = False
-    in_one_process: bool = False
     diverges: bool = False
     delays: bool = False
     num_parts: int = 1
@@ -114,9 +112,6 @@ class Group(ABC):
         """Around the last pass of this rank in a step. `measured`: it is the only one, and `sum_norm`
         is asked for after it."""
         return nullcontext()
-
-    def between_passes(self) -> None:  # noqa: B027
-        """Between two passes: other ranks of this process may have their turn on the host."""
 
     def between_phases(self, replica: Replica) -> None:  # noqa: B027
         """Passes without gradient are over, and ranks are going to meet outside of them."""

@@ -31,16 +31,17 @@ from torch import Tensor, nn
 
 from anybatch.compute import Replica
 from anybatch.compute.buckets import Buckets
-from anybatch.parallel.group import NUM_FIXED, Agreed, Group, Wish
+from anybatch.parallel.distributed import DistributedGroup
+from anybatch.parallel.group import NUM_FIXED, Agreed, Wish
 from anybatch.parallel.sums import Sums
-from anybatch.parallel.vote import Vote, calling, exchange, same_weights, wish_of
+from anybatch.parallel.vote import calling, exchange, wish_of
 from anybatch.plans import Outer
 
 T = TypeVar("T")
 
 
 @final
-class LocalSteps(Group):
+class LocalSteps(DistributedGroup):
     """The ranks of torch.distributed's default group, each with its own weights for a while.
 
     Within a step (from `begin` to `committed`) the other ranks are not asked: `agree` returns this
@@ -65,13 +66,10 @@ class LocalSteps(Group):
         outer: Outer | None,
         sums: Sums,
     ) -> None:
-        self.rank: int = dist.get_rank()
-        self.shares: Sequence[float] = tuple(shares)
-        self._device = device
+        super().__init__(shares, device)
         self._every = every
         self._outer = outer
         self._sums = sums
-        self._vote = Vote(device)
         self._within_step = False
         self._wish = Wish.NOTHING  # of this rank, in this round
         self._wished = Wish.NOTHING  # of all, in the round before
@@ -83,10 +81,6 @@ class LocalSteps(Group):
         self._parameters: list[nn.Parameter] = []
         self._start: list[Tensor] = []
         self._momenta: list[Tensor] = []
-
-    def prepare(self, model: nn.Module) -> None:
-        """See `Group`: those of rank 0."""
-        same_weights(model)
 
     def adopt(self, replica: Replica) -> None:
         """See `Group`."""

@@ -20,22 +20,22 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar, final
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from anybatch.compute import Replica
 from anybatch.compute.buckets import Buckets
-from anybatch.parallel.buffers import BuffersOverGroup, Held
-from anybatch.parallel.group import Agreed, Group, Wish
+from anybatch.parallel.buffers import BuffersOverGroup
+from anybatch.parallel.distributed import DistributedGroup
+from anybatch.parallel.group import Agreed, Wish
 from anybatch.parallel.norms import NormExchange
 from anybatch.parallel.sums import Exact, Sums
-from anybatch.parallel.vote import Vote, calling, exchange, same_weights
+from anybatch.parallel.vote import calling
 
 T = TypeVar("T")
 
 
 @final
-class Replicate(Group):
+class Replicate(DistributedGroup):
     """The ranks of torch.distributed's default group, each with the whole model.
 
     Args:
@@ -55,19 +55,11 @@ class Replicate(Group):
         synchronised: bool = False,
         sums: Sums | None = None,
     ) -> None:
-        self.rank: int = dist.get_rank()
-        self.shares: Sequence[float] = tuple(shares)
+        super().__init__(shares, device)
         self.overlaps: bool = overlaps and not synchronised
-        self._device = device
-        self._vote = Vote(device)
         self._norms = NormExchange(device) if synchronised else None
-        self._buffers: BuffersOverGroup | None = None
         self._buckets: Buckets | None = None
         self._sums: Sums = sums or Exact()
-
-    def prepare(self, model: nn.Module) -> None:
-        """See `Group`: those of rank 0."""
-        same_weights(model)
 
     def adopt(self, replica: Replica) -> None:
         """See `Group`."""
@@ -83,11 +75,6 @@ class Replicate(Group):
         """See `Group`."""
         if self._norms is not None:
             self._norms.begin()
-
-    def staged(self, held: Held) -> None:
-        """See `Group`."""
-        if self._buffers is not None:
-            self._buffers.staged(held)
 
     def last_pass(self, measured: bool = False) -> AbstractContextManager[None]:
         """See `Group`."""
@@ -132,13 +119,3 @@ class Replicate(Group):
 
     def _arrive(self) -> None:
         self._sums.finish(None if self._buckets is None else self._buckets.measure)
-
-    def committed(self, replica: Replica) -> None:
-        """See `Group`: the buffers."""
-        if self._buffers is not None:
-            with calling("while buffers were put together"):
-                self._buffers.settle()
-
-    def exchange(self, value: T) -> list[T]:
-        """See `Group`."""
-        return exchange(value)

@@ -109,11 +109,6 @@ def _fill(
     group: Group, mine: Sequence[Tensor], whole: Sequence[Tensor], starts: Sequence[int]
 ) -> None:
     """Bring the rows of every rank to their places in `whole`."""
-    if group.in_one_process:
-        for rank, theirs in enumerate(group.exchange(tuple(mine))):
-            for tensor, own in zip(whole, theirs, strict=False):
-                tensor[starts[rank] : starts[rank + 1]].copy_(own)
-        return
     for i, tensor in enumerate(whole):
         for rank in range(group.size):
             part = tensor[starts[rank] : starts[rank + 1]]

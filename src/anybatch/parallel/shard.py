@@ -49,10 +49,11 @@ from anybatch.compute.buckets import BUCKET_BYTES
 from anybatch.compute.precision import FORMATS, NORMS
 from anybatch.compute.shardable import check_divisible
 from anybatch.errors import InputError, PeerFailed, PeerLost
-from anybatch.parallel.buffers import BuffersOverGroup, Held
+from anybatch.parallel.buffers import BuffersOverGroup
+from anybatch.parallel.distributed import DistributedGroup
 from anybatch.parallel.earlier_fsdp import add_zeros_for_unused, forget_pass
-from anybatch.parallel.group import Agreed, Group, Wish
-from anybatch.parallel.vote import Vote, calling, exchange
+from anybatch.parallel.group import Agreed, Wish
+from anybatch.parallel.vote import calling, exchange
 from anybatch.parallel.whole import fill, reshard
 from anybatch.parallel.wire import DEADLINE, Wire
 from anybatch.plans import Precision
@@ -61,7 +62,7 @@ T = TypeVar("T")
 
 
 @final
-class Shard(Group):
+class Shard(DistributedGroup):
     """The ranks of torch.distributed's default group, each with a part of the model.
 
     Args:
@@ -93,10 +94,7 @@ class Shard(Group):
         to_host: bool = False,
         deadline: timedelta = DEADLINE,
     ) -> None:
-        self.rank: int = dist.get_rank()
-        self.shares: Sequence[float] = tuple(shares)
-        self._device = device
-        self._vote = Vote(device)
+        super().__init__(shares, device)
         self._precision: Precision = precision
         self._patterns = tuple(blocks)
         self._parts = over or self.size
@@ -119,7 +117,6 @@ class Shard(Group):
         self._trained: dict[str, nn.Parameter] = {}  # the parts, by name
         self._gathered: dict[str, Tensor] = {}  # the whole parameters that autograd knows
         self._used: set[str] = set()
-        self._buffers: BuffersOverGroup | None = None
         self._failed = False
         self._has_run = False  # a pass has begun: before that FSDP has nothing that could be reset
 
@@ -182,11 +179,6 @@ class Shard(Group):
         """See `Group`."""
         return self._adding_up() if self._at_last else nullcontext()
 
-    def staged(self, held: Held) -> None:
-        """See `Group`."""
-        if self._buffers is not None:
-            self._buffers.staged(held)
-
     def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
         """See `Group`: what a rank holds is its part of sums over all of them."""
         return None
@@ -223,21 +215,11 @@ class Shard(Group):
                 param.grad = None  # zeros, which the optimizer would take for a gradient
         return agreed
 
-    def committed(self, replica: Replica) -> None:
-        """See `Group`: the buffers."""
-        if self._buffers is not None:
-            with calling("while buffers were put together"):
-                self._buffers.settle()
-
     def settle(self, replica: Replica) -> float:
         """See `Group`: after a pass without gradient the model would show whole parameters."""
         if self._has_run:
             reshard(replica.model)
         return 0.0
-
-    def exchange(self, value: T) -> list[T]:
-        """See `Group`."""
-        return exchange(value)
 
     def close(self) -> None:
         """See `Group`. The model stays divided."""

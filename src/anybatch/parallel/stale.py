@@ -22,15 +22,15 @@ from dataclasses import dataclass
 from typing import TypeVar, final
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from anybatch.compute import Replica
 from anybatch.compute.buckets import Buckets
-from anybatch.parallel.buffers import BuffersOverGroup, Held
-from anybatch.parallel.group import Agreed, Group, Wish
+from anybatch.parallel.buffers import BuffersOverGroup
+from anybatch.parallel.distributed import DistributedGroup
+from anybatch.parallel.group import Agreed, Wish
 from anybatch.parallel.sums import Sums
-from anybatch.parallel.vote import Vote, calling, exchange, same_weights
+from anybatch.parallel.vote import calling
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class _UnderWay:
 
 
 @final
-class Stale(Group):
+class Stale(DistributedGroup):
     """The ranks of torch.distributed's default group, each with the whole model, one gradient behind.
 
     The first step, and the first after `settle`, has no gradient to apply and leaves the weights as
@@ -67,22 +67,14 @@ class Stale(Group):
     delays: bool = True
 
     def __init__(self, shares: Sequence[float], device: torch.device, sums: Sums) -> None:
-        self.rank: int = dist.get_rank()
-        self.shares: Sequence[float] = tuple(shares)
-        self._device = device
-        self._vote = Vote(device)
+        super().__init__(shares, device)
         self._sums = sums
         # A parameter, on some rank, in the step that was voted on last.
         self._is_some_unused = False
-        self._buffers: BuffersOverGroup | None = None
         self._buckets: Buckets | None = None
         self._crossing: list[Tensor] = []
         self._under_way: _UnderWay | None = None
         self._is_accepted = False  # a step that is not committed yet
-
-    def prepare(self, model: nn.Module) -> None:
-        """See `Group`: those of rank 0."""
-        same_weights(model)
 
     def adopt(self, replica: Replica) -> None:
         """See `Group`."""
@@ -90,11 +82,6 @@ class Stale(Group):
         self._buffers = BuffersOverGroup(replica.model, self._device)
         self._crossing = [torch.zeros_like(flat) for flat in self._buckets.flats]
         self._sums.reserve(self._crossing)
-
-    def staged(self, held: Held) -> None:
-        """See `Group`."""
-        if self._buffers is not None:
-            self._buffers.staged(held)
 
     def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
         """See `Group`: a step applies the gradient of the one before."""
@@ -147,13 +134,7 @@ class Stale(Group):
     def committed(self, replica: Replica) -> None:
         """See `Group`: the buffers."""
         self._is_accepted = False
-        if self._buffers is not None:
-            with calling("while buffers were put together"):
-                self._buffers.settle()
-
-    def exchange(self, value: T) -> list[T]:
-        """See `Group`."""
-        return exchange(value)
+        super().committed(replica)
 
     def settle(self, replica: Replica) -> float:
         """Make the gradients under way those of `replica`, before an evaluation and at the end of

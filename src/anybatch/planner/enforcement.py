@@ -6,25 +6,18 @@ from collections.abc import Iterator
 
 from anybatch.estimate import Subject
 from anybatch.machine import Device, can_enforce
-from anybatch.planner.ranks import Layout
 from anybatch.planner.setting import Wishes
 
 
-def is_enforced(
-    subject: Subject, device: Device, layout: Layout, wishes: Wishes, limited: bool
-) -> bool:
+def is_enforced(subject: Subject, device: Device, wishes: Wishes, limited: bool) -> bool:
     """Whether the budget of `device` is enforced, if the user named it (`limited`)."""
     if not (limited and device.present and can_enforce(device.kind)):
         return False
-    # On a CPU ranks of one process, or a compiler, would take from the same budget.
-    compiles = wishes.compile is True or subject.compiled
-    beside = layout.parallel == "in-process" or compiles
-    return not (device.kind == "cpu" and beside)
+    # On a CPU the compiler would take from the same budget.
+    return not (device.kind == "cpu" and (wishes.compile is True or subject.compiled))
 
 
-def budget_notices(
-    subject: Subject, device: Device, layout: Layout, limited: bool
-) -> Iterator[str]:
+def budget_notices(subject: Subject, device: Device, limited: bool) -> Iterator[str]:
     """What to say of a budget that is not enforced, but for the sake of blocks that the plan compiles,
     whose own notice says so."""
     if limited and device.present:
@@ -32,11 +25,6 @@ def budget_notices(
             yield (
                 "This operating system does not enforce a memory limit on a process: the budget is only"
                 " planned with."
-            )
-        elif layout.parallel == "in-process" and device.kind == "cpu":
-            yield (
-                "The ranks are in one process and have its memory in common, so the budget of each is"
-                " only planned with."
             )
         elif subject.compiled and device.kind == "cpu":
             yield (

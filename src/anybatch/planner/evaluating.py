@@ -81,8 +81,8 @@ def make_evaluation_plan(
     )
     learned = correction(device, identity)
     found = _fitting(one, choice, device, learned, fixed=batch is not None)
-    enforced = is_enforced(subject, device, layout, Wishes(), limited)
-    told = [*notices, *budget_notices(subject, device, layout, limited)]
+    enforced = is_enforced(subject, device, Wishes(), limited)
+    told = [*notices, *budget_notices(subject, device, limited)]
     if found.peak is None:
         told.append("The model cannot be traced, so nothing is predicted.")
     plan = Plan(

@@ -35,10 +35,9 @@ def seconds_of_exchange(subject: Subject, setting: Setting, choice: Choice, pass
     if num_ranks == 1:
         return 0.0
     computing = pace.micro(choice.micro_batch, choice.recompute)
-    is_last = layout.parallel == "in-process" or subject.sums is not None  # after all computing
-    overlaps = device.kind == "cuda" and not is_last
+    overlaps = device.kind == "cuda" and subject.sums is None  # sums cross after all computing
     link = layout.link_on(device)
-    vote = 0.0 if layout.parallel == "in-process" else link.seconds(0, num_ranks)
+    vote = link.seconds(0, num_ranks)
     if subject.division is None:
         exchange = layout.exchange
         num_bytes = _sent(pace.parameter_bytes, subject, exchange)
@@ -73,9 +72,8 @@ def seconds_of_exchange(subject: Subject, setting: Setting, choice: Choice, pass
 
 
 def _sent(parameter_bytes: int, subject: Subject, exchange: Exchange) -> int:
-    """Bytes of gradients, or of weights, as they cross. What PowerSGD sends depends on the shapes of
-    the parameters: it is taken to send all of them."""
-    if exchange.compress in ("bf16", "fp16"):
+    """Bytes of gradients, or of weights, as they cross."""
+    if exchange.compress is not None:
         return min(parameter_bytes, 2 * subject.identity.trainable_parameters)
     return parameter_bytes
 

@@ -154,8 +154,8 @@ def _make(
         wishes = replace(wishes, micro_batch=pass_of(whole, layout))
     else:
         _check(of_one_rank(subject, layout), wishes, subject.identity.global_batch)
-    enforced = is_enforced(whole, device, layout, wishes, limited)
-    told = [*notices, *budget_notices(whole, device, layout, limited)]
+    enforced = is_enforced(whole, device, wishes, limited)
+    told = [*notices, *budget_notices(whole, device, limited)]
     given = {"task": whole.identity, "enforced": enforced}
     try:
         found = search(_costs(subject, device, wishes, enforced, layouts), wishes)
@@ -355,7 +355,7 @@ def _told_exchange(seconds: StepSeconds, layout: Layout) -> Iterator[str]:
     """What to say of whole models on ranks whose link was measured, and is so slow that one rank would
     do a step sooner."""
     link = layout.link
-    if link is None or not link.measured or layout.parallel not in ("replicate", "ddp"):
+    if link is None or not link.measured or layout.parallel != "replicate":
         return
     own = seconds.forward + seconds.backward + seconds.recompute
     alone = own * sum(layout.shares) / max(layout.shares) + seconds.update
@@ -430,7 +430,7 @@ def _rungs(option: Option, layout: Layout) -> tuple[Choice, ...]:
 
 def _can_try(layout: Layout) -> bool:
     """Whether a rank can run passes without the others."""
-    return layout.norms == "ghosts" and layout.parallel in ("single", "replicate", "ddp")
+    return layout.norms == "ghosts" and layout.parallel in ("single", "replicate")
 
 
 def _meetings(subject: Subject, layout: Layout, found: Found) -> float:

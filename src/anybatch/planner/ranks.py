@@ -39,7 +39,6 @@ class Layout:
     parallel: Parallel = "single"
     shares: tuple[float, ...] = (1.0,)
     balance: Balancing = "fixed"
-    devices: tuple[str, ...] = ()
     norms: Norms = "ghosts"
     link: Link | None = None
     sharding: Sharding = WHOLLY
@@ -52,7 +51,6 @@ class Layout:
             plan.parallel,
             plan.shares,
             plan.balance,
-            plan.devices,
             plan.norms,
             plan.link,
             plan.sharding,
@@ -73,7 +71,7 @@ class Layout:
 
     def fields(self, device: Device) -> dict[str, Any]:
         """Those of `Plan` that say where and by whom."""
-        several = self.parallel in ("replicate", "ddp", "shard")
+        several = self.parallel in ("replicate", "shard")
         return {
             "parallel": self.parallel,
             "shares": self.shares,
@@ -81,7 +79,6 @@ class Layout:
             "norms": self.norms,
             "sharding": self.sharding,
             "link": self.link_on(device) if len(self.shares) > 1 else None,
-            "devices": self.devices,
             "device": device.kind if several else device.torch_name,
             "device_name": device.name,
             "budget_bytes": device.budget_bytes,
@@ -130,7 +127,6 @@ def layouts_of(
         shares=(1.0,) * len(devices) if alike else tuple(s / max(speeds) for s in speeds),
         # What ranks on one CPU measure is mostly what they take from each other.
         balance=balance or ("fixed" if devices[0].kind == "cpu" else "measured"),
-        devices=tuple(d.torch_name for d in devices) if parallel == "in-process" else (),
         link=link,
         sharding=sharding or WHOLLY,
         exchange=exchange or EXACT,
@@ -169,8 +165,7 @@ def of_one_rank(subject: Subject, layout: Layout) -> Subject:
         num_valid=valid and max(_parts(valid, layout, 1)),
         # Of a divided model too: its gradients are there all the time, and both are traced at once.
         sums=sums,
-        flat=layout.parallel in ("replicate", "shard", "in-process"),
-        staged=layout.parallel == "in-process",
+        flat=layout.parallel in ("replicate", "shard"),
         families={},  # traces of the whole say nothing of a part
         stages={},
         heads={},

@@ -45,11 +45,6 @@ def _check_ranks(plan: Plan) -> None:
             f" parallel is {plan.parallel!r}"
         )
     _check_sharding(plan)
-    if plan.parallel == "in-process" and len(plan.devices) != plan.num_ranks:
-        raise ValueError(
-            f"devices names {len(plan.devices)} devices for {plan.num_ranks} shares: name one"
-            " for each rank"
-        )
 
 
 def _check_sharding(plan: Plan) -> None:
@@ -91,11 +86,6 @@ def _check_exchange(plan: Plan) -> None:
     exchange, parallel = plan.exchange, plan.parallel
     precisions = [choice.precision for choice in (plan.choice, *plan.ladder)]
     masters = next((p for p in precisions if p.endswith("-weights")), None)
-    if parallel == "ddp" and masters:
-        raise ValueError(
-            f"precision is {masters!r}, whose float32 gradients DistributedDataParallel does not"
-            " see: make parallel 'replicate', or take another precision"
-        )
     if plan.norms == "synchronised" and not exchange.is_exact:
         raise ValueError(
             f"norms is 'synchronised' and exchange asks for {exchange.describe()}, but ranks then"
@@ -104,20 +94,10 @@ def _check_exchange(plan: Plan) -> None:
     if exchange.is_exact:
         return
     told = exchange.describe()
-    if parallel not in ("replicate", "ddp"):
+    if parallel != "replicate":
         raise ValueError(
             f"exchange asks for {told}, but parallel is {parallel!r}: make it 'replicate', or"
             " leave exchange out"
-        )
-    if exchange.compress == "powersgd" and parallel != "ddp":
-        raise ValueError(
-            "exchange.compress is 'powersgd', which is a hook of DistributedDataParallel: make"
-            " parallel 'ddp', or compress to 'bf16'"
-        )
-    if parallel == "ddp" and (exchange.every > 1 or exchange.stale):
-        raise ValueError(
-            f"exchange asks for {told}, but DistributedDataParallel adds up gradients in every"
-            " step: make parallel 'replicate'"
         )
     if exchange.stale and (scaled := [p for p in precisions if p in LOSS_SCALED]):
         raise ValueError(

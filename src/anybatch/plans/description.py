@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 _PARALLEL: dict[Parallel, str] = {
     "single": "one device",
     "replicate": "replicated: the whole model on each, gradients summed once per step",
-    "ddp": "replicated by torch's DistributedDataParallel",
     "shard": "sharded",
-    "in-process": "in this process, the whole model on each",
 }
 
 

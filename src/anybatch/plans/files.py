@@ -20,8 +20,11 @@ def read(path: str | os.PathLike[str]) -> str:
         ) from None
 
 
-def check_version(text: str, version: int, source: str) -> None:
-    """Raises `InputError` unless `text` is a JSON object of that version of the format."""
+def current(text: str, version: int, source: str) -> str:
+    """The plan in `text` without the fields that earlier releases wrote and none reads any more.
+
+    Raises `InputError` unless `text` is a JSON object of that version of the format.
+    """
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
@@ -39,3 +42,7 @@ def check_version(text: str, version: int, source: str) -> None:
             f"{source} has version {data.get('version')!r}, and this anybatch reads version"
             f" {version}: plan the task anew with this anybatch."
         )
+    data.pop("devices", None)
+    if isinstance(data.get("exchange"), dict):
+        data["exchange"].pop("powersgd_rank", None)
+    return json.dumps(data)

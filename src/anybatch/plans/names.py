@@ -6,7 +6,15 @@ from typing import Any, cast
 
 from anybatch.errors import InputError
 from anybatch.plans.choice import PRECISION_ALIASES, Compile, Precision
-from anybatch.plans.ranks import Balancing, Compression, Exchange, Norms, Parallel, Sharding
+from anybatch.plans.ranks import (
+    Balancing,
+    Compression,
+    Exchange,
+    Norms,
+    Parallel,
+    Sharding,
+    check_removed,
+)
 
 
 def parse_precision(text: str) -> Precision:
@@ -84,6 +92,10 @@ def parse_sharding(over: int | None) -> Sharding | None:
 
 
 def _named(what: str, text: str | None, known: tuple[str, ...]) -> Any:
+    try:
+        check_removed(text)
+    except ValueError as error:
+        raise InputError(f"{what} is {text!r}: {error}.") from None
     if text is not None and text not in known:
         raise InputError(f"{what} is {text!r}: choose one of {', '.join(known)}.")
     return text

@@ -7,7 +7,7 @@ import math
 import os
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from anybatch.errors import InputError
 from anybatch.files import write_whole
@@ -18,7 +18,15 @@ from anybatch.plans.choice import Choice, KernelChoices
 from anybatch.plans.description import as_table, explained, in_one_line
 from anybatch.plans.frozen import Frozen, faults
 from anybatch.plans.link import Link
-from anybatch.plans.ranks import Balancing, Exchange, Norms, Parallel, Sharding, num_units
+from anybatch.plans.ranks import (
+    Balancing,
+    Exchange,
+    Norms,
+    Parallel,
+    Sharding,
+    check_removed,
+    num_units,
+)
 
 VERSION = 1
 
@@ -77,7 +85,6 @@ class Plan(Frozen):
         exchange: what ranks tell each other; see `Exchange`.
         link: what joins the ranks, as the prediction reckons with it; None: not told, or one rank.
         kernels: which kernels compute the model; see `KernelChoices`.
-        devices: of the ranks, if they are in one process.
         device_name: for people.
         budget_bytes: memory that training may use on each device; None: not limited.
         reserve_bytes: of these, what the plan keeps free for what is not predicted.
@@ -94,7 +101,7 @@ class Plan(Frozen):
 
     version: Literal[1] = VERSION
     task: TaskIdentity
-    parallel: Parallel = "single"
+    parallel: Annotated[Parallel, BeforeValidator(check_removed)] = "single"
     shares: tuple[float, ...] = Field(default=(1.0,), min_length=1)
     balance: Balancing = "fixed"
     norms: Norms = "ghosts"
@@ -103,7 +110,6 @@ class Plan(Frozen):
     link: Link | None = None
     kernels: KernelChoices = KernelChoices()
     device: str = Field(pattern=r"^(cpu|cuda(:\d+)?)$")
-    devices: tuple[Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")], ...] = ()
     device_name: str = ""
     budget_bytes: int | None = Field(default=None, ge=1)
     reserve_bytes: int = Field(default=0, ge=0)
@@ -240,7 +246,7 @@ class Plan(Frozen):
     @classmethod
     def from_json(cls, text: str, source: str = "the plan") -> Plan:
         """The plan written as `text`. Raises `InputError` with the place of every fault."""
-        files.check_version(text, VERSION, source)
+        text = files.current(text, VERSION, source)
         try:
             # JSON has no tuples, so it is read by JSON's rules rather than Python's.
             return cls.model_validate_json(text)

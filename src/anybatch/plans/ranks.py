@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from anybatch.plans.frozen import Frozen
 
-Parallel = Literal["single", "replicate", "ddp", "shard", "in-process"]
+Parallel = Literal["single", "replicate", "shard"]
 """How ranks share a step:
 
 `single`: one rank. `replicate`: the whole model on every rank, gradients added up once per step; a
-rank that fails leaves no other waiting. `ddp`: the same by torch's DistributedDataParallel, for models
-that need it. `shard`: parameters, gradients and optimizer state divided over the ranks (FSDP2).
-`in-process`: several devices from one process, the whole model on each.
+rank that fails leaves no other waiting. `shard`: parameters, gradients and optimizer state divided over
+the ranks (FSDP2).
 """
 
 
@@ -31,8 +30,21 @@ Norms = Literal["ghosts", "synchronised"]
 Balancing = Literal["measured", "fixed"]
 """Whether shares follow the measured speed of the ranks."""
 
-Compression = Literal["bf16", "fp16", "powersgd"]
+Compression = Literal["bf16", "fp16"]
 """How gradients, or movements, are made smaller before they cross, see `Exchange`."""
+
+_REMOVED = {
+    "ddp": "runs use no DistributedDataParallel; choose 'replicate', which gives the same result",
+    "in-process": "ranks are processes; choose 'replicate', with --ranks N for several ranks",
+    "powersgd": "there is no PowerSGD; choose 'bf16' or 'fp16'",
+}
+
+
+def check_removed(value: object) -> object:
+    """`value`. Raises `ValueError` if it names something that anybatch no longer has."""
+    if isinstance(value, str) and value in _REMOVED:
+        raise ValueError(_REMOVED[value])
+    return value
 
 
 Reduce = Literal["every pass", "last pass"]
@@ -85,16 +97,13 @@ class Exchange(Frozen):
     mathematics of training, and is done because it was asked for.
 
     Attributes:
-        compress: gradients (or movements) cross in `"bf16"` or `"fp16"`, or as products of thin
-            matrices: `"powersgd"` (Vogels et al. 2019).
-        powersgd_rank: width of those matrices.
+        compress: gradients (or movements) cross in `"bf16"` or `"fp16"`.
         every: optimizer steps that each rank takes by itself before weights are averaged.
         outer: the optimizer that takes the averages; None: plain averaging.
         stale: gradients are applied one step late, and cross while the next step computes.
     """
 
-    compress: Compression | None = None
-    powersgd_rank: int = Field(default=1, ge=1)
+    compress: Annotated[Compression | None, BeforeValidator(check_removed)] = None
     every: int = Field(default=1, ge=1)
     outer: Outer | None = None
     stale: bool = False
@@ -131,9 +140,7 @@ class Exchange(Frozen):
             told.append(f"local steps, weights {how} every {self.every} steps")
         if self.stale:
             told.append("gradients applied one step late")
-        if self.compress == "powersgd":
-            told.append(f"gradients approximated by PowerSGD of rank {self.powersgd_rank}")
-        elif self.compress is not None:
+        if self.compress is not None:
             told.append(f"{'movements' if self.every > 1 else 'gradients'} sent in {self.compress}")
         return "; ".join(told) or "exact, in every step"
 

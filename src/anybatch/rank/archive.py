@@ -62,8 +62,6 @@ class Archive:
     def save(self, facts: dict[str, Any], score: float | None, at_once: bool) -> None:
         """Begin to save, with further `facts`; `score` is the lower the better. What comes of it is
         told by `tell`, but for a state that cannot be saved, which is told now."""
-        if self._group.in_one_process and self._group.rank:
-            return
         at = self._position
         try:
             content = self._state.content(

@@ -91,13 +91,11 @@ def single_sample(steps: Steps, index: int, norm: str) -> str:
 def check_can_skip(task: Task, plan: Plan) -> None:
     """Raises `InputError` if bad samples are to be left out and the exchange cannot forget them."""
     exchange = plan.exchange
-    if task.bad_data == "skip" and (
-        exchange.every > 1 or exchange.stale or exchange.compress == "powersgd"
-    ):
+    if task.bad_data == "skip" and (exchange.every > 1 or exchange.stale):
         raise InputError(
             "bad_data is 'skip', and the plan exchanges gradients in a way where one that is not finite"
             " stays, in what ranks remember or send off before they agree: use bad_data='stop', or"
-            " no local steps, stale gradients or powersgd."
+            " no local steps and no stale gradients."
         )
 
 

@@ -503,7 +503,7 @@ class Rank:
         """Raises `InputError` if there will be a step of one sample, and BatchNorm cannot do it: now
         rather than at the end of an epoch. Seen where ranks can run passes by themselves."""
         index, plan, group = self._steps.first_of_one, self._given, self._group
-        meets = group.lockstep or group.diverges or group.in_one_process
+        meets = group.lockstep or group.diverges
         if index is None or plan.task.ghost_batch is None or plan.norms != "ghosts" or meets:
             return
         choice = plan.choice

@@ -4,7 +4,7 @@
     rank 1   samples   computing ------------------> exchange   update
 
 What of the exchange the last backward pass hides is a part of computing, as is all that ranks exchange
-within their passes (sharded parameters, DistributedDataParallel's gradients).
+within their passes (sharded parameters).
 """
 
 from __future__ import annotations

@@ -85,8 +85,7 @@ class Base:
         changed = {
             name for name, was in self._begun.items() if _fingerprint(self._frozen[name]) != was
         }
-        # The ranks of one process save as one.
-        everyone = [changed] if self._group.in_one_process else self._group.exchange(changed)
+        everyone = self._group.exchange(changed)
         return {
             name: self.checksums[name] for name in self._begun if name not in set().union(*everyone)
         }

@@ -105,7 +105,7 @@ class Checkpoints:
 
     Args:
         folder: made when it is needed.
-        group: the ranks. Those of an in-process group are one here: its first one, alone.
+        group: the ranks.
         keep: how many of the last ones stay, beside the one with the best score.
 
     Raises `InputError` if `keep` is below 1.

@@ -127,7 +127,7 @@ class TrainingState:
 
     def content(self, facts: Mapping[str, Any]) -> Content:
         """All of it, between two steps, settled; the tensors are those in use. `facts` are further
-        fields of `Facts`. All ranks call it, but for those of one process, of which the first does.
+        fields of `Facts`. All ranks call it.
 
         Raises `InputError` if the optimizer remembers something that cannot be saved.
         """

@@ -267,12 +267,11 @@ def test_on_a_cpu_with_a_budget_that_is_enforced_nothing_is_compiled(compiler, m
     assert "which is enforced" in decided(events).reason
 
 
-def test_ranks_that_meet_inside_passes_compile_nothing(compiler):
-    task = noisy_task()
-    devices = {"parallel": "in-process", "shares": (1.0, 1.0), "devices": ("cpu", "cpu")}
-    _, events, followed = run(task, open_plan(task, **devices), compiler)
-    assert followed.kernels == KernelChoices(compile_if_faster="decided")
-    assert "cannot run passes each by itself" in decided(events).reason
+def test_ranks_that_take_steps_of_their_own_compile_nothing(crew):
+    knobs = {"exchange": ab.Exchange(every=2)}
+    for compiled, _, reasons in crew(2, functools.partial(on_a_rank, knobs, (0.5, 0.5), None)):
+        assert not compiled
+        assert all("cannot run passes each by itself" in reason for reason in reasons)
 
 
 def test_the_decision_outlives_a_leaner_plan_and_another_recompute(compiler):
@@ -354,9 +353,8 @@ def test_a_step_in_a_loop_of_ones_own_refuses():
     ("seconds", "failing", "compiled"),
     [((0.5, 0.8), None, True), ((0.5, 1.5), None, False), ((0.5, 0.5), 1, False)],
 )
-@pytest.mark.parametrize("parallel", ["replicate", "ddp"])
-def test_ranks_decide_alike(crew, parallel, seconds, failing, compiled):
-    found = crew(2, functools.partial(on_a_rank, parallel, seconds, failing))
+def test_ranks_decide_alike(crew, seconds, failing, compiled):
+    found = crew(2, functools.partial(on_a_rank, {}, seconds, failing))
     assert [choice for choice, _, _ in found] == [compiled] * 2
     assert torch.equal(found[0][1], found[1][1])
     reason = found[0][2][0]  # told by rank 0
@@ -364,7 +362,7 @@ def test_ranks_decide_alike(crew, parallel, seconds, failing, compiled):
         assert reason == "on rank 1 compiled passes failed with ZeroDivisionError: of rank 1"
 
 
-def on_a_rank(parallel, seconds, failing, rank, size):
+def on_a_rank(knobs, seconds, failing, rank, size):
     """Whether blocks are compiled, a weight, and the reasons that were told."""
     draw = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(48, 4, generator=draw), torch.randn(48, 3, generator=draw))
@@ -374,7 +372,7 @@ def on_a_rank(parallel, seconds, failing, rank, size):
         global_batch=24,
         ghost_batch=None,
     )
-    plan = open_plan(task, 6, parallel=parallel, shares=(1.0, 1.0))
+    plan = open_plan(task, 6, parallel="replicate", shares=(1.0, 1.0), **knobs)
     wrong = ZeroDivisionError(f"of rank {rank}") if rank == failing else None
     with pytest.MonkeyPatch.context() as patch:
         compiler = Compiler(seconds[rank], wrong).installed(patch)

@@ -1,11 +1,9 @@
-"""Metric objects over ranks find what one rank finds with all samples; what cannot be merged is told.
-
-The ranks are threads of this process; `tests/multiprocess/test_evaluation.py` has them as processes.
-"""
+"""Metric objects over ranks find what one rank finds with all samples, or say what cannot be merged."""
 
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -34,10 +32,9 @@ from torchmetrics.classification import (
 )
 
 from anybatch.engine.scores import Scores
-from anybatch.errors import InputError, PeerFailed
+from anybatch.errors import InputError
 from anybatch.metrics import Metrics
-from anybatch.parallel import SingleDevice
-from anybatch.parallel.in_process import InProcessRanks
+from anybatch.parallel import Replicate, SingleDevice
 
 CPU = torch.device("cpu")
 SPLITS = [(10,), (5, 5), (7, 3), (3, 0, 7), (0, 10), (1, 2, 3, 4), (0, 0, 10, 0)]
@@ -148,40 +145,54 @@ def over(split, metric, kind, group):
     return scores.results(scores.states())
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torchmetrics on memory and on short samples
-def test_what_ranks_find_is_what_one_finds(case, split):
-    build, kind = CASES[case]
-    metric = build()
-    untouched = copy.deepcopy(metric.__dict__) if isinstance(metric, Own) else metric.update_count
-    alone = over((10,), metric, kind, SingleDevice())
+def all_cases(rank, size, split):
+    """For each case the figures, and whether the user's object stayed as it was."""
+    group = Replicate((1.0,) * size, CPU)
     found = {}
+    for case, (build, kind) in CASES.items():
+        metric = build()
+        before = copy.deepcopy(_state(metric))
+        found[case] = over(split, metric, kind, group), _state(metric) == before
+    return found
 
-    def work(group):
-        mine = over(split, metric, kind, group)
-        found[group.rank] = mine
-        return mine
 
-    with InProcessRanks([CPU] * len(split)) as ranks:
-        ranks.run(work)
-    assert list(found.values()) == [found[0]] * len(split)
-    assert found[0] == pytest.approx(alone, rel=1e-5)
-    assert untouched == (metric.__dict__ if isinstance(metric, Own) else metric.update_count)
+def _state(metric):
+    return metric.__dict__ if isinstance(metric, Own) else metric.update_count
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return {case: over((10,), build(), k, SingleDevice()) for case, (build, k) in CASES.items()}
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torchmetrics on memory and on short samples
+def test_what_ranks_find_is_what_one_finds(crew, alone, split):
+    first, *others = crew(len(split), all_cases, split)
+    assert others == [first] * len(others)
+    for case, (figures, untouched) in first.items():
+        assert figures == pytest.approx(alone[case], rel=1e-5), case
+        assert untouched, case
+
+
+def on_rank(rank, size, split, metric, kind):
+    return over(split, metric, kind, Replicate((1.0,) * size, CPU))
 
 
 @pytest.mark.parametrize(
     ("metric", "wanted"), [(MaxMetric(), 9.0), (MinMetric(), 0.0), (MeanMetric(), 4.5)]
 )
-def test_one_argument(metric, wanted):
-    def work(group):
-        scores = Scores([Metrics({"m": metric}, lambda model, batch: batch)], CPU, group)
-        for value in torch.arange(10.0).split([1, 2, 3, 4])[group.rank :: group.size]:
-            scores.update([value])
-        return scores.results(scores.states())
+def test_one_argument(crew, metric, wanted):
+    values = torch.arange(10.0).split([1, 2, 3, 4])
+    assert crew(3, of_one_argument, metric, values) == [{"m": wanted}] * 3
 
-    with InProcessRanks([CPU] * 3) as ranks:
-        assert ranks.run(work) == {"m": wanted}
+
+def of_one_argument(rank, size, metric, values):
+    group = Replicate((1.0,) * size, CPU)
+    scores = Scores([Metrics({"m": metric}, lambda model, batch: batch)], CPU, group)
+    for value in values[rank::size]:
+        scores.update([value])
+    return scores.results(scores.states())
 
 
 def test_torchmetrics_own_synchronisation_is_not_used():
@@ -250,18 +261,15 @@ class WithoutMerge:
     ],
     ids=["mean", "shapes", "no merge", "matrix", "curves"],
 )
-def test_what_cannot_be_merged_or_told_is_named(metric, split, says):
-    with (
-        InProcessRanks([CPU] * len(split)) as ranks,
-        pytest.raises((InputError, PeerFailed), match=says),
-    ):
-        ranks.run(lambda group: over(split, metric, "binary", group))
+def test_what_cannot_be_merged_or_told_is_named(crew, metric, split, says):
+    for error, _ in crew.outcomes(len(split), on_rank, split, metric, "binary"):
+        assert isinstance(error, InputError)
+        assert re.search(says, str(error))
 
 
-def test_a_constant_may_be_called_a_mean():
-    with InProcessRanks([CPU] * 2) as ranks:
-        found = ranks.run(lambda group: over((5, 5), MeanState(fixed=2.0), "binary", group))
-    assert found == {"m": 2.0}
+def test_a_constant_may_be_called_a_mean(crew):
+    found = crew(2, on_rank, (5, 5), MeanState(fixed=2.0), "binary")
+    assert found == [{"m": 2.0}] * 2
 
 
 @pytest.mark.parametrize(
@@ -280,17 +288,11 @@ def test_what_is_no_metric_is_told(make, says):
         make()
 
 
-def test_random_resampling_works_too():
+def test_random_resampling_works_too(crew):
     # Not equal to one rank's, since it draws; but every rank knows the same.
-    metric = BootStrapper(MeanMetric(), num_bootstraps=4)
-
-    def work(group):
-        scores = Scores([Metrics({"m": metric}, lambda model, batch: batch)], CPU, group)
-        scores.update([torch.full((6,), 2.0)])
-        return scores.results(scores.states())
-
-    with InProcessRanks([CPU] * 2) as ranks:
-        assert ranks.run(work) == {"m/mean": 2.0, "m/std": 0.0}
+    metric, values = BootStrapper(MeanMetric(), num_bootstraps=4), [torch.full((6,), 2.0)] * 2
+    found = crew(2, of_one_argument, metric, values)
+    assert found == [{"m/mean": 2.0, "m/std": 0.0}] * 2
 
 
 def test_cat_metric_of_many_values_is_no_figure():

@@ -77,11 +77,9 @@ def plan_of(micro_batch=4096, ranks=1, **changes):
     ("plan", "words"),
     [
         (plan_of(), "with --micro-batch 2048 it is"),
-        (plan_of(2048, ranks=2, parallel="ddp"), "on a rank is one micro-batch"),
         (plan_of(64, ranks=2, parallel="shard"), "--parallel replicate"),
         (plan_of(64, ranks=2, exchange=Exchange(every=2)), "local steps"),
         (plan_of(64, ranks=2, exchange=Exchange(stale=True)), "stale gradients"),
-        (plan_of(64, ranks=2, exchange=Exchange(compress="powersgd")), "PowerSGD"),
         (plan_of(64, ranks=2, norms="synchronised"), "a smaller ghost batch"),
         (
             plan_of(64, task=make_plan().task.model_copy(update={"longest": 9, "padded": 4096})),
