@@ -63,7 +63,6 @@ from anybatch.engine.process import (
 )
 from anybatch.engine.script_bytes import ScriptBytes
 from anybatch.engine.shared_limit import SharedLimit
-from anybatch.mkl import free_product_buffers
 from anybatch.plans import Plan
 from anybatch.units import format_bytes
 
@@ -159,7 +158,6 @@ class Unlimited(Limit):
             return meter
         with uncounted():
             _warm_up_once()
-        free_product_buffers()
         trim()
         return CpuMeter()
 
@@ -230,7 +228,6 @@ class ProcessLimit(Limit):
         _REST.end()
         with uncounted():
             warm_up()
-            free_product_buffers()
             give_freed_memory_back()
             gc.collect()
             hold_object_arenas(OBJECT_BYTES)

@@ -34,7 +34,6 @@ import torch
 from anybatch.engine.limit import Limit
 from anybatch.engine.process import trim
 from anybatch.interrupts import held
-from anybatch.mkl import free_product_buffers
 from anybatch.oom import MemoryFailure
 from anybatch.threads import begin
 
@@ -86,10 +85,8 @@ class StepThread:
         """Give back what the failed work held, and move to a fresh thread if this one was marked, or
         is itself one that was moved to (nothing else empties its queue).
 
-        Its small tensors have left holes in the heap, and its products buffers that are as large as
-        it was: both would count for the leaner plan."""
+        Its small tensors have left holes in the heap, which would count for the leaner plan."""
         gc.collect()
-        free_product_buffers()
         trim()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

@@ -28,9 +28,6 @@ from anybatch.plans import Choice, Link, Precision, Recompute, StatesOn, Update
 _ALWAYS_MAPPED = 32 << 20
 """glibc maps blocks of this size by themselves even where nothing is set."""
 
-_COPIES_MAPPED = 2 << 20
-"""oneDNN aligns its blocks of this size to huge pages, and so they are mapped by themselves too."""
-
 _PCIE_BYTES = {"7": 16e9, "8": 32e9, "9": 64e9}
 """Bytes per second and direction of sixteen lanes of PCIe 3, 4 and 5, by the first number of CUDA's
 compute capability: what joins a device to its host, also where several have a link of their own."""
@@ -377,7 +374,6 @@ class Pace:
             num_bytes=between(one.num_bytes, other.num_bytes),
             far_bytes=between(one.far_bytes, other.far_bytes),
             fresh_bytes=between(one.fresh_bytes, other.fresh_bytes),
-            copies=tuple(map(between, one.copies, other.copies)),
         )
         if not self._ghost or micro_batch <= self._ghost:
             return [scaled]
@@ -447,10 +443,6 @@ class Pace:
             seconds = max(seconds, arithmetic) if speeds.overlap else seconds + arithmetic
         if is_mapped:
             seconds += operation.fresh_bytes * speeds.fault_seconds_per_byte
-        for copied in operation.copies:
-            seconds += 2 * copied / rate_at(plain, max(1.0, 2 * copied))
-            if copied >= min(self._mapped_from, _COPIES_MAPPED):
-                seconds += copied * (speeds.fault_seconds_per_byte + max(0.0, slower))
         if speeds.overlap and not (self._stands_in and operation.phase == "update"):
             seconds = max(seconds, _KERNEL_SECONDS)
         return seconds

@@ -12,10 +12,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from anybatch.estimate.images import copies_on_cpu
-from anybatch.estimate.kernels import lstm_bytes
-from anybatch.processor import this_processor
-
 Memory = Literal["plain", "special", "random", "norm", "batch_norm", "gather", "pool", "reduction"]
 """Operations that are limited by memory, each kind at a rate of its own."""
 
@@ -87,7 +83,6 @@ class Operation:
         far_bytes: of these, in tensors that the operations just before have not touched: a cache has
             them only if all that a micro-batch touches fits into it.
         fresh_bytes: written to storage that it made itself.
-        copies: bytes of each tensor that is copied into another layout, to a place of its own, or back.
         narrow: smallest dim of a product: a tall or flat one is slower than a cube of the same work. Of
             attention, the length of the square sequences with heads of `HEAD_DIM` that would take as
             much arithmetic.
@@ -105,7 +100,6 @@ class Operation:
     num_bytes: float
     far_bytes: float
     fresh_bytes: float
-    copies: tuple[float, ...]
     narrow: float
     num_products: int
     num_tensors: int
@@ -146,10 +140,7 @@ def operation_of(
     largest = max(tensors, key=lambda t: t.numel() if t.is_floating_point() else -1)
     family = family_of(name)
     far = sum(bytes_of(t) for t in inputs if (key := storage_of(t)) in given and key not in near)
-    beside = lstm_bytes(func, args) if kind == "cpu" else 0
-    copied = copies_on_cpu(func, args, result, this_processor()) if kind == "cpu" else ()
-    fresh += beside
-    moved = sum(map(bytes_of, tensors)) + beside
+    moved = sum(map(bytes_of, tensors))
     if family == "gather":
         moved = _gathered(inputs, outputs)
     elif family == "random":  # takes as long per number in half precision
@@ -163,7 +154,6 @@ def operation_of(
         num_bytes=times * moved,
         far_bytes=min(far, moved),
         fresh_bytes=making * fresh,
-        copies=tuple(map(float, copied)),
         narrow=_narrow(name, args, inputs),
         num_products=_num_products(name, args),
         num_tensors=max(1, len(outputs), len(inputs) if "_foreach_" in name else 0),

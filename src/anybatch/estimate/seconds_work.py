@@ -235,14 +235,13 @@ class Counting:
                     num_bytes=moved,
                     far_bytes=moved,
                     fresh_bytes=0.0,
-                    copies=(),
                     narrow=0.0,
                     num_products=1,
                     num_tensors=1,
                     phase=phase,
                     block=-1,
                 )
-                for param, moved in moved_bytes(replica.optimizer, self._kind).items()
+                for param, moved in moved_bytes(replica.optimizer).items()
             ]
 
 

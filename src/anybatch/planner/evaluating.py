@@ -109,7 +109,7 @@ def _fitting(
     while True:
         here = choice.model_copy(update={"evaluation_batch": size})
         try:
-            peak = evaluation_peak(subject, here, device, alone=True)
+            peak = evaluation_peak(subject, here, device)
         except AnybatchError:
             raise
         except Exception:  # whatever the user's code raises on fake tensors

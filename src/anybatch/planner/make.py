@@ -202,7 +202,6 @@ def _make(
                 choice=rival.choice,
                 ladder=_rungs(rival, layout),
                 prediction=prediction_of(rival, found.setting),
-                kernel_bytes=rival.footprint.kernel_bytes,
             )
             for rival in (found.rivals if _can_try(layout) else ())
         ),

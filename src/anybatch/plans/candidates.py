@@ -90,7 +90,7 @@ class Rival(Frozen):
 
     Attributes:
         choice, ladder, prediction: as those of a plan.
-        kernel_bytes: what a trial of it leaves in the process: kernels for its shapes.
+        kernel_bytes: no longer written: read from older plans.
     """
 
     choice: Choice

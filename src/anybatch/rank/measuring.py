@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from anybatch.compute import Replica
 from anybatch.engine import Rehearsed
-from anybatch.estimate.footprint import CPU_CONSTANT_BYTES
 from anybatch.machine import DeviceKind
 from anybatch.planner.reserve import reserve_of
 from anybatch.plans import Choice, Plan, Prediction
@@ -30,7 +29,7 @@ _CLOSE = 0.9
 
 _SAME_TIME = 1.02
 
-_LATER_BYTES = CPU_CONSTANT_BYTES + (1 << 20)
+_LATER_BYTES = 1600 << 10
 """What two passes do not show: Python's objects, kernels for the rest of a step, holes of the heap."""
 
 

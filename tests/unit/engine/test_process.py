@@ -12,7 +12,6 @@ COMMON = """
 import gc
 import torch
 from anybatch.engine.process import hold_object_arenas, status, trim
-from anybatch.mkl import free_product_buffers
 
 torch.set_num_threads(1)
 torch.ones(4).sum()
@@ -33,17 +32,6 @@ assert resident() - before < (1 << 18) + index, resident() - before
 del objects
 hold_object_arenas(4 << 20)
 assert resident() - before < 1 << 19, resident() - before
-"""
-
-BUFFERS = """
-torch.randn(256, 256) @ torch.randn(256, 256)
-free_product_buffers()
-before = resident()
-torch.randn(512, 512) @ torch.randn(512, 4096)
-kept = resident() - before
-free_product_buffers()
-left = resident() - before
-assert kept < 1 << 20 or left < kept // 2, (kept, left)
 """
 
 FIRST_USES = """
@@ -98,8 +86,8 @@ assert faults() < 10, faults()
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
     "what",
-    [OBJECTS, BUFFERS, FIRST_USES, ASIDE, BUDGET],
-    ids=["objects", "buffers", "first uses", "aside", "budget"],
+    [OBJECTS, FIRST_USES, ASIDE, BUDGET],
+    ids=["objects", "first uses", "aside", "budget"],
 )
 def test_what_a_process_holds(what: str):
     done = subprocess.run(

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
-from anybatch.estimate import seconds_operations, subject_of
+from anybatch.estimate import subject_of
 from anybatch.estimate.calibration import FAMILIES, Speeds, nominal, product_rate, rate_at
 from anybatch.estimate.seconds import Pace, tabulated_link
 from anybatch.estimate.seconds_operations import family_of, operation_of
 from anybatch.estimate.seconds_work import Work, work_of
-from anybatch.machine import MMAP_THRESHOLD, Machine
+from anybatch.machine import Machine
 from anybatch.plans import Choice, Recompute
-from anybatch.processor import Processor
 
 CPU = Machine.here(device="cpu").device
 EVEN = ((1.0, 1e9), (1e12, 1e9))
@@ -346,74 +345,6 @@ def test_gradients_that_meet_are_added_in_place():
     assert ("forward", "add") in sums
     assert ("backward", "add") not in sums
     assert sums.count(("backward", "add_")) >= 2
-
-
-def convolving(layout: torch.memory_format, stride: int = 1) -> ab.Task:
-    """Eight channels to sixteen, over images of 8 by 8."""
-
-    def build() -> nn.Module:
-        layers = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 16, 3, stride, padding=1, bias=False)
-        return nn.Sequential(*layers).to(memory_format=layout)
-
-    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
-        return model(batch[0].contiguous(memory_format=layout)).square().mean()
-
-    return deep_task(
-        model=build, loss=loss, train=TensorDataset(torch.zeros(64, 8, 8, 8)), global_batch=64
-    )
-
-
-@pytest.fixture
-def blocks_of_sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As oneDNN computes on processors with AVX-512."""
-    monkeypatch.setattr(seconds_operations, "this_processor", Processor)
-
-
-@pytest.mark.usefixtures("blocks_of_sixteen")
-def test_a_convolution_on_a_cpu_copies_its_images_and_its_weight_into_blocks():
-    found = work(convolving(torch.contiguous_format), 4).operations
-    copies = [o.copies for o in found if o.family == "convolution"]
-    image = 4 * 16 * 64 * 4.0  # of 8 or 16 channels: both fill one block
-    one, two = 8 * 8 * 4.0, 16 * 8 * 9 * 4.0  # the weights; of the first, backward needs no image
-    assert copies == [
-        (one, image, image),
-        (two, image, image),
-        (two, two, image, image, image, image),
-        (one, image, image),
-    ]
-
-
-def test_the_gradient_of_a_strided_image_is_copied_more_often():
-    one, two = (
-        next(
-            o
-            for o in work(convolving(torch.contiguous_format, stride), 4).operations[::-1]
-            if o.name == "convolution_backward" and o.num_products == 2
-        )
-        for stride in (1, 2)
-    )
-    assert len(two.copies) == len(one.copies) + 2
-
-
-def test_with_the_channels_last_only_images_that_lie_otherwise_are_copied():
-    found = work(convolving(torch.channels_last), 4).operations
-    copies = [o.copies for o in found if o.family == "convolution"]
-    gradient = 4 * 16 * 64 * 4.0  # of a mean of squares: its channels are not last
-    one, two = 8 * 8 * 4.0, 16 * 8 * 9 * 4.0  # of the weights
-    assert copies == [(one,), (two,), (two, two, gradient), (one,)]
-
-
-@pytest.mark.usefixtures("blocks_of_sixteen")
-def test_copies_take_time_and_fresh_pages():
-    task = convolving(torch.contiguous_format)
-    free, dear = pace(task), pace(task, even(fault_seconds_per_byte=1e-6))
-    mapped = Pace(subject_of(task), CPU, even(fault_seconds_per_byte=1e-6), "fp32", mapped=True)
-    moved = sum(free.micro(64, Recompute())[:2])
-    assert sum(dear.micro(64, Recompute())[:2]) == moved  # copies and results are small
-    copied = 10 * 64 * 16 * 64 * 4  # the weights are small
-    made = sum(o.fresh_bytes for o in work(task, 64).operations if o.fresh_bytes >= MMAP_THRESHOLD)
-    fresh = sum(mapped.micro(64, Recompute())[:2]) - moved
-    assert fresh == pytest.approx(1e-6 * (copied + made))
 
 
 def test_ghost_batches_take_more_operations():

@@ -13,7 +13,7 @@ import anybatch as ab
 from anybatch.estimate import ledger, subject_of, workspaces
 from anybatch.estimate.footprint import footprint
 from anybatch.estimate.peak import context_bytes_of
-from anybatch.estimate.workspaces import communicator_bytes, recorder_bytes, workspace_bytes
+from anybatch.estimate.workspaces import communicator_bytes, workspace_bytes
 from anybatch.machine import Machine
 from anybatch.planner.ranks import Layout, of_one_rank
 from anybatch.plans import Choice
@@ -129,25 +129,3 @@ def test_ranks_in_one_process_have_room_for_a_bucket_from_another_device_instead
     assert threads.by_kind["gradients"] - processes.by_kind["gradients"] == weights
     assert processes.by_kind["libraries"] == communicator_bytes(ABSENT)
     assert "libraries" not in threads.by_kind
-
-
-def test_collectives_are_recorded_until_the_recorder_is_full(monkeypatch: pytest.MonkeyPatch):
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    few, full = recorder_bytes(10), recorder_bytes(None)
-    assert 0 < few < recorder_bytes(20) < full
-    assert recorder_bytes(100_000) == full
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
-    assert recorder_bytes(None) == full // 20
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
-    assert recorder_bytes(None) == 0
-
-
-def test_what_ranks_on_a_cpu_record_is_predicted():
-    device = Machine.here(device="cpu", memory="1GiB").device
-    subject = subject_of(_task(nn.Linear(4, 4), torch.zeros(4)))
-    choice = Choice(micro_batch=4, evaluation_batch=4)
-    alone = footprint(subject, choice, device).peak.by_kind["libraries"]
-    several = of_one_rank(subject, Layout(parallel="replicate", shares=(1.0, 1.0)))
-    told = footprint(several, choice, device).peak.by_kind["libraries"]
-    assert told == alone + recorder_bytes(1)
