@@ -242,7 +242,7 @@ def _costs(
     every: list[Costs] = []
     for precision in (wishes.precision,) if wishes.precision else precisions_of(device):
         try:
-            setting = setting_of(one, device, precision, layouts[0], enforced, wishes.watch)
+            setting = setting_of(one, device, precision, layouts[0], wishes.watch)
         except AnybatchError:
             raise
         except Exception as error:  # whatever the user's code raises on fake tensors

@@ -28,7 +28,7 @@ class Prediction(Frozen):
         step_parts: seconds of the step by part (forward, backward, ...); they add up to
             `step_seconds`.
         seconds_method: how the time was found, in words.
-        learned_bytes: what earlier runs added to the peak, contained in it.
+        learned_bytes: no longer written: what earlier runs added to the peak, in older plans.
         seconds_corrected_by: factor learned from earlier runs, contained in the figures above.
         corrected_runs: how many.
     """
