@@ -56,6 +56,7 @@ def variants_of(name: str) -> tuple[str, ...]:
 def can_run(name: str, variant: str) -> bool:
     """Whether torch can compute the cell on this CPU: an LSTM under autocast only where oneDNN does."""
     import torch
+
     from anybatch.machine import cpu_computes_in
 
     is_half = variant.endswith("bf16") and name in WITH_LSTM

@@ -29,7 +29,7 @@ _CLOSE = 0.9
 
 _SAME_TIME = 1.02
 
-_LATER_BYTES = 1600 << 10
+_LATER_BYTES = 1624 << 10
 """What two passes do not show: Python's objects, kernels for the rest of a step, holes of the heap."""
 
 

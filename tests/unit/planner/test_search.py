@@ -233,7 +233,7 @@ def test_when_nothing_fits_the_times_of_knobs_are_those_that_runs_have_taught(mo
     monkeypatch.setattr(setting, "correction", lambda device, task: Correction(3.0, 3))
     task = tower_task(1024, 1024)
     with pytest.raises(ab.NoPlanFits) as caught:
-        ab.plan(task, memory="2MiB")
+        ab.plan(task, memory="2MiB", recompute="none")
     subject, device = subject_of(task), Machine.here(device="cpu").device
     costs = Costs(subject, setting_of(subject, device))
     found = knobs(costs, costs.choice(Recompute(), 1))
