@@ -9,6 +9,7 @@ the two sums counts.
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -45,6 +46,9 @@ _PASS_SECONDS = 3e-4
 _CHECKPOINT_SECONDS = 1.5e-4
 """What computing a block again takes beside its operations, in Python: torch's checkpoint follows what
 is saved, and keeps the state of random numbers."""
+
+_THIN = 16.0
+"""Smallest dim of a product with which it is half as fast as a cube of the same work (CUDA)."""
 
 _KERNEL_SECONDS = 2e-6
 """The shortest time of a kernel on CUDA."""
@@ -338,7 +342,7 @@ class Pace:
 
         scaled = replace(
             one,
-            length=between(one.length, other.length),
+            narrow=between(one.narrow, other.narrow),
             flops=between(one.flops, other.flops),
             num_bytes=between(one.num_bytes, other.num_bytes),
         )
@@ -408,11 +412,12 @@ class Pace:
         speeds, name = self._speeds, self._arithmetic(operation)
         if operation.family == "attention" and speeds.attention:
             forward, backward = speeds.attention.get(name) or speeds.attention["float32"]
-            return rate_at(backward if "backward" in operation.name else forward, operation.length)
+            return rate_at(backward if "backward" in operation.name else forward, operation.narrow)
         curves = speeds.convolution if operation.family == "convolution" else {}
         curves = curves or speeds.matmul
         each = operation.flops / max(1, operation.num_products)
-        return rate_at(curves.get(name) or curves["float32"], each)
+        rate = rate_at(curves.get(name) or curves["float32"], each)
+        return rate * _thinness(each, operation.narrow) if speeds.overlap else rate
 
     def _arithmetic(self, operation: Operation) -> str:
         """That of a product, as `Speeds` names it."""
@@ -491,6 +496,16 @@ def _over_ghosts(operation: Operation, num_ghosts: float) -> list[Operation]:
     part = replace(operation, num_bytes=operation.num_bytes / count)
     joined = replace(operation, name="cat")
     return [*[part] * count, joined]
+
+
+def _thinness(work: float, narrow: float) -> float:
+    """Part of the rate of a cube that a product of `work` operations reaches on CUDA, its smallest dim
+    being `narrow`: a half where that is `_THIN`, between them by its logarithm."""
+    if narrow <= 0:
+        return 1.0
+    side = max((work / 2) ** (1 / 3), _THIN * 1.001)
+    part = min(1.0, max(0.0, math.log(narrow / _THIN) / math.log(side / _THIN)))
+    return 0.5 ** (1 - part)
 
 
 def _is_product(operation: Operation) -> bool:

@@ -54,8 +54,8 @@ class Operation:
         dtype: of its largest tensor, which says what arithmetic it is.
         flops: floating-point operations; 0 where only bytes count.
         num_bytes: read and written.
-        length: of attention: that of the square sequences with heads of `HEAD_DIM` that would take as
-            much arithmetic; 0 for other operations.
+        narrow: smallest dim of a product; of attention, the length of the square sequences with heads
+            of `HEAD_DIM` that would take as much arithmetic; 0 for other operations.
         num_products: that it is: a backward of a convolution may be two in one, a recurrent layer is
             one for each step of its sequence.
         num_tensors: results; a `foreach` operation has many.
@@ -68,7 +68,7 @@ class Operation:
     dtype: torch.dtype
     flops: float
     num_bytes: float
-    length: float
+    narrow: float
     num_products: int
     num_tensors: int
     phase: str
@@ -107,7 +107,7 @@ def operation_of(
         dtype=largest.dtype,
         flops=_flops(func, name, args, kwargs, result, kind),
         num_bytes=float(moved),
-        length=_length(name, args),
+        narrow=_narrow(name, args, inputs),
         num_products=_num_products(name, args),
         num_tensors=max(1, len(outputs), len(inputs) if "_foreach_" in name else 0),
         phase=phase,
@@ -133,12 +133,18 @@ def _num_products(name: str, args: tuple[Any, ...]) -> int:
     return 1
 
 
-def _length(name: str, args: tuple[Any, ...]) -> float:
-    """`Operation.length`."""
-    if family_of(name) != "attention":
+def _narrow(name: str, args: tuple[Any, ...], inputs: Sequence[Tensor]) -> float:
+    """`Operation.narrow`."""
+    if family_of(name) == "attention":
+        query, key = _query_and_key(name, args)
+        return math.sqrt(query.size(-2) * key.size(-2) * query.size(-1) / HEAD_DIM)
+    if name.startswith("convolution"):
+        weight = next((t for t in reversed(inputs) if t.dim() >= 3), None)
+        return float(min(len(weight), weight[0].numel())) if weight is not None else 0.0
+    if family_of(name) not in PRODUCTS:
         return 0.0
-    query, key = _query_and_key(name, args)
-    return math.sqrt(query.size(-2) * key.size(-2) * query.size(-1) / HEAD_DIM)
+    sides = [side for t in inputs if t.dim() >= 2 for side in t.shape[-2:]]
+    return float(min(sides, default=1))
 
 
 def _query_and_key(name: str, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:

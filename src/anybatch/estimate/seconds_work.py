@@ -220,7 +220,7 @@ class Counting:
                     dtype=param.dtype,
                     flops=0.0,
                     num_bytes=moved,
-                    length=0.0,
+                    narrow=0.0,
                     num_products=1,
                     num_tensors=1,
                     phase=phase,

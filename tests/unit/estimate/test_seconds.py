@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import anybatch as ab
 from anybatch.estimate import subject_of
 from anybatch.estimate.calibration import Speeds, nominal, rate_at
-from anybatch.estimate.seconds import Pace, tabulated_link
+from anybatch.estimate.seconds import Pace, _thinness, tabulated_link
 from anybatch.estimate.seconds_operations import Operation, family_of, operation_of
 from anybatch.estimate.seconds_work import Work, work_of
 from anybatch.machine import Machine
@@ -218,6 +218,13 @@ def test_time_is_that_of_arithmetic_or_of_memory_whichever_is_longer():
     forward, _, again = found.micro(100, Recompute())
     assert forward == pytest.approx(roofline(operations), rel=0.01, abs=3.1e-4)
     assert again == 0.0
+
+
+def test_thin_products_are_slower_on_cuda():
+    cube = 2.0 * 256**3
+    assert _thinness(cube, 16) == pytest.approx(0.5)
+    assert _thinness(cube, 64) == pytest.approx(0.5**0.5)  # half of the way, by the logarithm
+    assert _thinness(cube, 256) == _thinness(cube, 0) == 1.0
 
 
 def test_starting_an_operation_takes_its_time_on_a_cpu():
