@@ -66,7 +66,6 @@ def _refused(task: Any, precision: str, budget: int, least: int) -> dict[str, An
     figure is true: what is planned for it runs, and needs more than was refused."""
     import anybatch as ab
     from anybatch.errors import NoPlanFits
-    from anybatch.estimate.footprint import CPU_CONSTANT_BYTES
     from anybatch.planner.reserve import reserve_of
 
     try:
@@ -76,8 +75,7 @@ def _refused(task: Any, precision: str, budget: int, least: int) -> dict[str, An
     else:
         told = False
     done = trained(task, precision, least)
-    # What a run may take, and this one perhaps did not.
-    needed = done["measured"] + CPU_CONSTANT_BYTES
+    needed = done["measured"]
     true = told and not done["failures"] and needed > budget - reserve_of(budget, "cpu")
     return {**done, "budget": least, "refused": budget, "refusal_is_true": true}
 

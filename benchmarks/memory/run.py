@@ -57,10 +57,10 @@ def can_run(name: str, variant: str) -> bool:
     """Whether torch can compute the cell on this CPU: an LSTM under autocast only where oneDNN does."""
     import torch
 
-    from anybatch.processor import this_processor
+    from anybatch.machine import cpu_computes_in
 
     is_half = variant.endswith("bf16") and name in WITH_LSTM
-    return not is_half or torch.bfloat16 in this_processor().halves
+    return not is_half or cpu_computes_in(torch.bfloat16)
 
 
 def measure(name: str, variant: str) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import torch
 from anybatch import catalogue
 from anybatch.driver import beside_bytes
 from anybatch.errors import InputError
-from anybatch.processor import this_processor
 from anybatch.threads import num_cores
 from anybatch.units import format_bytes, parse_bytes
 
@@ -110,7 +109,7 @@ class Device:
         """Whether its matrix units compute in `format`. A GPU of which only the memory is known is
         taken for one that does."""
         if self.kind == "cpu":
-            return format == "bf16" and torch.bfloat16 in this_processor().halves
+            return format == "bf16" and cpu_computes_in(torch.bfloat16)
         if self.capability.startswith("gfx"):
             return self.capability.startswith(_ON_ROCM[format])
         version = tuple(int(number) for number in self.capability.split(".") if number)
@@ -119,6 +118,16 @@ class Device:
     def describe(self) -> str:
         """One line for people."""
         return f"{self.name}, budget {format_bytes(self.budget_bytes)}"
+
+
+def cpu_computes_in(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for `dtype`, of half precision, that oneDNN uses."""
+    ops = torch.ops.mkldnn
+    asked = {
+        torch.bfloat16: ops._is_mkldnn_bf16_supported,
+        torch.float16: ops._is_mkldnn_fp16_supported,
+    }
+    return dtype in asked and bool(asked[dtype]())
 
 
 @dataclass(frozen=True, slots=True)

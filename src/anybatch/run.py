@@ -557,7 +557,7 @@ def _learn(plan: Plan, result: Result) -> None:
         ended = result.ended
         # How long samples are waited for is not predicted.
         seconds = None if ended.step_seconds is None else ended.step_seconds - ended.data_seconds
-        remember(followed, ended.measured_peak_bytes, seconds, ended.idle_seconds)
+        remember(followed, seconds, ended.idle_seconds)
 
 
 def _report(folder: Path, tells: bool = True) -> None:

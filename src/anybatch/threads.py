@@ -106,13 +106,5 @@ class Stopwatch:
 
     def idle_seconds(self) -> float:
         """In which it did not compute."""
-        passed, computed = self._passed()
+        passed, computed = self._clock() - self._begun[0], self._busy() - self._begun[1]
         return max(0.0, passed - computed)
-
-    def waited(self) -> float:
-        """The part of the time, from 0 to 1."""
-        passed, computed = self._passed()
-        return min(1.0, max(0.0, 1.0 - computed / passed)) if passed > 0 else 0.0
-
-    def _passed(self) -> tuple[float, float]:
-        return self._clock() - self._begun[0], self._busy() - self._begun[1]

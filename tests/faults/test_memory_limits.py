@@ -85,13 +85,3 @@ def test_a_model_that_no_trace_can_follow_is_planned_by_passes_under_the_limit()
     assert found["predicted"] <= found["budget"]
     assert 0.75 * found["predicted"] < found["measured"] <= found["predicted"]
     assert found["final"] >= 64
-
-
-@pytest.mark.parametrize(
-    ("name", "share"), [("a few at a time", 0.08), ("all at once", 0.2), ("of a stream", 0.12)]
-)
-def test_samples_that_are_made_one_by_one_are_planned_with(name, share):
-    found = run(f"samples {name}")
-    assert found["failures"] == []
-    assert found["measured"] <= found["predicted"] * 1.01
-    assert found["predicted"] - found["measured"] < share * found["predicted"]

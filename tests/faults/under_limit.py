@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from tests.equivalence.reference import deviation
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.estimate import identify
@@ -180,56 +180,7 @@ def untraced():
     return found | {"predicted": plan.prediction.peak_bytes, "method": plan.prediction.method}
 
 
-def made(index):
-    """A sample of 5 KiB."""
-    draw = torch.Generator().manual_seed(index)
-    return torch.randn(1024, generator=draw), torch.randn(256, generator=draw)
-
-
-class Made(Dataset):
-    """Samples that are made when they are asked for, as those of most data sets are."""
-
-    def __len__(self):
-        return 8192
-
-    def __getitem__(self, index):
-        return made(index)
-
-
-class Stream(IterableDataset):
-    """The same, one after the other."""
-
-    def __iter__(self):
-        return map(made, range(8192))
-
-
-def all_at_once(samples):
-    """What torch does; but a function of the user's, which has to be given all samples."""
-    return default_collate(samples)
-
-
-def made_samples(train, micro_batch, collate=None):
-    """Objects that are there beside their batch, or gone, and then their memory is the heap's."""
-    task = dataclasses.replace(
-        mlp(4096, steps=2),
-        model=lambda: nn.Sequential(nn.Linear(1024, 32), layers()),
-        train=train,
-        valid=None,
-        collate=collate,
-    )
-    events: list[Event] = []
-    plan = ab.plan(task, memory="64MiB", micro_batch=micro_batch)
-    result = ab.train(task, plan=plan, progress=False, sinks=[events.append])
-    return told(events) | {
-        "predicted": result.ended.predicted_peak_bytes,
-        "measured": result.ended.measured_peak_bytes,
-    }
-
-
 RUNS = {
-    "samples a few at a time": partial(made_samples, Made(), 2048),
-    "samples all at once": partial(made_samples, Made(), 2048, all_at_once),
-    "samples of a stream": partial(made_samples, Stream(), 512),
     "untraced": untraced,
     "far too large": micro_batch_far_too_large,
     "pinned": planned_but_pinned,

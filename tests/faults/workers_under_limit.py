@@ -144,13 +144,10 @@ def run() -> dict:
             progress=False,
             sinks=[events.append],
         )
-        prediction = result.plan.prediction
-        assert prediction is not None
         found[num_workers] = {
             "enforced": result.plan.enforced,
             "failures": [e.message for e in events if isinstance(e, OutOfMemory)],
             "losses": [e.loss for e in events if isinstance(e, StepDone | Evaluated)],
-            "predicted": prediction.peak_bytes,
             "measured": result.ended.measured_peak_bytes,
         }
     return found

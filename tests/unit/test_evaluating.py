@@ -278,12 +278,12 @@ def wide_task(**changes: Any) -> ab.Task:
 
 
 def test_memory_is_as_predicted(tmp_path: Path):
-    """Within the reserve above, and not absurdly below."""
+    """By the tensors alone: libraries and the heap come on top."""
     folder = tmp_path / "run"
     ab.train(wide_task(), out=folder, progress=False)
     found = ab.evaluate(folder, wide_task(), memory="64MiB", micro_batch=1024)
     assert found.predicted_peak_bytes is not None
-    assert found.measured_peak_bytes <= 1.05 * found.predicted_peak_bytes
+    assert 0.5 < found.predicted_peak_bytes / found.measured_peak_bytes < 1.3
     assert found.plan.enforced
     assert found.plan.choice.evaluation_batch == 1024
 

@@ -30,7 +30,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from anybatch.compute.loss import widened
 from anybatch.compute.modes import evaluating
 from anybatch.errors import DataError, InputError, listed
-from anybatch.mkl import free_product_buffers
 from anybatch.task import Loss
 
 _IGNORED = -100
@@ -128,15 +127,11 @@ def takes_cache(model: nn.Module) -> bool:
 
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """In evaluation mode, with modes and random numbers as before in the end. What MKL packed is given
-    back: products of growing sizes would each leave a buffer, which no plan knows of."""
+    """In evaluation mode, with modes and random numbers as before in the end."""
     others = [] if device.type == "cpu" else [device]
     forked = torch.random.fork_rng(others, device_type=device.type if others else "cuda")
     with forked, evaluating(model):
-        try:
-            yield
-        finally:
-            free_product_buffers()
+        yield
 
 
 def check_not_moved(ids: Tensor, targets: Tensor, ignored: int, given: str) -> None:

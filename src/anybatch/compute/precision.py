@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from anybatch.errors import InputError
-from anybatch.machine import Device, NumberFormat
+from anybatch.machine import Device, NumberFormat, cpu_computes_in
 from anybatch.plans import LOSS_SCALED, Precision
-from anybatch.processor import this_processor
 
 NORMS: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,
@@ -198,7 +197,7 @@ def precision_notices(precision: Precision, device: Device) -> Iterator[str]:
     format = FORMATS[precision]
     if device.kind == "cpu":
         half = format.compute or format.weights
-        if half is not None and not this_processor().computes(half):
+        if half is not None and not cpu_computes_in(half):
             yield (
                 f"This CPU has no instructions for {str(half).removeprefix('torch.')}: in {precision}"
                 " products are no faster than in fp32, and convolutions take many times as long, and"

@@ -15,7 +15,6 @@ from anybatch.data.failure import Place as Place
 from anybatch.data.failure import told_samples as told_samples
 from anybatch.data.fetch import Piece as Piece
 from anybatch.data.fetch import Request as Request
-from anybatch.data.fetch import TensorFetch as TensorFetch
 from anybatch.data.fetch import open_fetch as open_fetch
 from anybatch.data.fetch import sizes_alone as sizes_alone
 from anybatch.data.generators import restore as restore
@@ -47,7 +46,6 @@ from anybatch.data.prefetch import on_device as on_device
 from anybatch.data.resize import resized as resized
 from anybatch.data.schedule import Span as Span
 from anybatch.data.schedule import Steps as Steps
-from anybatch.data.stacking import AT_ONCE as AT_ONCE
 from anybatch.data.stream import StreamLoader as StreamLoader
 from anybatch.data.tree import Node as Node
 from anybatch.data.tree import Waiting as Waiting

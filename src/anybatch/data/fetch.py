@@ -83,8 +83,6 @@ def _num_elements(batch: Any) -> int:
 class TensorFetch:
     """A `TensorDataset`, or a `Subset` of one, under torch's `default_collate`."""
 
-    in_memory = True
-
     def __init__(self, dataset: Any) -> None:
         source, self._subset = _unwrapped(dataset)
         self._tensors: tuple[Tensor, ...] = source.tensors
@@ -116,8 +114,6 @@ class SampleFetch:
     Attributes:
         on_sample: called after every sample, to show that loading goes on; None: nobody looks.
     """
-
-    in_memory = False
 
     def __init__(
         self, dataset: Any, collate: Collate | None, seed: int, find_all: bool = False
@@ -159,11 +155,6 @@ class SampleFetch:
         """Whether samples are put into their batch a few at a time. Not in worker processes, which are
         under no budget, and where torch collates into shared memory."""
         return self._stackable and get_worker_info() is None
-
-    def alone(self, index: int) -> Any:
-        """The sample of the first epoch at `index`, not collated. Raises `BadSamples` if it does."""
-        with Borrowed():
-            return next(self._samples_one_by_one([Piece(0, torch.tensor([index]))]))
 
     def _put_together(self, samples: Iterator[Any], request: Request) -> Any:
         if self.stacks:

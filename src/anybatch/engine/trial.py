@@ -137,7 +137,7 @@ class Trial:
         best = min(better, key=lambda number: slowest[number], default=0)
         plan = self._plan if best == 0 else self._plan.taking(self._rivals[best - 1])
         whole = self._plan.largest_amount
-        told = self._with_kernels(plan.prediction, best)
+        told = plan.prediction
         if told is not None and slowest[best] < math.inf:
             told = as_measured(told, slowest[best] * whole)
         plan = plan.model_copy(update={"prediction": told})
@@ -154,21 +154,6 @@ class Trial:
         plan = plan.model_copy(update={"rivals": ()})  # they have had their trial
         self._engine.follow(plan, step, "it was faster in a trial")
         return plan
-
-    def _with_kernels(self, told: Prediction | None, best: int) -> Prediction | None:
-        """`told`, with what the trial of the others has left in the process."""
-        sizes = [rival.kernel_bytes for rival in self._rivals]
-        left = sum(size for number, size in enumerate(sizes, 1) if number != best)
-        if told is None or not left:
-            return told
-        name = "kernels of a trial"
-        return told.model_copy(
-            update={
-                "peak_bytes": told.peak_bytes + left,
-                "evaluation_peak_bytes": told.evaluation_peak_bytes + left,
-                "by_kind": {**told.by_kind, name: told.by_kind.get(name, 0) + left},
-            }
-        )
 
 
 def runs_apart(group: Group, plan: Plan) -> bool:

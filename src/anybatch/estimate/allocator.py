@@ -1,22 +1,17 @@
-"""Allocators: from the blocks that a trace saw to the bytes that a device or a process really takes.
+"""Allocators: from the blocks that a trace saw to the bytes that a device takes.
 
-An allocator rounds, and keeps holes between blocks that it cannot give back. Replaying the trace's
-births and deaths through a model of it finds both.
+torch's CUDA allocator rounds, and keeps holes between blocks that it cannot give back. Replaying the
+trace's births and deaths through a model of it finds both. On a CPU the live bytes are summed.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from dataclasses import dataclass, field
 
 from anybatch.estimate.trace import COPIED, Block, Timeline
-
-PAGE = 4096
-_HEADER = 64 + 16  # torch's alignment, malloc's own words
 
 _SCRATCH = -1  # stands for it among the keys of blocks
 
@@ -41,9 +36,6 @@ class Taken:
         moment: when that was, the first time.
         requested_bytes: in blocks at that moment, as they were asked for, and in scratch.
         curve: what was held at each moment.
-        heap_bytes: the most that the heap took (glibc).
-        large_in_heap_bytes: the most at one time in blocks that are large enough to be mapped by
-            themselves, but found a hole in it (glibc).
     """
 
     peak_bytes: int
@@ -51,8 +43,6 @@ class Taken:
     moment: int
     requested_bytes: int
     curve: tuple[int, ...]
-    heap_bytes: int = 0
-    large_in_heap_bytes: int = 0
 
     @property
     def overhead_bytes(self) -> int:
@@ -92,46 +82,20 @@ class Allocator(ABC):
         """What the allocator takes while the timeline plays."""
 
 
-class GlibcHeap(Allocator):
-    """glibc's malloc with fixed thresholds, as torch's CPU allocator uses it under a budget.
-
-    Blocks live in a heap: best fit among the holes, neighbours merged, the top given back beyond
-    `trim_threshold`. Those from `mmap_threshold` on for which there is no hole are mapped by
-    themselves, in whole pages, and given back when freed.
-    """
-
-    def __init__(self, mmap_threshold: int, trim_threshold: int) -> None:
-        self._mmap_threshold = mmap_threshold
-        self._trim_threshold = trim_threshold
+class LiveBytes(Allocator):
+    """An allocator that takes what is asked for, and gives back at once what is freed: the plain sum of
+    the live bytes. Stands for the host's."""
 
     def replay(self, timeline: Timeline) -> Taken:
         """See `Allocator`."""
-        heap = _Heap(self._trim_threshold)
-        mapped: dict[int, int] = {}
-        mapped_bytes = in_heap = requested = large = most_large = 0
+        requested = 0
         books = _Books()
         for moment, births, deaths in _moments(timeline):
-            for block in births:
-                size = block.num_bytes
-                requested += size
-                if size >= self._mmap_threshold and not heap.has_hole(_in_heap(size)):
-                    mapped[id(block)] = _round_up(size + _HEADER, PAGE)
-                    mapped_bytes += mapped[id(block)]
-                elif size:
-                    in_heap += heap.take(id(block), _in_heap(size))
-                    large += size if size >= self._mmap_threshold else 0
-            most_large = max(most_large, large)
-            scratch = timeline.scratch.get(moment, 0)
-            allocated = mapped_bytes + in_heap + scratch
-            books.note(moment, allocated, requested + scratch, mapped_bytes + heap.top + scratch)
-            for block in deaths:
-                requested -= block.num_bytes
-                if id(block) in mapped:
-                    mapped_bytes -= mapped.pop(id(block))
-                elif block.num_bytes:
-                    in_heap -= heap.give(id(block))
-                    large -= block.num_bytes if block.num_bytes >= self._mmap_threshold else 0
-        return replace(books.taken(), heap_bytes=heap.longest, large_in_heap_bytes=most_large)
+            requested += sum(block.num_bytes for block in births)
+            now = requested + timeline.scratch.get(moment, 0)
+            books.note(moment, now, now, now)
+            requested -= sum(block.num_bytes for block in deaths)
+        return books.taken()
 
 
 class CudaCache(Allocator):
@@ -352,79 +316,6 @@ class _Cache:
         del self._at[chunk.start]
 
 
-class _Heap:
-    """Best fit over a line of bytes. `top` is its length now, `longest` the most it was."""
-
-    def __init__(self, trim_threshold: int) -> None:
-        self.top = self.longest = 0
-        self._trim = trim_threshold
-        self._taken: dict[int, tuple[int, int]] = {}
-        self._by_size: list[tuple[int, int]] = []  # (size, start) of each hole
-        self._starts: dict[int, int] = {}  # start of a hole -> size
-        self._ends: dict[int, int] = {}  # end of a hole -> start
-
-    def has_hole(self, size: int) -> bool:
-        """Whether a block of `size` fits between others."""
-        return bool(self._by_size) and self._by_size[-1][0] >= size
-
-    def take(self, key: int, size: int) -> int:
-        """Take a block; returns its size."""
-        i = bisect_left(self._by_size, (size, 0))
-        if i < len(self._by_size):
-            hole, start = self._by_size[i]
-            self._remove(start, hole)
-            if hole > size:
-                self._add(start + size, hole - size)
-        else:
-            start = self.top
-            if start in self._ends:  # the last hole reaches the top: grow from there
-                begin = self._ends[start]
-                self._remove(begin, start - begin)
-                start = begin
-            self.top = start + size
-            self.longest = max(self.longest, self.top)
-        self._taken[key] = (start, size)
-        return size
-
-    def give(self, key: int) -> int:
-        """Give a block back; returns its size."""
-        start, size = self._taken.pop(key)
-        end = start + size
-        if end in self._starts:
-            more = self._starts[end]
-            self._remove(end, more)
-            end += more
-        if start in self._ends:
-            begin = self._ends[start]
-            self._remove(begin, start - begin)
-            start = begin
-        if end == self.top and end - start >= self._trim:
-            self.top = start
-        else:
-            self._add(start, end - start)
-        return size
-
-    def _add(self, start: int, size: int) -> None:
-        insort(self._by_size, (size, start))
-        self._starts[start] = size
-        self._ends[start + size] = start
-
-    def _remove(self, start: int, size: int) -> None:
-        del self._by_size[bisect_left(self._by_size, (size, start))]
-        del self._starts[start]
-        del self._ends[start + size]
-
-
-def passing_bytes(timeline: Timeline, threshold: int) -> int:
-    """The most bytes at any moment in blocks below `threshold` that are freed again."""
-    changes: Counter[int] = Counter()
-    for block in timeline.blocks:
-        if block.num_bytes < threshold and block.died is not None:
-            changes[block.born] += block.num_bytes
-            changes[block.died + 1] -= block.num_bytes
-    return max(accumulate(changes[moment] for moment in sorted(changes)), default=0)
-
-
 def _moments(timeline: Timeline) -> Iterator[tuple[int, Sequence[Block], Sequence[Block]]]:
     """Every moment with the blocks born at it and, after those, the blocks that died at it."""
     births: dict[int, list[Block]] = {}
@@ -453,11 +344,6 @@ def _repeated(
             [block for block in births if block.died is not None],
             [block for block in deaths if block.born > timeline.released],
         )
-
-
-def _in_heap(size: int) -> int:
-    """What a block of `size` bytes takes of the heap."""
-    return _round_up(size + _HEADER, 16)
 
 
 def _round_up(size: int, unit: int) -> int:

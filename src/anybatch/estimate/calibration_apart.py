@@ -1,7 +1,7 @@
 """Measuring speeds in a process of its own.
 
-What measuring leaves behind (buffers that MKL keeps, code that oneDNN generated, a heap that has
-grown) would otherwise be in the process that trains next, and be taken for training's.
+Measuring leaves memory of libraries behind, and on CUDA a context: neither may be part of the process
+that plans or trains.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What was measured on this machine, in files of the user's cache folder: speeds of its devices, and
-how far predictions were from measurements.
+"""Store of what was measured on this machine, in files of the user's cache folder: speeds of its
+devices, and how far predicted times were from measured ones.
 
 A cache may be lost, torn or stale at any time, and none of that may stop a plan: a file that cannot be
 read is as good as none, and one that cannot be written is not written. Files are named after what their
@@ -16,7 +16,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,12 +24,12 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from anybatch.estimate.calibration import FAMILIES, Speeds, nominal
+from anybatch.estimate.calibration import Speeds, nominal
 from anybatch.estimate.calibration_apart import SPEEDS, measure_apart
 from anybatch.files import cache_folder
 from anybatch.machine import Device
 
-FORMAT = 5
+FORMAT = 6
 """Of the files, and of the way in which speeds are measured."""
 
 
@@ -94,14 +93,9 @@ def write(path: Path, adapter: TypeAdapter[Any], value: Any) -> bool:
 
 _memo: dict[Where, Speeds] = {}
 
-_SHORT_LIFE_SECONDS = 600.0
-"""For so long a measurement is believed that was disturbed: then the machine may be quiet."""
-
 
 def speeds_of(device: Device) -> Speeds:
-    """The speeds of `device`: as measured, now or earlier, or nominal where it is not here.
-
-    A measurement that other processes disturbed is used for a short time only."""
+    """The speeds of `device`: as measured, now or earlier, or nominal where it is not here."""
     if not device.present:
         return nominal(device)
     here = where(device)
@@ -117,11 +111,6 @@ def speeds_of(device: Device) -> Speeds:
     return found
 
 
-def known_speeds(device: Device) -> Speeds | None:
-    """Those that this process has used already."""
-    return _memo.get(where(device))
-
-
 def forget_speeds(device: Device) -> None:
     """Measure `device` again when its speeds are next asked for."""
     here = where(device)
@@ -131,36 +120,18 @@ def forget_speeds(device: Device) -> None:
 
 
 def _load(here: Where) -> Speeds | None:
-    path = _speeds_path(here)
-    found = read(path, SPEEDS)
-    if found is None or not _sound(found):
-        return None
-    return None if found.disturbed and _age(path) > _SHORT_LIFE_SECONDS else found
-
-
-def _age(path: Path) -> float:
-    """Seconds since it was written; one from the future is as good as old."""
-    try:
-        age = time.time() - path.stat().st_mtime
-    except OSError:
-        return math.inf
-    return age if age >= 0 else math.inf
+    found = read(_speeds_path(here), SPEEDS)
+    return found if found is not None and _sound(found) else None
 
 
 def _sound(speeds: Speeds) -> bool:
     """Whether the figures can be calculated with."""
-    curves = [*speeds.memory.values()]
-    for products in (*speeds.matmul.values(), *speeds.convolution.values()):
-        curves += [products[1], products[2]]
+    curves = [*speeds.matmul.values(), speeds.memory]
     figures = [figure for curve in curves for point in curve for figure in point]
     return (
-        bool(speeds.matmul and speeds.convolution and speeds.memory)
-        and {"float32"} <= speeds.matmul.keys() & speeds.convolution.keys()
-        and set(FAMILIES) <= speeds.memory.keys()
-        and all(curve for curve in curves)
-        and all(math.isfinite(figure) and figure > 0 for figure in figures)
-        and math.isfinite(speeds.call_seconds)
-        and speeds.call_seconds > 0
+        "float32" in speeds.matmul
+        and all(curves)
+        and all(math.isfinite(figure) and figure > 0 for figure in (*figures, speeds.call_seconds))
     )
 
 

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.estimate.images import CONVOLUTION_BACKWARD, IMAGES, copies_on_cuda, scratch_on_cuda
+from anybatch.estimate.cuda_convolutions import (
+    CONVOLUTION_BACKWARD,
+    IMAGES,
+    copies_on_cuda,
+    scratch_on_cuda,
+)
 from anybatch.estimate.kernels import CTC_BACKWARD, Kernels, Scratch
 from anybatch.estimate.reductions import REDUCTIONS, buffer_bytes, reduction_bytes
 from anybatch.machine import Device

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from anybatch.estimate.kernels import Scratch, ShapeBytes
-from anybatch.estimate.products import Products
+from anybatch.estimate.kernels import Scratch
 from anybatch.estimate.trace import Block, Operation, Timeline
 
 _ROUNDING_BYTES = 16
@@ -34,8 +33,6 @@ class Traced:
 
     Attributes:
         timeline: all of it.
-        kept_bytes, shape_bytes: what kernels keep, whatever the size of the batch, and for every size.
-        products: those for which buffers are kept beside that.
         commit_bytes: what the first update and a later one add at their peaks.
         begin, end: the moments at which the step begins, and at which its update is done.
         first, second: the last moments before its micro-batches, if it has a second one, or encodes
@@ -47,7 +44,6 @@ class Traced:
     """
 
     timeline: Timeline
-    kept_bytes: int
     commit_bytes: tuple[int, int]
     begin: int
     end: int
@@ -55,8 +51,6 @@ class Traced:
     modules: dict[str, Part]
     shapes: dict[str, tuple[int, ...]]
     calls: dict[str, int]
-    shape_bytes: ShapeBytes = field(default_factory=ShapeBytes)
-    products: Products = field(default_factory=Products)
     bucketed: dict[str, int] = field(default_factory=dict)
     first: int | None = None
     second: int | None = None
@@ -135,19 +129,7 @@ class Family:
             told = less.between(more, part) if isinstance(less, Scratch) else between(less, more)
             scratch[moment] = told
         timeline = replace(one, blocks=blocks, scratch=scratch)
-        return replace(
-            low,
-            timeline=timeline,
-            kept_bytes=max(t.kept_bytes for t in self._traced.values()),
-            shape_bytes=self._shape_bytes(),
-            products=low.products.between(high.products, part),
-        )
-
-    def _shape_bytes(self) -> ShapeBytes:
-        """The most that was traced: few samples need fewer kernels, since products of little work in
-        half precision have none of their own."""
-        every = [traced.shape_bytes for traced in self._traced.values()]
-        return ShapeBytes(max(one.forward for one in every), max(one.backward for one in every))
+        return replace(low, timeline=timeline)
 
 
 def _told(block: Block) -> tuple[str, str, int]:

@@ -15,13 +15,14 @@ from typing import Any
 from anybatch.estimate.allocator import Taken
 from anybatch.estimate.eager import eagerly
 from anybatch.estimate.family import Traced
-from anybatch.estimate.footprint import as_run, beside_training, footprint, trace_step
+from anybatch.estimate.footprint import beside_training, footprint, trace_step
 from anybatch.estimate.head import head_of
 from anybatch.estimate.kinds import KINDS, LOSS, OVERHEAD, Kinds
 from anybatch.estimate.peak import allocator_of, method_on, not_counted_on, peak_at
 from anybatch.estimate.sharding import GATHERED, STATE, Division
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import CASTS, SCRATCH, Block, alive
+from anybatch.estimate.workspaces import with_workspaces
 from anybatch.machine import Device
 from anybatch.plans import Choice
 from anybatch.units import format_bytes
@@ -187,9 +188,9 @@ def ledger(subject: Subject, choice: Choice, device: Device) -> Ledger:
 
     Raises whatever the model or loss raises on fake tensors.
     """
-    traced = as_run(trace_step(subject, choice, device), subject, choice, device)
+    traced = with_workspaces(trace_step(subject, choice, device), device)
     taken = allocator_of(device).replay(traced.timeline)
-    beside = beside_training(subject, choice, traced, taken, device)
+    beside = beside_training(subject, choice, device)
     account = _Account(traced, taken, beside, subject.division)
     peak = peak_at(traced, taken, beside, device)
     in_chunks = _in_chunks(subject, choice, device)

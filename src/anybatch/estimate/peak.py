@@ -20,14 +20,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from anybatch.driver import TYPICAL_CONTEXT_BYTES, context_bytes
-from anybatch.estimate.allocator import Allocator, CudaCache, GlibcHeap, Taken
+from anybatch.estimate.allocator import Allocator, CudaCache, LiveBytes, Taken
 from anybatch.estimate.allocator_settings import settings_here
 from anybatch.estimate.cuda import is_overlaid
 from anybatch.estimate.family import Traced
 from anybatch.estimate.kinds import KINDS, OVERHEAD, Kinds
 from anybatch.estimate.sharding import Division
 from anybatch.estimate.trace import SCRATCH, alive
-from anybatch.machine import MMAP_THRESHOLD, Device
+from anybatch.machine import Device
 
 _CUDNN = (
     "Not counted: cuDNN's workspaces; where it tries its algorithms (autotuning), it may take all that"
@@ -48,7 +48,7 @@ class Peak:
         num_bytes: as the budget counts them.
         by_kind: what they are when most is in use, in the order of `KINDS`; they add up to `num_bytes`.
         totals: the most by each account (see the module), which need not be at one time. A CPU has no
-            `active`; `reserved` is what malloc has taken, `total` what is resident.
+            `active`, and the others are the same there.
     """
 
     num_bytes: int
@@ -86,7 +86,7 @@ def peak_at(traced: Traced, taken: Taken, beside: Mapping[str, int], device: Dev
 def allocator_of(device: Device) -> Allocator:
     """The allocator of a device."""
     if device.kind == "cpu":
-        return GlibcHeap(MMAP_THRESHOLD, MMAP_THRESHOLD)
+        return LiveBytes()
     limit, settings = device.budget_bytes - context_bytes_of(device), settings_here()
     return CudaCache(settings.expandable, settings.max_split_bytes, max(0, limit))
 
@@ -101,10 +101,7 @@ def context_bytes_of(device: Device) -> int:
 def method_on(device: Device) -> str:
     """How the bytes on `device` are found, in words."""
     if device.kind == "cpu":
-        return (
-            "traced on fake tensors, with the workspaces of oneDNN and MKL by rule,"
-            " replayed through a model of glibc's heap"
-        )
+        return "traced on fake tensors: the bytes of the tensors that are alive at once"
     way = "traced on fake tensors, replayed through a model of torch's CUDA allocator"
     if is_overlaid(device):
         way += (

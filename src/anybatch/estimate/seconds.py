@@ -1,9 +1,9 @@
 """Seconds: the time of a step, operation by operation.
 
 Each operation takes the longer of two times, that of its arithmetic and that of its bytes, at the rates
-that the device reaches for work of that size (a roofline, Williams et al. 2009, with curves for
-ceilings). On a CPU these times, and the time to start each operation, add up; on CUDA operations are
-started ahead while earlier ones run, so the longer of the two sums counts.
+that the device reaches for work of that size (a roofline, Williams et al. 2009). On a CPU the time to
+start each operation is added. On CUDA operations are started while earlier ones run, so the longer of
+the two sums counts.
 """
 
 from __future__ import annotations
@@ -16,20 +16,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from anybatch.estimate.calibration import Speeds, product_rate, rate_at
+from anybatch.estimate.calibration import Speeds, rate_at
 from anybatch.estimate.cuda import is_overlaid
 from anybatch.estimate.head import Head, LossWork, in_chunks, whole_loss
 from anybatch.estimate.seconds_operations import PRODUCTS, Operation
 from anybatch.estimate.seconds_work import Counting, Work, work_of
 from anybatch.estimate.subject import Subject
-from anybatch.machine import MMAP_THRESHOLD, Device
+from anybatch.machine import Device
 from anybatch.plans import Choice, Link, Precision, Recompute, StatesOn, Update
-
-_ALWAYS_MAPPED = 32 << 20
-"""glibc maps blocks of this size by themselves even where nothing is set."""
-
-_COPIES_MAPPED = 2 << 20
-"""oneDNN aligns its blocks of this size to huge pages, and so they are mapped by themselves too."""
 
 _PCIE_BYTES = {"7": 16e9, "8": 32e9, "9": 64e9}
 """Bytes per second and direction of sixteen lanes of PCIe 3, 4 and 5, by the first number of CUDA's
@@ -49,12 +43,12 @@ surrounds them, over gloo on one machine."""
 _PASS_SECONDS = 3e-4
 """What a micro-batch takes beside its operations: samples are fetched, collated and moved."""
 
-_WIDEST = 256.0
-"""A product on a CPU whose dims all have so many elements is no thin one: its tiles are full."""
-
 _CHECKPOINT_SECONDS = 1.5e-4
 """What computing a block again takes beside its operations, in Python: torch's checkpoint follows what
 is saved, and keeps the state of random numbers."""
+
+_THIN = 16.0
+"""Smallest dim of a product with which it is half as fast as a cube of the same work (CUDA)."""
 
 _KERNEL_SECONDS = 2e-6
 """The shortest time of a kernel on CUDA."""
@@ -127,7 +121,6 @@ class Pace:
         device: where.
         speeds: of the device.
         precision: of the plan.
-        mapped: large blocks come as fresh pages (a CPU under a budget).
 
     Raises whatever the model or loss raises on fake tensors.
     """
@@ -138,12 +131,10 @@ class Pace:
         device: Device,
         speeds: Speeds,
         precision: Precision,
-        mapped: bool = False,
     ) -> None:
         self._speeds = speeds
         self._tf32 = precision == "tf32"
         self._halved = False
-        self._mapped_from = MMAP_THRESHOLD if mapped else _ALWAYS_MAPPED
         unit = min(subject.identity.ghost_batch or 1, subject.whole)
         few = min(max(unit, -(-8 // unit) * unit), subject.whole)
         many = min(4 * few, subject.whole)
@@ -176,25 +167,15 @@ class Pace:
         self._lines = _lines(self._first, self._second)
         self._tables: dict[int, dict[_Place, _Spent]] = {}
         self._memo: dict[tuple[int, Recompute], tuple[float, float, float]] = {}
-        self._compare_seconds = self._in_a_row(
-            self._spent(compared, sum(one.fresh_bytes for one in compared))
-        )
+        self._compare_seconds = self._in_a_row(self._spent(compared))
         self.update_seconds: float = self._in_a_row(
-            self._spent(
-                (o for o in self._first.operations if o.phase == "update"),
-                2 * self._first.parameter_bytes + self._first.state_bytes,
-            )
+            self._spent(o for o in self._first.operations if o.phase == "update")
         )
 
     @property
     def measured(self) -> bool:
         """Whether the device was measured, or its figures are nominal."""
         return self._speeds.measured
-
-    @property
-    def disturbed(self) -> bool:
-        """Whether other processes slowed the device down while it was measured."""
-        return self._speeds.disturbed
 
     @property
     def parameter_bytes(self) -> int:
@@ -253,18 +234,17 @@ class Pace:
         if key not in self._losses:
             at = self._target, self._device.kind, self._subject
             whole, cut = whole_loss(head, micro_batch, *at), in_chunks(head, micro_batch, *at)
-            reach = self._reach(micro_batch)
-            before, after = self._loss_seconds(whole, reach), self._loss_seconds(cut, reach)
+            before, after = self._loss_seconds(whole), self._loss_seconds(cut)
             products = (o for o in whole.once if o.phase == "forward" and _is_product(o))
-            again = head.num_computed * self._in_a_row(self._spent(products, reach))
+            again = head.num_computed * self._in_a_row(self._spent(products))
             self._losses[key] = after[0] + again - before[0], after[1] - before[1]
         return self._losses[key]
 
-    def _loss_seconds(self, work: LossWork, reach: float) -> tuple[float, float]:
-        """Seconds of forward and backward, in a micro-batch that touches `reach` bytes."""
+    def _loss_seconds(self, work: LossWork) -> tuple[float, float]:
+        """Seconds of forward and backward."""
 
         def seconds(operations: Iterable[Operation], phase: str) -> float:
-            return self._in_a_row(self._spent((o for o in operations if o.phase == phase), reach))
+            return self._in_a_row(self._spent(o for o in operations if o.phase == phase))
 
         forward, backward = (
             seconds(work.once, phase) + work.others * seconds(work.each, phase)
@@ -346,22 +326,12 @@ class Pace:
         found = self._tables.get(micro_batch)
         if found is None:
             found = self._tables[micro_batch] = {}
-            reach = self._reach(micro_batch)
             for (one, other), blocks in self._lines.items():
-                spent = self._spent(self._between(one, other, micro_batch), reach)
+                spent = self._spent(self._between(one, other, micro_batch))
                 for block, count in blocks.items():
                     place = one.phase, block, _is_product(one)
                     found.setdefault(place, _Spent()).add(spent, count)
         return found
-
-    def _reach(self, micro_batch: int) -> float:
-        """Bytes that a micro-batch touches, forward and backward: so far away is what was not touched
-        just before."""
-        low, high = self._first, self._second
-        made = _line(
-            low.micro_batch, low.made_bytes, high.micro_batch, high.made_bytes, micro_batch
-        )
-        return made + 2.0 * low.parameter_bytes
 
     def _between(self, one: Operation, other: Operation, micro_batch: int) -> list[Operation]:
         """The operation that is `one` and `other` at the two micro-batches, at another."""
@@ -375,9 +345,6 @@ class Pace:
             narrow=between(one.narrow, other.narrow),
             flops=between(one.flops, other.flops),
             num_bytes=between(one.num_bytes, other.num_bytes),
-            far_bytes=between(one.far_bytes, other.far_bytes),
-            fresh_bytes=between(one.fresh_bytes, other.fresh_bytes),
-            copies=tuple(map(between, one.copies, other.copies)),
         )
         if not self._ghost or micro_batch <= self._ghost:
             return [scaled]
@@ -411,11 +378,11 @@ class Pace:
         """Seconds of operations that are started one after the other."""
         return max(spent.work, spent.calls) if self._speeds.overlap else spent.work + spent.calls
 
-    def _spent(self, operations: Iterable[Operation], reach: float) -> _Spent:
-        """What they take, where as many bytes as `reach` are touched over and over."""
+    def _spent(self, operations: Iterable[Operation]) -> _Spent:
+        """What they take."""
         total = _Spent()
         for operation in operations:
-            spent = _Spent(self._work_seconds(operation, reach), self._call_seconds(operation))
+            spent = _Spent(self._work_seconds(operation), self._call_seconds(operation))
             spent.apart = self._in_a_row(spent)
             total.add(spent)
         return total
@@ -428,29 +395,14 @@ class Pace:
         more = max(0, operation.num_tensors - 3) if operation.phase == "update" else 0
         return self._speeds.call_seconds + more * self._speeds.call_seconds / 8
 
-    def _work_seconds(self, operation: Operation, reach: float) -> float:
+    def _work_seconds(self, operation: Operation) -> float:
         speeds = self._speeds
-        family = operation.family
         product = _is_product(operation)
-        plain = speeds.memory["plain"]
         halved = self._halved and product and operation.dtype == torch.float32
-        part = 0.5 if halved else 1.0
-        num_bytes = part * operation.num_bytes
-        is_mapped = operation.fresh_bytes >= self._mapped_from
-        seconds = num_bytes / rate_at(plain if product else speeds.memory[family], num_bytes)
-        far = part * (operation.far_bytes + (operation.fresh_bytes if is_mapped else 0.0))
-        slower = 1 / rate_at(plain, max(reach, num_bytes)) - 1 / rate_at(plain, num_bytes)
-        seconds += far * max(0.0, slower)
+        num_bytes = (0.5 if halved else 1.0) * operation.num_bytes
+        seconds = num_bytes / rate_at(speeds.memory, num_bytes)
         if operation.flops and product:
-            arithmetic = operation.flops / self._product_rate(operation)
-            # A GPU fetches ahead; one core does both in turn.
-            seconds = max(seconds, arithmetic) if speeds.overlap else seconds + arithmetic
-        if is_mapped:
-            seconds += operation.fresh_bytes * speeds.fault_seconds_per_byte
-        for copied in operation.copies:
-            seconds += 2 * copied / rate_at(plain, max(1.0, 2 * copied))
-            if copied >= min(self._mapped_from, _COPIES_MAPPED):
-                seconds += copied * (speeds.fault_seconds_per_byte + max(0.0, slower))
+            seconds = max(seconds, operation.flops / self._product_rate(operation))
         if speeds.overlap and not (self._stands_in and operation.phase == "update"):
             seconds = max(seconds, _KERNEL_SECONDS)
         return seconds
@@ -458,13 +410,14 @@ class Pace:
     def _product_rate(self, operation: Operation) -> float:
         """Floating-point operations per second of a product."""
         speeds, name = self._speeds, self._arithmetic(operation)
-        if operation.family == "attention":
+        if operation.family == "attention" and speeds.attention:
             forward, backward = speeds.attention.get(name) or speeds.attention["float32"]
             return rate_at(backward if "backward" in operation.name else forward, operation.narrow)
-        curves = speeds.matmul if operation.family == "matmul" else speeds.convolution
+        curves = speeds.convolution if operation.family == "convolution" else {}
+        curves = curves or speeds.matmul
         each = operation.flops / max(1, operation.num_products)
-        widest = math.inf if speeds.overlap else _WIDEST
-        return product_rate(curves.get(name) or curves["float32"], each, operation.narrow, widest)
+        rate = rate_at(curves.get(name) or curves["float32"], each)
+        return rate * _thinness(each, operation.narrow) if speeds.overlap else rate
 
     def _arithmetic(self, operation: Operation) -> str:
         """That of a product, as `Speeds` names it."""
@@ -540,14 +493,19 @@ def _over_ghosts(operation: Operation, num_ghosts: float) -> list[Operation]:
     if "batch_norm" not in operation.name:
         return [operation]
     count = max(1, round(num_ghosts))
-    part = replace(
-        operation,
-        num_bytes=operation.num_bytes / count,
-        far_bytes=operation.far_bytes / count,
-        fresh_bytes=operation.fresh_bytes / count,
-    )
-    joined = replace(operation, name="cat", family="plain", fresh_bytes=operation.fresh_bytes)
+    part = replace(operation, num_bytes=operation.num_bytes / count)
+    joined = replace(operation, name="cat")
     return [*[part] * count, joined]
+
+
+def _thinness(work: float, narrow: float) -> float:
+    """Part of the rate of a cube that a product of `work` operations reaches on CUDA, its smallest dim
+    being `narrow`: a half where that is `_THIN`, between them by its logarithm."""
+    if narrow <= 0:
+        return 1.0
+    side = max((work / 2) ** (1 / 3), _THIN * 1.001)
+    part = min(1.0, max(0.0, math.log(narrow / _THIN) / math.log(side / _THIN)))
+    return 0.5 ** (1 - part)
 
 
 def _is_product(operation: Operation) -> bool:

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from anybatch.estimate.images import copies_on_cpu
-from anybatch.estimate.kernels import lstm_bytes
-from anybatch.processor import this_processor
+Family = Literal["matmul", "convolution", "attention", "memory"]
+"""Kinds of operations by what limits them: arithmetic of one kind, or memory."""
 
-Memory = Literal["plain", "special", "random", "norm", "batch_norm", "gather", "pool", "reduction"]
-"""Operations that are limited by memory, each kind at a rate of its own."""
-
-Product = Literal["matmul", "convolution", "attention"]
-"""Operations that are limited by arithmetic or by memory."""
-
-Family = Product | Memory
-"""Operations whose speed is of one kind."""
-
-PRODUCTS: tuple[Product, ...] = get_args(Product)
+PRODUCTS: tuple[Family, ...] = ("matmul", "convolution", "attention")
 
 HEAD_DIM = 64
-"""Of the attention that calibration measures."""
+"""Width of the heads for which the rates of attention are given."""
 
 _KEYS_AT_ONCE = {"cpu": 512}
 """Keys that a kernel of attention takes at a time, by the kind of device; 128 elsewhere. Where later
@@ -39,39 +29,19 @@ _FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("addmm_", "baddbmm_", "addmv_"), "matmul"),
     "_grouped_mm": "matmul",
     **dict.fromkeys(("convolution", "convolution_backward"), "convolution"),
-    # By the same library on a CPU.
-    **dict.fromkeys(("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"), "convolution"),
-    **dict.fromkeys(("bernoulli", "bernoulli_", "native_dropout", "rand_like"), "random"),
-    **dict.fromkeys(("normal_", "uniform_", "random_", "randn_like", "exponential_"), "random"),
-    **dict.fromkeys(("embedding", "embedding_dense_backward", "index", "index_put"), "gather"),
-    **dict.fromkeys(("index_select", "gather", "scatter", "scatter_add", "index_add"), "gather"),
-    **dict.fromkeys(("_unsafe_index_put", "index_put_", "_index_put_impl_", "take"), "gather"),
-    **dict.fromkeys(("sum", "mean", "linalg_vector_norm", "amax", "argmax", "any"), "reduction"),
-    **dict.fromkeys(("max", "min", "all", "var", "std", "cumsum", "sort", "topk"), "reduction"),
-    **dict.fromkeys(("native_batch_norm", "cudnn_batch_norm"), "batch_norm"),
-    # Their backward reads and writes in order.
-    **dict.fromkeys(("native_batch_norm_backward", "max_pool2d_with_indices_backward"), "plain"),
+    **dict.fromkeys(("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"), "matmul"),
 }
-EMPTY = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
-"""Operations that make storages and leave them as they are."""
+_GATHERS = frozenset((
+    "embedding", "embedding_dense_backward", "index", "index_put", "index_select", "gather", "scatter",
+    "scatter_add", "index_add", "_unsafe_index_put", "index_put_", "_index_put_impl_", "take",
+))  # fmt: skip
+"""Operations that touch as many rows of a table as they return, not all of it."""
 
-_FREE = {"device", "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias"} | EMPTY
+_FREE = frozenset((
+    "device", "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias",
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
+))  # fmt: skip
 """Operations that touch no bytes."""
-
-_SPECIAL = (
-    "gelu", "silu", "tanh", "sigmoid", "softmax", "exp", "expm1", "log", "log1p", "erf", "pow",
-    "softplus", "mish", "sin", "cos", "logsumexp", "elu", "hardswish", "rsqrt", "sqrt",
-)  # fmt: skip
-_NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm")
-_POOLS = ("pool", "upsample", "grid_sampler", "im2col", "col2im")
-
-_DRAWN_BYTES = 4
-"""Of a number that is drawn: as calibration counts it."""
-
-_SEVERAL = {"_safe_softmax": (10.0, 2.25)}
-"""Of operations that are made of several: how much longer they take than by the bytes of arguments and
-results, and how much more they make than results. Here the softmax, a comparison of each number, of
-whole rows, which is slow, and a choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +54,8 @@ class Operation:
         dtype: of its largest tensor, which says what arithmetic it is.
         flops: floating-point operations; 0 where only bytes count.
         num_bytes: read and written.
-        far_bytes: of these, in tensors that the operations just before have not touched: a cache has
-            them only if all that a micro-batch touches fits into it.
-        fresh_bytes: written to storage that it made itself.
-        copies: bytes of each tensor that is copied into another layout, to a place of its own, or back.
-        narrow: smallest dim of a product: a tall or flat one is slower than a cube of the same work. Of
-            attention, the length of the square sequences with heads of `HEAD_DIM` that would take as
-            much arithmetic.
+        narrow: smallest dim of a product; of attention, the length of the square sequences with heads
+            of `HEAD_DIM` that would take as much arithmetic; 0 for other operations.
         num_products: that it is: a backward of a convolution may be two in one, a recurrent layer is
             one for each step of its sequence.
         num_tensors: results; a `foreach` operation has many.
@@ -103,9 +68,6 @@ class Operation:
     dtype: torch.dtype
     flops: float
     num_bytes: float
-    far_bytes: float
-    fresh_bytes: float
-    copies: tuple[float, ...]
     narrow: float
     num_products: int
     num_tensors: int
@@ -121,8 +83,6 @@ def operation_of(
     phase: str,
     block: int,
     kind: str,
-    near: Container[int] = (),
-    untouched: Container[int] = (),
 ) -> Operation | None:
     """What calling the aten overload `func` is on a `kind` of device, or None if it touches no bytes.
 
@@ -130,8 +90,6 @@ def operation_of(
         func: an overload.
         args, kwargs, result: on fake tensors.
         phase, block: where; see `Operation`.
-        near: storages that operations just before have touched; see `storage_of`.
-        untouched: storages that were made and not touched yet.
     """
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -141,29 +99,14 @@ def operation_of(
     name = func._overloadpacket.__name__
     if name in _FREE:
         return None
-    given = {key for t in inputs if (key := storage_of(t)) not in untouched}
-    fresh = sum(bytes_of(t) for t in outputs if storage_of(t) not in given)
     largest = max(tensors, key=lambda t: t.numel() if t.is_floating_point() else -1)
-    family = family_of(name)
-    far = sum(bytes_of(t) for t in inputs if (key := storage_of(t)) in given and key not in near)
-    beside = lstm_bytes(func, args) if kind == "cpu" else 0
-    copied = copies_on_cpu(func, args, result, this_processor()) if kind == "cpu" else ()
-    fresh += beside
-    moved = sum(map(bytes_of, tensors)) + beside
-    if family == "gather":
-        moved = _gathered(inputs, outputs)
-    elif family == "random":  # takes as long per number in half precision
-        moved = sum(_DRAWN_BYTES * t.numel() for t in tensors)
-    times, making = _SEVERAL.get(name, (1.0, 1.0))
+    moved = _gathered(inputs, outputs) if name in _GATHERS else sum(map(bytes_of, tensors))
     return Operation(
         name=name,
-        family=family,
+        family=family_of(name),
         dtype=largest.dtype,
         flops=_flops(func, name, args, kwargs, result, kind),
-        num_bytes=times * moved,
-        far_bytes=min(far, moved),
-        fresh_bytes=making * fresh,
-        copies=tuple(map(float, copied)),
+        num_bytes=float(moved),
         narrow=_narrow(name, args, inputs),
         num_products=_num_products(name, args),
         num_tensors=max(1, len(outputs), len(inputs) if "_foreach_" in name else 0),
@@ -179,13 +122,7 @@ def family_of(name: str) -> Family:
         return _FAMILIES[plain]
     if "scaled_dot_product" in plain:
         return "attention"
-    if any(part in plain for part in _NORMS):
-        return "norm"
-    if any(part in plain for part in _POOLS):
-        return "pool"
-    if any(word in _SPECIAL for word in plain.strip("_").split("_")):
-        return "special"
-    return "plain"
+    return "memory"
 
 
 def _num_products(name: str, args: tuple[Any, ...]) -> int:
@@ -197,8 +134,7 @@ def _num_products(name: str, args: tuple[Any, ...]) -> int:
 
 
 def _narrow(name: str, args: tuple[Any, ...], inputs: Sequence[Tensor]) -> float:
-    """`Operation.narrow`: the smallest of the three dims of a product, as a matrix product; 0 for an
-    operation that is none."""
+    """`Operation.narrow`."""
     if family_of(name) == "attention":
         query, key = _query_and_key(name, args)
         return math.sqrt(query.size(-2) * key.size(-2) * query.size(-1) / HEAD_DIM)
@@ -253,11 +189,6 @@ def _gathered(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
     """Bytes of an operation that reads as many rows of a table as it returns, not all of it."""
     result = sum(map(bytes_of, outputs))
     return 2.0 * result + sum(bytes_of(t) for t in inputs if not t.is_floating_point())
-
-
-def storage_of(tensor: Tensor) -> int:
-    """What tells the storage of `tensor` from others, as long as it lives."""
-    return tensor.untyped_storage()._cdata
 
 
 def bytes_of(tensor: Tensor) -> int:

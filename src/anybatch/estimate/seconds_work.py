@@ -10,13 +10,12 @@ block twice, and what it frees.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,12 +30,10 @@ from anybatch.estimate.cuda import laid_over
 from anybatch.estimate.layout import layout_on
 from anybatch.estimate.recall import READ, Recall, fake_mode
 from anybatch.estimate.seconds_operations import (
-    EMPTY,
     PRODUCTS,
     Operation,
     bytes_of,
     operation_of,
-    storage_of,
 )
 from anybatch.estimate.stage_setup import fake_device
 from anybatch.estimate.subject import Subject
@@ -44,11 +41,6 @@ from anybatch.estimate.trace import has_parts
 from anybatch.estimate.updates import moved_bytes
 from anybatch.machine import Device
 from anybatch.plans import Choice, Recompute, Update
-
-_aten: Any = torch.ops.aten
-
-_JUST_BEFORE = 2
-"""Operations whose tensors are in the caches still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +81,6 @@ class Work:
     saved_bytes: float
     state_bytes: int
     tree_levels: int
-
-    @property
-    def made_bytes(self) -> float:
-        """Of all that forward and backward make."""
-        return sum(o.fresh_bytes for o in self.operations if o.phase != "update")
 
 
 def work_of(subject: Subject, choice: Choice, device: Device) -> Work:
@@ -229,20 +216,17 @@ class Counting:
             watch.operations += [
                 Operation(
                     name="update",
-                    family="special",
+                    family="memory",
                     dtype=param.dtype,
                     flops=0.0,
                     num_bytes=moved,
-                    far_bytes=moved,
-                    fresh_bytes=0.0,
-                    copies=(),
                     narrow=0.0,
                     num_products=1,
                     num_tensors=1,
                     phase=phase,
                     block=-1,
                 )
-                for param, moved in moved_bytes(replica.optimizer, self._kind).items()
+                for param, moved in moved_bytes(replica.optimizer).items()
             ]
 
 
@@ -279,9 +263,6 @@ class Watch(TorchDispatchMode):
         self.block: int = -1
         self.operations: list[Operation] = []
         self.matmul_bytes: dict[int, float] = {}
-        # Of the last operations. They are held, or another could come to lie at their address.
-        self._touched: deque[dict[int, UntypedStorage]] = deque(maxlen=_JUST_BEFORE)
-        self._untouched: dict[int, UntypedStorage] = {}
 
     def begin(self, phase: str) -> None:
         """From now on operations belong to `phase`."""
@@ -298,36 +279,19 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         result = self._recall.run(self._fake, func, args, kwargs)
         if self.phase and not func.is_view:
-            if func._overloadpacket.__name__ in EMPTY:
-                self._untouched[storage_of(result)] = result.untyped_storage()
-            else:
-                self._record(func, args, kwargs, result)
+            self._record(func, args, kwargs, result)
         return result
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         block = self.block if self.phase == "forward" else -1
-        near = {key for touched in self._touched for key in touched}
-        place = self.phase, block, self._kind
-        operation = operation_of(func, args, kwargs, result, *place, near, self._untouched)
+        operation = operation_of(func, args, kwargs, result, self.phase, block, self._kind)
         if operation is None:
             return
-        leaves = (t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor))
-        touched = {storage_of(t): t.untyped_storage() for t in leaves}
-        self._touched.append(touched)
-        for key in touched:
-            self._untouched.pop(key, None)
-        if self.phase == "backward" and func is _aten.add.Tensor and _are_of_one_kind(*args):
-            # Two gradients of one tensor: autograd adds them in place, unless they are fake.
-            operation = replace(operation, name="add_", fresh_bytes=0.0)
         self.operations.append(operation)
         if self.phase == "forward" and operation.family in PRODUCTS:
             first = result if isinstance(result, Tensor) else result[0]
             kept = bytes_of(first)
             self.matmul_bytes[self.block] = self.matmul_bytes.get(self.block, 0) + kept
-
-
-def _are_of_one_kind(one: Tensor, other: Any = None) -> bool:
-    return isinstance(other, Tensor) and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 class _Blocks:

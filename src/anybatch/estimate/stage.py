@@ -15,7 +15,6 @@ that its first pass made, say), steps are traced from the beginning, each on a s
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +30,6 @@ from anybatch.compute.modes import evaluating
 from anybatch.estimate.cuda import laid_over
 from anybatch.estimate.fake_modules import without_fused_layers
 from anybatch.estimate.family import Traced
-from anybatch.estimate.kernels import Kernels, ShapeBytes
 from anybatch.estimate.layout import layout_on
 from anybatch.estimate.recall import fake_mode
 from anybatch.estimate.splice import Left, Tail, growth, moved, since
@@ -45,7 +43,7 @@ from anybatch.estimate.stage_setup import (
 )
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import COPIED, Block, Timeline, Tracer, recording
-from anybatch.estimate.updates import kernel_bytes, scratch_bytes
+from anybatch.estimate.updates import scratch_bytes
 from anybatch.machine import Device
 from anybatch.plans import Choice, Recompute
 
@@ -110,10 +108,9 @@ class Stage:
         self.reusable: bool = True
         self._subject = subject
         self._device = device
-        self._kernels = kernels_on(device)
         self._fake = fake_mode()
         home = fake_device(device).type
-        self._tracer = tracer = Tracer(self._kernels, self._fake, subject.recall, home)
+        self._tracer = tracer = Tracer(kernels_on(device), self._fake, subject.recall, home)
         plain = choice.model_copy(update={"recompute": Recompute(), "chunked_head": ""})
         self._plain = plain
         layout = layout_on(device, subject)
@@ -121,18 +118,12 @@ class Stage:
             found = set_up(subject, plain, device, tracer, layout)
             self._replica, self._owners, self._copies = found
             self._bucketed = bucketed_bytes(self._replica, self._owners) if subject.flat else {}
-            before = _kept(self._kernels)
             self._make_gradients()
             begun = tracer.timeline.num_moments
             self._update()
         head = tracer.timeline
-        # What kernels keep may depend on what ran before them, and then an update is not always one.
-        self._is_steady = _kept(self._kernels) == before
         self._first_commit = growth(head, begun)
         self._parts = parts_of_model(self._replica.model, self._owners)
-        optimizer = self._replica.optimizer
-        on_host = device.kind == "cpu" and is_compiled(optimizer)
-        self._compiled_bytes = kernel_bytes(optimizer) if on_host else 0
         self._live = head.blocks
         self._head = Timeline(
             [moved(block, 0) for block in head.blocks],
@@ -207,7 +198,7 @@ class Stage:
         self.reusable = self._is_fresh = False
         self._first = self._second = None
         timeline = Timeline(num_moments=self._head.num_moments)
-        self._tracer.begin_anew(timeline, copy.deepcopy(self._kernels), self._settled)
+        self._tracer.begin_anew(timeline, self._settled)
         return timeline
 
     def _run(self, choice: Choice, count: int) -> None:
@@ -298,7 +289,6 @@ class Stage:
         """The first step of the stage: its update is traced, and becomes the tail of others if nothing
         speaks against it."""
         end, num_blocks = passes.num_moments, len(passes.blocks)
-        kept = _kept(self._tracer.kernels)
         self._tracer.settle(())
         self._update()
         commit = growth(passes, end)
@@ -309,8 +299,6 @@ class Stage:
         traced = self._traced(whole, commit, count)
         own, later = passes.blocks[:num_blocks], passes.blocks[num_blocks:]
         if left is None or any(b.died is None for b in own):
-            return traced
-        if not self._is_steady or _kept(self._tracer.kernels) != kept:
             return traced
         self._tail = Tail(
             signature=left.signature,
@@ -366,7 +354,6 @@ class Stage:
     def _traced(self, timeline: Timeline, commit: int, count: int) -> Traced:
         return Traced(
             timeline=timeline,
-            kept_bytes=self._tracer.kernels.kept_bytes + self._compiled_bytes,
             commit_bytes=(self._first_commit, commit),
             begin=self._head.num_moments + 1,
             end=timeline.num_moments,
@@ -374,8 +361,6 @@ class Stage:
             modules=self._parts,
             shapes=self._tracer.shapes,
             calls=self._tracer.calls,
-            shape_bytes=self._tracer.kernels.shape_bytes,
-            products=self._tracer.kernels.products,
             bucketed=self._bucketed,
             first=self._first,
             second=self._second,
@@ -406,7 +391,3 @@ class Stage:
         if self._tracer.disturbed or found.keys() != alive.keys():
             return None
         return Left(tuple(signature), tuple(found.values()))
-
-
-def _kept(kernels: Kernels) -> tuple[int, int, ShapeBytes]:
-    return kernels.kept_bytes, kernels.products.kept_bytes, kernels.shape_bytes

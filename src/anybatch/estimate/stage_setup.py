@@ -18,9 +18,7 @@ from anybatch.estimate.kernels import CpuKernels, Kernels
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import Tracer
 from anybatch.machine import Device
-from anybatch.mkl import packed_depth
 from anybatch.plans import Choice, KernelChoices
-from anybatch.processor import this_processor
 from anybatch.task import parameters_in
 
 _MOST_GHOSTS = 4
@@ -114,7 +112,7 @@ def bucketed_bytes(replica: Replica, owners: Owners) -> dict[str, int]:
 
 
 def cut_of(subject: Subject, num_samples: int) -> list[int]:
-    """Ghost batches for a trace. More than a few take longer; what they add, `pieces` knows."""
+    """Ghost batches for a trace: at most a few, since tracing each takes time."""
     size = subject.identity.ghost_batch
     if not size:
         return []
@@ -132,7 +130,5 @@ def fake_device(device: Device) -> torch.device:
 
 
 def kernels_on(device: Device) -> Kernels:
-    """What the kernels of `device` take, seen by nobody yet."""
-    if device.kind == "cpu":
-        return CpuKernels(torch.get_num_threads(), packed_depth(), this_processor())
-    return CudaKernels(resident_threads(device))
+    """The memory that kernels of `device` take."""
+    return CpuKernels() if device.kind == "cpu" else CudaKernels(resident_threads(device))

@@ -29,9 +29,9 @@ from anybatch.data import (
     resized,
 )
 from anybatch.errors import AnybatchError
-from anybatch.estimate.course import Course, course_of
 from anybatch.estimate.fake_modules import converting_fake_modules, without_addresses
 from anybatch.estimate.family import Family
+from anybatch.estimate.padding import padded_of
 from anybatch.estimate.recall import Recall, Recalling, fake_mode
 from anybatch.estimate.samples import Samples, samples_of
 from anybatch.estimate.sharding import Division
@@ -62,7 +62,11 @@ class Subject:
         blocks, chains: names of what can be recomputed block by block, and as a tree.
         flat: gradients are kept in buckets, for several ranks.
         sums: what is held of gradients beside the buckets of a reproducible run, or None.
+<<<<<<< HEAD
         course: what a run does beside full micro-batches.
+=======
+        staged: there is room for the largest of them from another device.
+>>>>>>> estimate
         division: how the model is divided over ranks, or None.
         depends: sentences on what in the model depends on how a step is cut.
         long: the longest sample, and how lengths are spread, in words; empty: they are alike.
@@ -77,7 +81,6 @@ class Subject:
         heads: layers that make the logits, by precision and device; see `head`.
         convolutions: what the model has of them, once it is known; see `layout`.
         stood_for: CUDA devices that are here and whose traces are of CPU tensors all the same.
-        left: bytes that training leaves free in the heap, of each way it was made.
         recall: results of operations, for all of them.
     """
 
@@ -90,7 +93,6 @@ class Subject:
     clip_norm: float | None
     blocks: tuple[str, ...]
     chains: tuple[str, ...]
-    course: Course = field(default_factory=Course)
     flat: bool = False
     sums: Sums | None = None
     division: Division | None = None
@@ -102,7 +104,6 @@ class Subject:
     depends: tuple[str, ...] = ()
     families: dict[Hashable, Family] = field(default_factory=dict, compare=False, repr=False)
     stages: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
-    left: dict[Hashable, int] = field(default_factory=dict, compare=False, repr=False)
     heads: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
     convolutions: list[Any] = field(default_factory=list, compare=False, repr=False)
     stood_for: set[Device] = field(default_factory=set, compare=False, repr=False)
@@ -205,9 +206,8 @@ def subject_of(task: Task) -> Subject:
             model = _without_values(task.build_model())
             build = partial(fake_copy, model)
     identity = identify(task, model)
-    course = course_of(task, identity.ghost_batch)
-    if course.unequal is not None and identity.grain is None:
-        identity = identity.model_copy(update={"padded": course.unequal.padded})
+    if identity.grain is None and (padded := padded_of(task, identity.ghost_batch)) is not None:
+        identity = identity.model_copy(update={"padded": padded})
     template, uneven = template_of(task)
     return Subject(
         identity=identity,
@@ -220,7 +220,6 @@ def subject_of(task: Task) -> Subject:
         blocks=tuple(find_blocks(model)),
         chains=tuple(find_chains(model)),
         recall=recall,
-        course=course,
         long=_told_lengths(task),
         samples=samples_of(task, template),
         compared=task.global_batch if isinstance(task.loss, JointLoss) else 0,

@@ -148,11 +148,10 @@ class Tracer(TorchDispatchMode):
         self._in_kernel = False
         self.disturbed: bool = False
 
-    def begin_anew(self, timeline: Timeline, kernels: Kernels, settled: Iterable[Block]) -> None:
+    def begin_anew(self, timeline: Timeline, settled: Iterable[Block]) -> None:
         """Record into `timeline` from now on, as if nothing but what it follows on had been traced.
         `settled`: blocks that are alive, and not part of it."""
         self.timeline = timeline
-        self._kernels = kernels
         self.shapes, self.calls = {}, {}
         self._made_by.clear()
         self.settle(settled)
@@ -223,11 +222,6 @@ class Tracer(TorchDispatchMode):
             yield
         finally:
             self._in_kernel = False
-
-    @property
-    def kernels(self) -> Kernels:
-        """What is asked for the memory of kernels."""
-        return self._kernels
 
     def block_of(self, tensor: Tensor) -> Block:
         """The storage of `tensor`, which was seen."""

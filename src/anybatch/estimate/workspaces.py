@@ -36,12 +36,6 @@ WORKSPACES = "libraries' workspaces"
 PRODUCTS = ("aten.mm.", "aten.addmm", "aten.bmm.", "aten.baddbmm")
 """How the names of operations begin that cuBLAS computes."""
 
-_RECORDER_SETTINGS = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
-_RECORD_BYTES, _RECORDS, _RECORDS_OF_STEP = 2200, 2000, 3
-"""torch's flight recorder keeps the last collectives: as many as `TORCH_FR_BUFFER_SIZE` says, or 2,000;
-2.1 KiB each, and three of a step (digits on two ranks: 4.2 MiB after 650 steps and no more after 2,990;
-none with a buffer of 0)."""
-
 _CONNECTION, _CONNECTIONS, _SWITCHED = 12 << 20, 2, 256 << 20
 _NVLINK, _NVLINK_CHANNELS, _PCIE_CHANNELS = 1e11, 24, 2
 """Of NCCL; NVLink is what crosses more bytes per second than the first of these."""
@@ -85,14 +79,6 @@ def workspace_bytes(device: Device) -> int:
     if not major.isdigit():
         return _LARGE
     return _LARGE if int(major) == 9 or (int(major) > 9 and _TORCH >= _UNIFIED) else _SMALL
-
-
-def recorder_bytes(total_steps: int | None) -> int:
-    """Bytes on the host in which torch keeps the collectives of so many steps; None: of very many."""
-    told = next(filter(None, map(os.environ.get, _RECORDER_SETTINGS)), "")
-    most = int(told) if told.isdigit() else _RECORDS
-    made = most if total_steps is None else _RECORDS_OF_STEP * total_steps
-    return _RECORD_BYTES * min(most, made)
 
 
 def communicator_bytes(device: Device) -> int:

@@ -33,7 +33,7 @@ def account(subject: Subject, machine: Machine, plan: Plan) -> Account:
     device, choice = machine.device, plan.choice
     layout = Layout.of(plan)
     subject = rank_of(subject, layout, device, choice.optimizer_states)
-    setting = setting_of(subject, device, choice.precision, layout, plan.enforced)
+    setting = setting_of(subject, device, choice.precision, layout)
     whole = choice.model_copy(update={"chunked_head": ""})
     head = head_of(subject, whole, device) if choice.chunked_head else None
     costs = Costs(subject, setting, choice.optimizer_states, head)

@@ -20,7 +20,7 @@ def rejected(costs: Costs, taken: Choice, by: Costs) -> tuple[Candidate, ...]:
         Candidate(
             choice=choice,
             parallel=costs.parallel,
-            peak_bytes=costs.learned_bytes(costs.bytes(choice)),
+            peak_bytes=costs.bytes(choice),
             step_seconds=costs.seconds(choice),
             reason=_reason(choice, costs, taken, by),
         )
@@ -36,7 +36,7 @@ def impossible(
     return Candidate(
         choice=choice,
         parallel=costs.parallel,
-        peak_bytes=None if peak_bytes is None else costs.learned_bytes(peak_bytes),
+        peak_bytes=None if peak_bytes is None else int(peak_bytes),
         step_seconds=costs.seconds(choice),
         possible=False,
         reason=reason,
@@ -59,7 +59,7 @@ def frontier(every: Iterable[Costs]) -> tuple[FrontierPoint, ...]:
                 FrontierPoint(
                     choice=choice,
                     parallel=costs.parallel,
-                    peak_bytes=costs.learned_bytes(peak),
+                    peak_bytes=peak,
                     step_seconds=seconds,
                 )
             )

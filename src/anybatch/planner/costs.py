@@ -36,8 +36,7 @@ class Costs:
     """What the choices of one search cost a rank. They differ in the way to recompute and in the
     micro-batch, and have everything else in common.
 
-    Bytes are as traced; `learned_bytes` makes of them what is told, and `room` is what they may come
-    to. Seconds contain what earlier runs taught.
+    Bytes are as traced. Seconds contain the correction learned from earlier runs.
 
     Args:
         subject: what a rank computes.
@@ -67,8 +66,7 @@ class Costs:
         self._update: Update = pace.update if whole else "as given"
         self.sizes: Sizes = Sizes.of(subject)
         budget = setting.device.budget_bytes
-        free = reserve_of(budget, setting.device.kind)
-        self.room: int = setting.correction.room_in(budget - free)
+        self.room: int = budget - reserve_of(budget, setting.device.kind)
         self._traced: dict[Choice, Footprint] = {}
         self._read_off: dict[Choice, int] = {}  # bytes by the line, where nothing was traced
 
@@ -218,9 +216,3 @@ class Costs:
         """Seconds of a step under `way` if memory were no matter."""
         sizes = self.sizes.worth_weighing(self.sizes.whole)
         return min(self.seconds(self.choice(way, size)) for size in sizes)
-
-    # -------------------------------------------------------------------- what earlier runs taught
-
-    def learned_bytes(self, num_bytes: float) -> int:
-        """What a plan tells of so many bytes."""
-        return self.setting.correction.bytes_of(num_bytes)

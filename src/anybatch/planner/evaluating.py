@@ -11,13 +11,11 @@ from dataclasses import dataclass
 
 from anybatch.errors import AnybatchError, InputError, NoPlanFits
 from anybatch.estimate import Peak, Subject, evaluation_peak
-from anybatch.estimate.calibration_history import Correction, correction
 from anybatch.estimate.eager import eagerly
 from anybatch.estimate.peak import method_on
 from anybatch.machine import Device
 from anybatch.planner.enforcement import budget_notices, is_enforced
 from anybatch.planner.kernel_rule import with_kernels
-from anybatch.planner.prediction import kinds_of
 from anybatch.planner.ranks import Layout, rank_of
 from anybatch.planner.reserve import budget_for, reserve_of
 from anybatch.planner.setting import Wishes
@@ -79,10 +77,16 @@ def make_evaluation_plan(
         # Planned for whole models only.
         chunked_head="" if layout.parallel == "shard" else before.choice.chunked_head,
     )
+<<<<<<< HEAD
     learned = correction(device, identity)
     found = _fitting(one, choice, device, learned, fixed=batch is not None)
     enforced = is_enforced(subject, device, Wishes(), limited)
     told = [*notices, *budget_notices(subject, device, limited)]
+=======
+    found = _fitting(one, choice, device, fixed=batch is not None)
+    enforced = is_enforced(subject, device, layout, Wishes(), limited)
+    told = [*notices, *budget_notices(subject, device, layout, limited)]
+>>>>>>> estimate
     if found.peak is None:
         told.append("The model cannot be traced, so nothing is predicted.")
     plan = Plan(
@@ -90,7 +94,7 @@ def make_evaluation_plan(
         enforced=enforced,
         **layout.fields(device),
         choice=found.choice,
-        prediction=_prediction(found, learned, subject, device),
+        prediction=_prediction(found, subject, device),
         notices=tuple(told),
     )
     if before.device.partition(":")[0] != device.kind:
@@ -98,18 +102,16 @@ def make_evaluation_plan(
     return plan.running(_kernels(before.kernels, held_on_cpu=enforced and device.kind == "cpu"))
 
 
-def _fitting(
-    subject: Subject, choice: Choice, device: Device, learned: Correction, fixed: bool
-) -> _Weighed:
+def _fitting(subject: Subject, choice: Choice, device: Device, fixed: bool) -> _Weighed:
     """`choice`, or where it does not fit the same with the first half of its batch that does, unless it
     is `fixed`."""
     budget = device.budget_bytes
-    room = learned.room_in(budget - reserve_of(budget, device.kind))
+    room = budget - reserve_of(budget, device.kind)
     size = choice.evaluation_batch
     while True:
         here = choice.model_copy(update={"evaluation_batch": size})
         try:
-            peak = evaluation_peak(subject, here, device, alone=True)
+            peak = evaluation_peak(subject, here, device)
         except AnybatchError:
             raise
         except Exception:  # whatever the user's code raises on fake tensors
@@ -119,7 +121,7 @@ def _fitting(
         if fixed or peak.num_bytes <= room:
             return _Weighed(here, peak)
         if size == 1:
-            needed = learned.bytes_of(peak.num_bytes)
+            needed = peak.num_bytes
             least = budget_for(needed, device.kind)
             raise NoPlanFits(
                 f"no plan fits the budget of {format_bytes(budget)}: to evaluate one sample at a time"
@@ -130,21 +132,17 @@ def _fitting(
         size //= 2
 
 
-def _prediction(
-    found: _Weighed, learned: Correction, subject: Subject, device: Device
-) -> Prediction | None:
+def _prediction(found: _Weighed, subject: Subject, device: Device) -> Prediction | None:
     if found.peak is None:
         return None
-    peak = learned.bytes_of(found.peak.num_bytes)
     return Prediction(
-        peak_bytes=peak,
-        evaluation_peak_bytes=peak,
+        peak_bytes=found.peak.num_bytes,
+        evaluation_peak_bytes=found.peak.num_bytes,
         step_seconds=0.0,
-        by_kind=kinds_of(found.peak, learned),
+        by_kind=dict(found.peak.by_kind),
         totals=found.peak.totals,
         choice=found.choice,
         method=method_on(subject.as_traced(device)),
-        learned_bytes=peak - found.peak.num_bytes,
     )
 
 

@@ -58,7 +58,7 @@ class Knob:
 def knobs(costs: Costs, choice: Choice) -> tuple[Knob, ...]:
     """What turning one knob of `choice` would do; what frees most comes first."""
     here = _Here(costs, choice)
-    most = _MOST_BYTES * costs.learned_bytes(here.peak.num_bytes)
+    most = _MOST_BYTES * here.peak.num_bytes
     found = [knob for knob in here.to_turn() if knob.peak_bytes < most]
     return tuple(sorted(found, key=lambda knob: (knob.peak_bytes, knob.step_seconds, knob.what)))
 
@@ -66,7 +66,7 @@ def knobs(costs: Costs, choice: Choice) -> tuple[Knob, ...]:
 def in_use(costs: Costs, choice: Choice) -> tuple[Knob, ...]:
     """What turning back one knob that `choice` has turned would do; what needs most comes first."""
     here = _Here(costs, choice)
-    least = costs.learned_bytes(here.peak.num_bytes) / _MOST_BYTES
+    least = here.peak.num_bytes / _MOST_BYTES
     found = [knob for knob in here.to_turn_back() if knob.peak_bytes > least]
     return tuple(sorted(found, key=lambda knob: (-knob.peak_bytes, knob.step_seconds, knob.what)))
 
@@ -155,7 +155,7 @@ class _Here:
     def _in_precision(self, precision: Precision, remark: str) -> Knob:
         now = self._setting
         setting = setting_of(self._subject, now.device, precision, now.layout)
-        setting = replace(setting, mapped=now.mapped, correction=now.correction)
+        setting = replace(setting, correction=now.correction)
         other = Costs(self._subject, setting, self._costs.states_on, self._costs.head)
         choice = self._choice.model_copy(update={"precision": precision})
         return self._knob(
@@ -297,5 +297,4 @@ class _Here:
         return self._knob(what, self._costs.peak(choice), self._costs.seconds(choice), remark)
 
     def _knob(self, what: str, peak_bytes: float, seconds: float, remark: str = "") -> Knob:
-        costs = self._costs
-        return Knob(what, costs.learned_bytes(peak_bytes), seconds, remark)
+        return Knob(what, int(peak_bytes), seconds, remark)

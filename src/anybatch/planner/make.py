@@ -202,7 +202,6 @@ def _make(
                 choice=rival.choice,
                 ladder=_rungs(rival, layout),
                 prediction=prediction_of(rival, found.setting),
-                kernel_bytes=rival.footprint.kernel_bytes,
             )
             for rival in (found.rivals if _can_try(layout) else ())
         ),
@@ -243,7 +242,7 @@ def _costs(
     every: list[Costs] = []
     for precision in (wishes.precision,) if wishes.precision else precisions_of(device):
         try:
-            setting = setting_of(one, device, precision, layouts[0], enforced, wishes.watch)
+            setting = setting_of(one, device, precision, layouts[0], wishes.watch)
         except AnybatchError:
             raise
         except Exception as error:  # whatever the user's code raises on fake tensors

@@ -32,8 +32,6 @@ def faster_notice(choice: Choice, sizes: Sizes, setting: Setting) -> Iterator[st
     """What to say of `choice`, in float32 on a device that is much faster in bfloat16."""
     if choice.precision not in ("fp32", "tf32") or not setting.device.has("bf16"):
         return
-    if setting.pace.disturbed:  # then one precision may have been measured in a worse moment
-        return
     now, half = (
         pace.step(
             choice.micro_batch, choice.recompute, sizes.whole, states_on=choice.optimizer_states

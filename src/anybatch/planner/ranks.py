@@ -169,7 +169,6 @@ def of_one_rank(subject: Subject, layout: Layout) -> Subject:
         families={},  # traces of the whole say nothing of a part
         stages={},
         heads={},
-        left={},
     )
 
 

@@ -46,10 +46,10 @@ def _enough(costs: Costs, choice: Choice) -> tuple[int, int]:
     allocator gives back what nobody uses where it meets its limit, so under a larger one it may hold
     more."""
     kind = costs.setting.device.kind
-    peak = costs.learned_bytes(costs.least(choice))
+    peak = costs.least(choice)
     for _ in range(_MOST_TRIES if kind == "cuda" else 0):
         there = costs.under(budget_for(peak, kind))
-        needed = there.learned_bytes(there.least(choice))
+        needed = there.least(choice)
         if needed <= peak:
             break
         peak = needed

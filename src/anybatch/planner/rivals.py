@@ -17,8 +17,7 @@ _MOST = 3
 
 
 def rivals_of(best: Choice, wishes: Wishes, costs: Costs) -> Iterator[Choice]:
-    """What a trial on the device may show to be faster than `best`, the fastest first. There has to be
-    room for what the trials of all of them leave behind.
+    """What a trial on the device may show to be faster than `best`, the fastest first.
 
     On a CPU there are none: how fast small passes are depends on how the heap has come to lie, which
     passes of other sizes change (docs/log.md)."""
@@ -33,13 +32,5 @@ def rivals_of(best: Choice, wishes: Wishes, costs: Costs) -> Iterator[Choice]:
         for choice, peak in costs.weighed().items()
         if choice != best and peak <= costs.room and costs.seconds(choice) <= slowest
     ]
-    taken, highest, left = 0, costs.peak(best), 0
-    for choice in sorted(close, key=lambda c: (costs.seconds(c), order(c))):
-        found = costs.footprint(choice)
-        higher = max(highest, found.peak.num_bytes)
-        if higher + left + found.kernel_bytes > costs.room:
-            continue
-        taken, highest, left = taken + 1, higher, left + found.kernel_bytes
-        yield choice
-        if taken == _MOST:
-            return
+    close.sort(key=lambda choice: (costs.seconds(choice), order(choice)))
+    yield from [choice for choice in close if costs.fits(choice)][:_MOST]

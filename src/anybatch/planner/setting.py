@@ -44,8 +44,7 @@ class Setting:
         layout: the ranks, one on each device.
         precision: of the model.
         pace: time of the task on the device in that precision.
-        mapped: large blocks come as fresh pages; see `Pace`.
-        correction: what earlier runs taught.
+        correction: of predicted times, by earlier runs.
         watch: see `Wishes`.
     """
 
@@ -53,7 +52,6 @@ class Setting:
     layout: Layout
     precision: Precision
     pace: Pace
-    mapped: bool
     correction: Correction
     watch: Watch | None = None
 
@@ -63,7 +61,6 @@ def setting_of(
     device: Device,
     precision: Precision = "fp32",
     layout: Layout | None = None,
-    enforced: bool = False,
     watch: Watch | None = None,
 ) -> Setting:
     """What a search needs to know of `device`, for what one rank of `layout` computes (`subject`). A
@@ -73,13 +70,11 @@ def setting_of(
     """
     if watch is not None:
         watch(f"counting the work of one pass in {precision}")
-    mapped = enforced and device.kind == "cpu"
     return Setting(
         device,
         layout or Layout(),
         precision,
-        Pace(subject, device, speeds_of(device), precision, mapped),
-        mapped,
+        Pace(subject, device, speeds_of(device), precision),
         correction(device, subject.identity),
         watch,
     )

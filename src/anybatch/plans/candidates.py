@@ -28,7 +28,7 @@ class Prediction(Frozen):
         step_parts: seconds of the step by part (forward, backward, ...); they add up to
             `step_seconds`.
         seconds_method: how the time was found, in words.
-        learned_bytes: what earlier runs added to the peak, contained in it.
+        learned_bytes: no longer written: what earlier runs added to the peak, in older plans.
         seconds_corrected_by: factor learned from earlier runs, contained in the figures above.
         corrected_runs: how many.
         rehearsed: peak and passes were measured before the run.
@@ -92,7 +92,7 @@ class Rival(Frozen):
 
     Attributes:
         choice, ladder, prediction: as those of a plan.
-        kernel_bytes: what a trial of it leaves in the process: kernels for its shapes.
+        kernel_bytes: no longer written: read from older plans.
     """
 
     choice: Choice

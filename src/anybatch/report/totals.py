@@ -14,7 +14,7 @@ _MEANINGS = {
     },
     "cpu": {
         "allocated": "in tensors and in kernels' scratch",
-        "reserved": "taken by malloc, its holes included",
+        "reserved": "as allocated: what malloc adds is not predicted",
         "total": "resident, beyond what the process had; the budget is of this",
     },
 }

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch as ab
-from anybatch import mkl
 
 WORDS = 7
 
@@ -287,31 +286,3 @@ def test_a_mixture_of_experts_that_does_not_is_exact(options):
         found = ab.model_loss(model, whole)
         parts = [ab.model_loss(model, part) for part in pieces(whole)]
     torch.testing.assert_close(found.sum, sum(part.sum for part in parts))
-
-
-def test_what_a_model_was_asked_leaves_no_buffers_of_products():
-    """Passes of one sample and of two: each would leave a buffer beside that of the whole batch."""
-    if mkl.product_buffer_bytes() is None:
-        pytest.skip("this torch is built without MKL")
-    size, length, width, words = 8, 96, 128, 2000
-    embed, head = nn.Embedding(words, width), nn.Linear(width, words)
-
-    class Language(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.head = embed, head
-
-        def forward(self, input_ids, labels):
-            return SimpleNamespace(loss=over_next(self.head(self.embed(input_ids)), labels))
-
-    ids = torch.randint(words, (size, length))
-
-    def kept(call):
-        mkl.free_product_buffers()
-        before = mkl.product_buffer_bytes()
-        call()
-        return mkl.product_buffer_bytes() - before
-
-    alone = kept(lambda: head(embed(ids)))
-    assert alone > 0
-    assert kept(lambda: ab.model_loss(Language(), {"input_ids": ids, "labels": ids})) == alone

@@ -15,7 +15,6 @@ from anybatch.compute.precision import Numerics, check_available, precision_noti
 from anybatch.errors import InputError
 from anybatch.machine import Device, Machine
 from anybatch.plans import Precision
-from anybatch.processor import Processor
 
 
 def device(name: str) -> Device:
@@ -57,13 +56,13 @@ def test_a_cpu_has_neither():
 def test_half_precision_on_a_cpu_without_its_instructions_is_told(
     precision: Precision, told: str | None, monkeypatch: pytest.MonkeyPatch
 ):
-    def notices(processor: Processor) -> list[str]:
+    def notices(has_instructions: bool) -> list[str]:
         for module in (anybatch.machine, anybatch.compute.precision):
-            monkeypatch.setattr(module, "this_processor", lambda: processor)
+            monkeypatch.setattr(module, "cpu_computes_in", lambda dtype: has_instructions)
         return list(precision_notices(precision, Machine.here(device="cpu").device))
 
-    assert notices(Processor()) == []
-    without = notices(Processor(halves=frozenset()))
+    assert notices(True) == []
+    without = notices(False)
     assert without == [] if told is None else f"no instructions for {told}" in without[0]
 
 

@@ -31,7 +31,6 @@ def with_rivals(task, micro_batch, others, **changes):
         Rival(
             choice=plan.choice.model_copy(update={"micro_batch": size}),
             prediction=told(),
-            kernel_bytes=size,
         )
         for size in others
     )
@@ -91,7 +90,7 @@ def test_the_fastest_is_followed_and_nothing_of_the_trial_remains(monkeypatch, t
     plain, _, _ = run(monkeypatch, task, plan_for(task, 6), seconds)
     assert all(torch.equal(state[name], plain[name]) for name in plain)
     assert followed.prediction is not None
-    assert followed.prediction.peak_bytes == 1000 + 4 + 12  # kernels of the others are there
+    assert followed.prediction.peak_bytes == 1000
 
 
 def test_the_time_of_a_step_is_predicted_anew(monkeypatch, task):

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.estimate.allocator import PAGE, CudaCache, GlibcHeap
+from anybatch.estimate.allocator import CudaCache, LiveBytes
 from anybatch.estimate.trace import COPIED, Block, Timeline
 
-MAPPED_FROM = 128 << 10
 MIB = 1 << 20
-HEADER = 64 + 16  # torch's alignment, malloc's own words
 
 Life = tuple[int, int, int | None]
 
@@ -28,124 +25,26 @@ def timeline(*lives: Life, scratch: dict[int, int] | None = None) -> Timeline:
     return Timeline(blocks=blocks, scratch=scratch or {}, num_moments=last + 1)
 
 
-def heap(*lives: Life, trim: int = MAPPED_FROM, **more: dict[int, int]) -> int:
-    return GlibcHeap(MAPPED_FROM, trim).replay(timeline(*lives, **more)).peak_bytes
-
-
-def on_heap(size: int) -> int:
-    return -(-(size + HEADER) // 16) * 16
-
-
 def cuda(*lives: Life, **options: Any) -> int:
     return CudaCache(**options).replay(timeline(*lives)).peak_bytes
 
 
-# ------------------------------------------------------------------------------------------ glibc
+# ------------------------------------------------------------------------------------------- host
 
 
-@pytest.mark.parametrize("size", [1, 15, 16, 17, 100, 4096, MAPPED_FROM - 1])
-def test_a_small_block_is_rounded_to_sixteen_bytes(size: int):
-    assert heap((size, 0, 1)) == on_heap(size)
+def test_on_the_host_the_live_bytes_add_up():
+    # Argument and result are there at once while an operation runs, at moment 4.
+    taken = LiveBytes().replay(timeline((1000, 0, None), (5000, 2, 4), (2000, 4, 5), (700, 6, 7)))
+    assert taken.curve == (1000, 1000, 6000, 6000, 8000, 3000, 1700, 1700, 1000, 1000)
+    assert taken.moment == 4
+    assert taken.peak_bytes == taken.allocated_bytes == taken.requested_bytes == 8000
+    assert taken.overhead_bytes == 0
 
 
-@pytest.mark.parametrize("size", [MAPPED_FROM, MAPPED_FROM + 1, 1 << 20, (1 << 20) - HEADER])
-def test_a_large_block_is_mapped_in_whole_pages(size: int):
-    taken = heap((size, 0, 1))
-    assert taken % PAGE == 0
-    assert size + HEADER <= taken < size + HEADER + PAGE
-
-
-def test_an_empty_block_takes_nothing():
-    assert heap((0, 0, 1)) == 0
-
-
-def test_blocks_that_live_together_add_up_and_those_in_turn_do_not():
-    assert heap((1000, 0, 3), (2000, 1, 3)) == on_heap(1000) + on_heap(2000)
-    assert heap((1000, 0, 1), (1000, 2, 3), (1000, 4, 5)) == on_heap(1000)
-
-
-def test_the_block_that_is_born_while_another_dies_stands_beside_it():
-    # A block is alive while its last operation runs: argument and result are there at once.
-    assert heap((1000, 0, 2), (1000, 2, 3)) == 2 * on_heap(1000)
-
-
-def test_a_hole_is_used_again_by_a_block_that_fits():
-    lives = [(4000, 0, 1), (100, 0, None), (3000, 2, None)]
-    assert heap(*lives) == on_heap(4000) + on_heap(100)
-
-
-def test_a_hole_that_is_too_small_stays_a_hole():
-    lives = [(4000, 0, 1), (100, 0, None), (5000, 2, None)]
-    assert heap(*lives) == on_heap(4000) + on_heap(100) + on_heap(5000)
-
-
-def test_the_smallest_hole_that_fits_is_taken():
-    # Holes of 8000 and of 4000 bytes; 4000 goes into the small one, so 8000 still fits the other.
-    lives = [
-        (8000, 0, 1),
-        (100, 0, None),
-        (4000, 0, 1),
-        (100, 0, None),
-        (4000, 2, None),
-        (8000, 3, None),
-    ]
-    assert heap(*lives) == on_heap(8000) + on_heap(4000) + 2 * on_heap(100)
-
-
-def test_a_large_block_takes_a_hole_if_there_is_one_and_leaves_the_heap_as_long():
-    large = MAPPED_FROM + 1000
-    lives = [(100_000, 0, 1), (100_000, 0, 1), (100, 0, None), (large, 2, 3)]
-    assert heap(*lives) == 2 * on_heap(100_000) + on_heap(100)
-    without = [(100, 0, None), (large, 2, 3)]
-    assert heap(*without) == on_heap(100) + heap((large, 0, 1))
-
-
-def test_the_longest_that_the_heap_was_is_told():
-    taken = GlibcHeap(MAPPED_FROM, MAPPED_FROM).replay(
-        timeline((MAPPED_FROM, 0, 1), (5000, 2, 3), (2000, 2, None))
-    )
-    assert taken.heap_bytes == on_heap(5000) + on_heap(2000)
-
-
-def test_large_blocks_that_lie_in_the_heap_are_told():
-    large, longer = MAPPED_FROM + 1000, 2 * MAPPED_FROM
-    lives = [(100_000, 0, 1), (100_000, 0, 1), (100, 0, None), (large, 2, 3), (longer, 2, 3)]
-    taken = GlibcHeap(MAPPED_FROM, MAPPED_FROM).replay(timeline(*lives, (large, 4, 5)))
-    assert taken.large_in_heap_bytes == large  # one after the other, in the one hole
-    apart = GlibcHeap(MAPPED_FROM, MAPPED_FROM).replay(timeline((100, 0, None), (large, 2, 3)))
-    assert apart.large_in_heap_bytes == 0
-
-
-def test_neighbouring_holes_are_joined():
-    lives = [(4000, 0, 1), (4000, 0, 2), (100, 0, None), (8000, 3, None)]
-    assert heap(*lives) == 2 * on_heap(4000) + on_heap(100)
-
-
-def test_the_last_hole_grows_at_the_top():
-    # The block at the top dies (too small to be given back), and a larger one begins where it began.
-    lives = [(100, 0, None), (4000, 0, 1), (9000, 2, None)]
-    assert heap(*lives) == on_heap(100) + on_heap(9000)
-
-
-def test_the_top_is_given_back_beyond_the_threshold():
-    lives = [(60_000, 0, 1), (60_000, 0, 1), (60_000, 0, 1), (1 << 20, 3, 4)]
-    mapped = heap((1 << 20, 0, 1))
-    assert heap(*lives) == max(mapped, 3 * on_heap(60_000))
-    assert heap(*lives, trim=1 << 30) == mapped + 3 * on_heap(60_000)
-
-
-def test_scratch_counts_at_its_moment_only():
-    assert heap((1000, 0, 5), scratch={3: 500}) == on_heap(1000) + 500
+def test_on_the_host_scratch_counts_at_its_moment_only():
     lives = [(1000, 0, 5), (2000, 4, 5)]
-    assert heap(*lives, scratch={2: 500}) == on_heap(1000) + on_heap(2000)
-
-
-def test_the_peak_is_found_where_it_is_and_its_overhead_told():
-    taken = GlibcHeap(MAPPED_FROM, MAPPED_FROM).replay(
-        timeline((1000, 0, 9), (5000, 3, 4), (2000, 6, 7))
-    )
-    assert taken.moment == 3
-    assert taken.overhead_bytes == taken.peak_bytes - 6000
+    assert LiveBytes().replay(timeline(*lives, scratch={3: 500})).peak_bytes == 3000
+    assert LiveBytes().replay(timeline(*lives, scratch={3: 2500})).peak_bytes == 3500
 
 
 # ------------------------------------------------------------------------------------------- CUDA
@@ -238,16 +137,6 @@ def test_a_segment_that_is_taken_when_little_is_in_use_moves_no_moment():
     assert (after.moment, after.allocated_bytes) == (before.moment, before.allocated_bytes)
     assert before.moment == 2
     assert after.overhead_bytes == before.overhead_bytes + 2 * MIB == 2 * MIB
-
-
-def test_what_a_heap_has_allocated_is_told_without_its_holes():
-    taken = GlibcHeap(MAPPED_FROM, MAPPED_FROM).replay(
-        timeline((4000, 0, 1), (100, 0, None), (5000, 2, None), (MAPPED_FROM, 3, 3))
-    )
-    mapped = -(-(MAPPED_FROM + HEADER) // PAGE) * PAGE
-    assert taken.allocated_bytes == on_heap(100) + on_heap(5000) + mapped
-    assert taken.peak_bytes == taken.allocated_bytes + on_heap(4000)
-    assert taken.requested_bytes == 100 + 5000 + MAPPED_FROM
 
 
 def test_batches_come_from_the_memory_of_the_stream_that_copies_them():

@@ -15,7 +15,6 @@ import anybatch as ab
 from anybatch.estimate import Ledger, ledger, subject_of
 from anybatch.estimate.family import Family
 from anybatch.estimate.footprint import trace_step
-from anybatch.estimate.kernels import ShapeBytes
 from anybatch.estimate.sharding import Division, Parts
 from anybatch.estimate.workspaces import communicator_bytes
 from anybatch.machine import Device, Machine
@@ -178,8 +177,7 @@ def test_kinds_add_up_to_the_peak_and_the_curve_reaches_it():
     assert sum(found.by_kind.values()) == found.num_bytes
     assert max(moment.num_bytes for moment in found.curve) == found.num_bytes
     assert max(moment.used_bytes for moment in found.curve) == found.peak.used_bytes
-    beyond = found.by_kind["allocator's rounding and holes"]
-    assert found.peak.used_bytes == found.num_bytes - beyond
+    assert found.peak.used_bytes == found.num_bytes
     phases = list(dict.fromkeys(moment.phase for moment in found.curve))
     assert phases == ["input", "forward", "loss", "backward", "update"]
     assert {row.name: row.num_parameters for row in found.layers} == {
@@ -217,20 +215,6 @@ def test_traces_that_grow_in_a_straight_line_follow_by_arithmetic():
     for size in (8, 16, 64, 200, 1000):
         found = [block.num_bytes for block in family.at(size).timeline.blocks]
         assert found == [block.num_bytes for block in trace(size).timeline.blocks]
-    assert family.num_traces == 3
-
-
-def test_what_follows_by_arithmetic_has_the_kernels_of_the_size_that_needs_most():
-    _, trace = steps(lambda model, batch: model(batch).square().mean())
-
-    def with_kernels(size: int) -> Any:
-        # As in half precision on a CPU, where products of a single sample have no kernels of their own.
-        kernels = ShapeBytes(100, 200) if size > 1 else ShapeBytes(10, 20)
-        return replace(trace(size), shape_bytes=kernels)
-
-    family = Family(with_kernels)
-    assert [family.at(size).shape_bytes.forward for size in (1, 8, 64, 200)] == [10, 100, 100, 100]
-    assert family.at(200).shape_bytes == ShapeBytes(100, 200)
     assert family.num_traces == 3
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,14 +13,13 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.data.resize import resized
-from anybatch.estimate import footprint, kernels, subject_of
+from anybatch.estimate import subject_of
 from anybatch.estimate.recall import Recall, Recalling, fake_mode
 from anybatch.estimate.seconds_operations import operation_of
 from anybatch.estimate.stage import trace_step
 from anybatch.estimate.subject import Subject
 from anybatch.machine import Machine
 from anybatch.plans import Choice
-from anybatch.processor import Processor
 
 ABSENT = Machine.describe("24GiB").device
 TOKENS, WIDTH, EXPERTS, EACH = 16, 32, 4, 2
@@ -202,25 +200,6 @@ def test_a_plan_for_a_device_that_is_not_here_tells_what_was_taken_for_granted()
     plan = ab.plan(task_of(lambda: Routed(by_nonzero)), Machine.describe("24GiB"))
     assert plan.prediction is not None
     assert any("equally often" in notice for notice in plan.notices)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_experts_have_kernels_for_each_number_of_tokens_in_half_precision(
-    precision: Any, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(kernels, "this_processor", Processor)
-    subject = subject_of(task_of(lambda: Routed(by_nonzero)))
-    choice = Choice(micro_batch=8, evaluation_batch=1, precision=precision)
-    device = Machine.here("1GiB", device="cpu").device
-    once, often = (
-        footprint(
-            replace(subject, course=replace(subject.course, total_steps=steps)), choice, device
-        ).peak.by_kind["libraries"]
-        for steps in (2, 4)
-    )
-    # Of each expert and of the gate: forward, and the gradient of the weight. The input is data.
-    products = 2 * (EXPERTS + 1)
-    assert often - once == (2 * products * (590 << 10) if precision == "bf16" else 0)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])

@@ -13,7 +13,7 @@ import anybatch as ab
 from anybatch.estimate import ledger, subject_of, workspaces
 from anybatch.estimate.footprint import footprint
 from anybatch.estimate.peak import context_bytes_of
-from anybatch.estimate.workspaces import communicator_bytes, recorder_bytes, workspace_bytes
+from anybatch.estimate.workspaces import communicator_bytes, workspace_bytes
 from anybatch.machine import Machine
 from anybatch.planner.ranks import Layout, of_one_rank
 from anybatch.plans import Choice
@@ -115,6 +115,7 @@ def test_the_context_is_measured_where_the_device_is(monkeypatch: Any):
     assert context_bytes_of(live) == 503 * MIB
 
 
+<<<<<<< HEAD
 def test_collectives_are_recorded_until_the_recorder_is_full(monkeypatch: pytest.MonkeyPatch):
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -135,3 +136,19 @@ def test_what_ranks_on_a_cpu_record_is_predicted():
     several = of_one_rank(subject, Layout(parallel="replicate", shares=(1.0, 1.0)))
     told = footprint(several, choice, device).peak.by_kind["libraries"]
     assert told == alone + recorder_bytes(1)
+=======
+def test_ranks_in_one_process_have_room_for_a_bucket_from_another_device_instead():
+    subject = subject_of(_task(nn.Linear(64, 64), torch.zeros(64)))
+    choice = Choice(micro_batch=2, evaluation_batch=1)
+    shares = (1.0, 1.0)
+    processes, threads = (
+        footprint(
+            of_one_rank(subject, Layout(parallel=parallel, shares=shares)), choice, ABSENT
+        ).peak
+        for parallel in ("replicate", "in-process")
+    )
+    weights = 64 * 65 * 4
+    assert threads.by_kind["gradients"] - processes.by_kind["gradients"] == weights
+    assert processes.by_kind["libraries"] == communicator_bytes(ABSENT)
+    assert "libraries" not in threads.by_kind
+>>>>>>> estimate

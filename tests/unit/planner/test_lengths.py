@@ -117,10 +117,3 @@ def test_without_lengths_the_first_samples_are_planned_for():
     assert subject.identity.longest is None
     assert subject.whole == 100
     assert not subject.long
-
-
-def test_many_shapes_have_many_kernels():
-    subject = subject_of(task())
-    few, many = (subject.course.num_sizes(size, subject.whole) for size in (subject.whole, 1))
-    assert few >= 2  # global batches differ
-    assert many > few

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,9 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
-from anybatch.estimate.calibration import nominal
 from anybatch.machine import Machine
-from anybatch.planner import setting
 from anybatch.planner.precisions import precisions_of
 from anybatch.plans import Plan
 
@@ -71,17 +68,6 @@ def test_float32_where_half_of_it_is_much_faster_is_told_with_both_times():
     about = float(told.split("take about ")[1].split(" ms")[0]) / 1e3
     assert about == pytest.approx(seconds(half), rel=0.5)
     assert not any("would take about" in notice for notice in half.notices)
-
-
-def test_speeds_that_others_disturbed_are_told_and_compare_no_precisions(monkeypatch):
-    def disturbed(device):
-        return replace(nominal(device), measured=True, disturbed=True)
-
-    monkeypatch.setattr(setting, "speeds_of", disturbed)
-    plan = planned.__wrapped__("h100-80gb", "fp32")
-    assert not any("would take about" in notice for notice in plan.notices)
-    assert plan.prediction
-    assert plan.prediction.seconds_method.endswith("a rough guide")
 
 
 @pytest.mark.parametrize("device", ["t4", "v100-16gb"])

@@ -14,9 +14,9 @@ MIB, GIB = 1 << 20, 1 << 30
 @pytest.mark.parametrize(
     ("budget", "kind", "free"),
     [
-        (16 * MIB, "cpu", MIB / 4),
-        (100 * MIB, "cpu", MIB),
-        (24 * GIB, "cpu", 0.24 * GIB),
+        (16 * MIB, "cpu", 2 * MIB),
+        (100 * MIB, "cpu", 4 * MIB),
+        (24 * GIB, "cpu", 0.96 * GIB),
         (24 * GIB, "cuda", 0.6 * GIB),
     ],
 )
