@@ -1,4 +1,4 @@
-"""BatchNorm in a Step is the plain loop's as long as a batch runs in one piece, and told when it is cut."""
+"""BatchNorm in a Step is that of the plain loop while a batch runs in one piece; a cut is told."""
 
 from __future__ import annotations
 

@@ -62,11 +62,6 @@ class Subject:
         blocks, chains: names of what can be recomputed block by block, and as a tree.
         flat: gradients are kept in buckets, for several ranks.
         sums: what is held of gradients beside the buckets of a reproducible run, or None.
-<<<<<<< HEAD
-        course: what a run does beside full micro-batches.
-=======
-        staged: there is room for the largest of them from another device.
->>>>>>> estimate
         division: how the model is divided over ranks, or None.
         depends: sentences on what in the model depends on how a step is cut.
         long: the longest sample, and how lengths are spread, in words; empty: they are alike.

@@ -77,16 +77,9 @@ def make_evaluation_plan(
         # Planned for whole models only.
         chunked_head="" if layout.parallel == "shard" else before.choice.chunked_head,
     )
-<<<<<<< HEAD
-    learned = correction(device, identity)
-    found = _fitting(one, choice, device, learned, fixed=batch is not None)
+    found = _fitting(one, choice, device, fixed=batch is not None)
     enforced = is_enforced(subject, device, Wishes(), limited)
     told = [*notices, *budget_notices(subject, device, limited)]
-=======
-    found = _fitting(one, choice, device, fixed=batch is not None)
-    enforced = is_enforced(subject, device, layout, Wishes(), limited)
-    told = [*notices, *budget_notices(subject, device, layout, limited)]
->>>>>>> estimate
     if found.peak is None:
         told.append("The model cannot be traced, so nothing is predicted.")
     plan = Plan(

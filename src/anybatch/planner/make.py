@@ -394,14 +394,14 @@ def untraced_plan(
     layout = Layout()
     plan = Plan(
         task=subject.identity,
-        enforced=is_enforced(subject, device, layout, wishes, limited),
+        enforced=is_enforced(subject, device, wishes, limited),
         choice=Choice(
             micro_batch=micro_batch,
             evaluation_batch=micro_batch,
             precision=wishes.precision or "fp32",
             recompute=wishes.recompute or Recompute(),
         ),
-        notices=tuple(budget_notices(subject, device, layout, limited)),
+        notices=tuple(budget_notices(subject, device, limited)),
         **layout.fields(device),
     )
     return with_kernels(plan, subject, wishes.compile, wishes.shapes_vary)
