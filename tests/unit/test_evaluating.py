@@ -25,6 +25,7 @@ from torch import nn
 import anybatch as ab
 from anybatch.evaluating import held_still
 from anybatch.events import Event, OutOfMemory, Replanned
+from anybatch.planner.reserve import budget_for
 from anybatch.recipes import resolve
 from anybatch.report import read
 
@@ -293,7 +294,7 @@ def test_fewer_samples_at_once_where_so_many_do_not_fit(tmp_path: Path):
     ab.train(wide_task(), out=folder, progress=False)
     roomy = ab.evaluate(folder, wide_task())
     assert roomy.predicted_peak_bytes is not None
-    less = roomy.predicted_peak_bytes * 4 // 5
+    less = budget_for(roomy.predicted_peak_bytes * 4 // 5, "cpu")
     found = ab.evaluate(folder, wide_task(), memory=less)
     assert found.plan.choice.evaluation_batch < roomy.plan.choice.evaluation_batch
     assert found.measured_peak_bytes <= less

@@ -120,7 +120,7 @@ def test_everything_is_told_within_the_width(width: int):
 def test_every_account_is_told_with_what_it_counts():
     text = told(ledger())
     assert re.search(r"allocated +56.0 MiB +in tensors", text)
-    assert re.search(r"reserved +57.0 MiB +taken by malloc", text)
+    assert re.search(r"reserved +57.0 MiB +as allocated", text)
     assert re.search(r"total +58.0 MiB +resident", text)
 
 
