@@ -54,6 +54,7 @@ class Replica:
 
     Attributes:
         model: the user's module, with its own names and parameters.
+        loss_as_given: the user's loss.
         optimizer: the user's optimizer.
         updater: runs its step.
         loss_scale: the factor of fp16 loss scaling, or None where there is none.
@@ -76,7 +77,7 @@ class Replica:
         self.phase: str = "setup"
         self._joint = Joint(loss) if isinstance(loss, JointLoss) else None
         self._loss: LossFunction = self._joint or loss
-        self._loss_as_given = loss
+        self.loss_as_given: LossFunction = loss
         self._is_loss_known = self.is_joint  # whether what it returns was looked at
         self._outside = NormsOutside(model, loss)
         self._host = host or torch.device("cpu")
@@ -190,7 +191,7 @@ class Replica:
         model and its gradients are for the caller to put back."""
         model = self.model
         own = (*model.modules(), *model.parameters(), *model.buffers(), *self.parameters)
-        return untouched(self._loss_as_given, aside=True, but=own)
+        return untouched(self.loss_as_given, aside=True, but=own)
 
     @property
     def kernels(self) -> KernelChoices:
@@ -298,6 +299,7 @@ class Replica:
         # What is recomputed in backward has to find the head as forward found it.
         with (
             naming_lost_graphs(),
+            recompute.naming_blocks(),
             self._ghosts.cut(ghosts),
             chunked_loss.active(self._chunked),
             nullcontext() if self._joint is None else self._joint.asking(ask, num_samples),
@@ -311,7 +313,7 @@ class Replica:
                 returned = self._loss(self.model, batch)
                 if not self._is_loss_known and num_samples > 1:
                     self._is_loss_known = True
-                    warn_of_reduction(self._loss_as_given, returned, num_samples)
+                    warn_of_reduction(self.loss_as_given, returned, num_samples)
                 loss = read_loss(returned, lambda: num_samples)
                 del returned  # or backward would hold what the loss has beside its sum
             self.phase = "backward"
