@@ -77,10 +77,12 @@ _OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modul
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 """Sources of random numbers that have a state."""
 
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
 _MISSING: Any = object()
 
 
-def rewinding(generator: Any) -> Callable[[], None]:
+def rewinding(generator: Any) -> Callable[[], object]:
     """A function that brings one of `GENERATORS` to the state that it is in now."""
     if isinstance(generator, torch.Generator):
         return partial(generator.set_state, generator.get_state())
@@ -95,6 +97,17 @@ def rewinding(generator: Any) -> Callable[[], None]:
 def generators_in(*functions: object) -> list[Any]:
     """The generators that can be reached from `functions`."""
     return _Notes(functions, aside=False, but=(), copies=False).generators
+
+
+def code_of(model: nn.Module) -> list[object]:
+    """What passes of `model` run that is none of its own state: the classes of its modules, and the
+    hooks on them."""
+    found: dict[int, object] = {}
+    for module in model.modules():
+        hooks = (getattr(module, name, None) or {} for name in _HOOKS)
+        for one in (type(module), *(hook for each in hooks for hook in each.values())):
+            found[id(one)] = one
+    return list(found.values())
 
 
 @contextmanager
@@ -127,7 +140,7 @@ class _Notes:
         copies: bool = True,
     ) -> None:
         self.generators: list[Any] = []
-        self._back: list[Callable[[], None]] = []
+        self._back: list[Callable[[], object]] = []
         # The most frequent ones by themselves: many small objects wake the garbage collector.
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._leaves: list[tuple[Tensor, Tensor | None, bool]] = []

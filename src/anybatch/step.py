@@ -91,6 +91,7 @@ from anybatch.plans import (
     parse_precision,
 )
 from anybatch.rank.measuring import Measuring
+from anybatch.side_effects import code_of
 from anybatch.task import JointLoss, LossFunction, check_shapes, loss_fault, parameters_in
 
 
@@ -233,6 +234,7 @@ class Step:
         self._engine: Transactions | None = None
         self._group: Group = SingleDevice()
         self._num_steps = 0
+        self._written: dict[str, None] = {}  # buffers that traced passes wrote to
         self._own: Plan | None = None  # made by this rank's samples
         self._planned_for = 0  # samples of this rank
         self._largest = 0  # batch of this rank so far
@@ -351,7 +353,7 @@ class Step:
             self._plans = group.exchange(first)
             plan, total = _agreed_plan(group, self._plans)
             if group.size > 1 or plan.choice.micro_batch < self._planned_for:
-                warn_of_statistics(self._model, self._loss)
+                warn_of_statistics(self._model, self._loss, [*self._written])
             group.prepare(self._model)
             group.prepare(nn.ParameterList(_beside(self._model, self._optimizer)))
             self._set_up(plan, total, batch, undo)
@@ -523,7 +525,9 @@ class Step:
         wishes = replace(self._wishes, micro_batch=most and min(most, num_samples))
         subject = self._subject(batch, num_samples)
         with Borrowed():  # a loss that draws random numbers is traced too
-            return make_plan(subject, self._where, wishes, limited=self._limited)
+            plan = make_plan(subject, self._where, wishes, limited=self._limited)
+        self._written |= subject.written
+        return plan
 
     def _subject(self, batch: Any, num_samples: int) -> Subject:
         outline = self._outline
@@ -541,6 +545,7 @@ class Step:
             build_model=outline.build,
             make_optimizer=outline.optimizer_on,
             loss=self._loss,
+            users=tuple(code_of(self._model)),
             template=batch,
             num_valid=0,
             clip_norm=self._clip_norm,

@@ -8,14 +8,14 @@ weights. Nothing is refused for it, since a step that is not cut is right all th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.compute.ghost_norm import depends_on_cut
+from anybatch.compute.ghost_norm import depends_on_cut, depends_on_writes
 from anybatch.task import Loss, LossFunction
 
 _MEAN, _SUM = 1, 2  # what torch calls its reductions in the graph
@@ -146,9 +146,12 @@ def warn_of_hooks(model: nn.Module, function: LossFunction) -> None:
             return
 
 
-def warn_of_statistics(model: nn.Module, function: LossFunction) -> None:
-    """Warn of what in `model` advances once per pass, whatever samples that has; said of the loss."""
-    for sentence in depends_on_cut(model, drawn=False):
+def warn_of_statistics(
+    model: nn.Module, function: LossFunction, written: Sequence[str] = ()
+) -> None:
+    """Warn of what in `model` advances once per pass, whatever samples that has; said of the loss.
+    `written`: buffers that passes were seen to write to."""
+    for sentence in (*depends_on_cut(model, drawn=False), *depends_on_writes(written)):
         _warn(sentence, *_place_of(function))
 
 
