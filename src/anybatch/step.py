@@ -25,7 +25,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -50,6 +50,7 @@ from anybatch.compute.precision import check_available
 from anybatch.compute.several_optimizers import as_one
 from anybatch.data import (
     Bad,
+    BatchCopies,
     Place,
     batch_size,
     ghosts,
@@ -240,6 +241,7 @@ class Step:
         self._largest = 0  # batch of this rank so far
         self._is_outgrown = False  # the plan of some rank
         self._waiting = Waiting()
+        self._copies = BatchCopies()
 
     @at_work()
     def __call__(self, batch: Any) -> Outcome:
@@ -307,14 +309,14 @@ class Step:
         engine = self._engine
         assert engine is not None
         # Looks at the batch inside the step, where a rank that cannot use it does not leave the others.
-        source = _Pieces(batch, self._device, self._ghost, self._check_up_to_date)
+        source = self._pieces(batch)
         self._largest = max(self._largest, source.size)
         if self._is_outgrown or (self._group.size == 1 and self._largest > self._planned_for):
             self._plan_anew(engine, batch if source.size else None)
         else:
             engine.grow()
         engine.wish = Wish.PLAN if self._largest > self._planned_for else Wish.NOTHING
-        with ExitStack() as whole:
+        with ExitStack() as whole, source.untouched_by_errors():
             done = engine.run(self._num_steps, source, _nothing, whole)
             assert isinstance(done, Committed)  # steps are left out only where it was asked for
             self._num_steps += 1
@@ -405,7 +407,7 @@ class Step:
     def _measure(self, engine: Transactions, plan: Plan, batch: Any) -> None:
         """Follow, in place of `plan`, which no trace could predict, what passes over `batch` tell.
         Nothing of them remains."""
-        source = _Pieces(batch, self._device, self._ghost, self._check_up_to_date)
+        source = self._pieces(batch)
         index = self._num_steps
         run, used = engine.rehearsal.run, self._meter.used_bytes()
         with Borrowed(), self._meter.aside():
@@ -415,12 +417,16 @@ class Step:
                 lambda choice: run(index, source, choice, plan.choice, most=2),
                 used,
             ).plan()
+        self._copies.put_back()
         if found is not None:
             self._own = measured = as_measured(found, plan)
             self._plans = (measured,)
             engine.follow(
                 measured, step_number(index), "passes were measured, since none could be traced"
             )
+
+    def _pieces(self, batch: Any) -> _Pieces:
+        return _Pieces(batch, self._device, self._ghost, self._check_up_to_date, self._copies)
 
     def _normalising(self) -> list[bool]:
         """Which BatchNorm layers normalise over ghost batches now: those in training mode, since the
@@ -566,8 +572,15 @@ class _Pieces:
     """This rank's part of a global batch, collated, as the samples of one step."""
 
     def __init__(
-        self, batch: Any, device: torch.device, ghost: int | None, check: Callable[[], None]
+        self,
+        batch: Any,
+        device: torch.device,
+        ghost: int | None,
+        check: Callable[[], None],
+        copies: BatchCopies,
     ) -> None:
+        copies.forget()
+        self._copies = copies
         self._batch = batch
         self._device = device
         self._ghost = ghost
@@ -603,7 +616,10 @@ class _Pieces:
         return sum(map(len, self.ranges))
 
     def once_more(self) -> Iterator[MicroBatch]:
-        """See `engine.Source`. The batch is the script's, and stays."""
+        """See `engine.Source`. The batch is the script's, and stays; what passes wrote to it before is
+        put back."""
+        self._copies.put_back()
+        self._copies.forget()
         ghost, whole = self._ghost, self.own_samples
         for number, part in enumerate(self.ranges):
             piece = (
@@ -611,10 +627,23 @@ class _Pieces:
                 if len(part) == whole
                 else slice_batch(self._batch, part.start, part.stop)
             )
+            self._copies.keep(piece)
             piece = to_device(piece, self._device, non_blocking=True)
             cut = ghosts(len(part), ghost) if ghost else ()
             yield MicroBatch(piece, len(part), cut, last=number + 1 == len(self.ranges))
             del piece
+            self._copies.passed()
+
+    @contextmanager
+    def untouched_by_errors(self) -> Iterator[None]:
+        """Around the step: where an error ends it, the batch is as before."""
+        try:
+            yield
+        except BaseException:
+            self._copies.put_back()
+            raise
+        finally:
+            self._copies.forget()
 
     def describe(self, number: int) -> str:
         """See `engine.Source`."""

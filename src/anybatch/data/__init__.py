@@ -3,6 +3,8 @@
 May import errors, units and task, and torch; knows no model, no plan and no rank but as a number.
 """
 
+from anybatch.data.batch_copies import BatchCopies as BatchCopies
+from anybatch.data.batch_copies import copied as copied
 from anybatch.data.collation import Collate as Collate
 from anybatch.data.cut import divided_ghosts as divided_ghosts
 from anybatch.data.cut import ghosts as ghosts

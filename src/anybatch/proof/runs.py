@@ -16,7 +16,7 @@ from anybatch.compute.building import optimizer_for
 from anybatch.compute.float64 import InDoubles
 from anybatch.compute.held_still import calm
 from anybatch.compute.joint import Ask, Rows
-from anybatch.data import ghosts
+from anybatch.data import copied, ghosts
 from anybatch.plans import Choice, Recompute
 from anybatch.proof.sample import Sample
 from anybatch.side_effects import untouched
@@ -114,7 +114,8 @@ class Runs:
         """The loss of the first piece, and that of the same piece again from the same model."""
         model = copy.deepcopy(self.model).to(self.dtype)
         with self._pieces(self.pieces) as pieces, self._calm(model, calmed), torch.no_grad():
-            first, second = (number_of(self.task.loss(model, pieces[0])) for _ in range(2))
+            again = copied(pieces[0])  # a loss may write to its batch
+            first, second = (number_of(self.task.loss(model, one)) for one in (pieces[0], again))
         return first, second
 
     def deviation_when(self, calmed: Sequence[str], loss: LossFunction | None = None) -> float:
@@ -154,7 +155,7 @@ def _asks(
     rows = Rows(sum(sizes))
     for piece, size, cut in zip(pieces, sizes, cuts, strict=True):
         states.append(torch.get_rng_state())
-        rows.add(replica.encode(piece, size, cut), size)
+        rows.add(replica.encode(copied(piece), size, cut), size)
     comparison, start = replica.compare(rows.taken(), sum(sizes)), 0
     for state, size in zip(states, sizes, strict=True):
         share = comparison.share(start, start + size)

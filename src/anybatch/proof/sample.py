@@ -12,6 +12,7 @@ from anybatch.data import (
     Piece,
     Request,
     batch_size,
+    copied,
     evaluation_batches,
     is_map_style,
     map_leaves,
@@ -47,7 +48,7 @@ class Sample:
         return batch_size(self.batch)
 
     def cut(self, sizes: Sequence[int], dtype: torch.dtype) -> Iterator[object]:
-        """Pieces of these sizes, their floating-point numbers in `dtype`."""
+        """Pieces of these sizes, of their own, their floating-point numbers in `dtype`."""
 
         def cast(leaf: object) -> object:
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -56,7 +57,7 @@ class Sample:
 
         start = 0
         for size in sizes:
-            yield map_leaves(self._piece(start, start + size), cast)
+            yield map_leaves(copied(self._piece(start, start + size)), cast)
             start += size
 
     def largest_first(self, count: int) -> Sample:
