@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from anybatch.compute.outside_gradients import OutsideGradients
 from anybatch.compute.outside_norms import NormsOutside
 from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised_norm import Exchange
+from anybatch.data.microbatch import samples_left
 from anybatch.plans import Choice, KernelChoices
 from anybatch.side_effects import code_of, untouched
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
@@ -314,7 +316,7 @@ class Replica:
                 if not self._is_loss_known and num_samples > 1:
                     self._is_loss_known = True
                     warn_of_reduction(self.loss_as_given, returned, num_samples)
-                loss = read_loss(returned, lambda: num_samples)
+                loss = read_loss(returned, partial(samples_left, batch, num_samples))
                 del returned  # or backward would hold what the loss has beside its sum
             self.phase = "backward"
             total = widened(loss.sum)
@@ -338,7 +340,9 @@ class Replica:
             self._numerics.region(),
             chunked_loss.active(self._chunked),
         ):
-            return read_loss(loss(self.model, batch), lambda: num_samples, training=False)
+            returned = loss(self.model, batch)
+            left = partial(samples_left, batch, num_samples)
+            return read_loss(returned, left, training=False)
 
     def gradient_is_finite(self, loss: LossFunction, batch: Any) -> bool:
         """Whether that of one batch by itself is. The model is in evaluation mode already; the sums of

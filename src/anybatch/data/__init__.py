@@ -37,6 +37,7 @@ from anybatch.data.loader import num_samples_of as num_samples_of
 from anybatch.data.microbatch import batch_size as batch_size
 from anybatch.data.microbatch import map_leaves as map_leaves
 from anybatch.data.microbatch import parts_of as parts_of
+from anybatch.data.microbatch import samples_left as samples_left
 from anybatch.data.microbatch import slice_batch as slice_batch
 from anybatch.data.microbatch import split as split
 from anybatch.data.microbatch import to_device as to_device
