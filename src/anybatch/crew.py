@@ -7,6 +7,7 @@ on rank 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -84,6 +85,14 @@ class Crew:
             self._threads.run(self._close)
         finally:
             self._threads.close()
+
+    @contextmanager
+    def to_be_evaluated(self) -> Iterator[None]:
+        """See `Replica`."""
+        with ExitStack() as stack:
+            for rank in self._ranks.values():
+                stack.enter_context(rank.to_be_evaluated())
+            yield
 
     def save(self, at_once: bool = False) -> None:
         """See `Rank`."""

@@ -450,9 +450,10 @@ class _Job:
                         done = session.last_evaluation if session.evaluated_now else None
                         recorder(done or session.evaluate())
                 if out is not None:  # all ranks: each may hold a part of the weights
-                    save_weights(session.model, out / WEIGHTS_FILE)
-                    if has_adapters(session.model):
-                        save_adapters(session.model, out / ADAPTERS)
+                    with session.to_be_evaluated():
+                        save_weights(session.model, out / WEIGHTS_FILE)
+                        if has_adapters(session.model):
+                            save_adapters(session.model, out / ADAPTERS)
                 finished, reason = True, ""
             except AnybatchError as error:
                 reason = str(error)

@@ -14,8 +14,8 @@ that no micro-batch used has none, so that the optimizer passes it over as in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from anybatch.compute.loss import (
     widened,
 )
 from anybatch.compute.low_bit_optimizers import check_whole, rehearse
+from anybatch.compute.modes import with_modes
 from anybatch.compute.optimizer_update import Updater
 from anybatch.compute.outside_gradients import OutsideGradients
 from anybatch.compute.outside_norms import NormsOutside
@@ -100,6 +101,7 @@ class Replica:
             if any(isinstance(param, DTensor) for param in model.parameters()):
                 check_whole(self.optimizer)
             self._numerics.adopt(self.optimizer)
+            self.switch_optimizer(training=True)
             self.updater: Updater = Updater(self.optimizer)
             undo.callback(self.updater.close)
             self.updater.take(choice.update, choice.optimizer_states)
@@ -136,6 +138,24 @@ class Replica:
     def filled(self) -> None:
         """`weights` were written to from outside: the model computes with them from now on."""
         self._numerics.publish()
+
+    def switch_optimizer(self, training: bool) -> None:
+        """Between two steps: bring the optimizer, where it has modes (schedule-free ones), and with it
+        the weights, into training or evaluation mode."""
+        parts = with_modes(self.optimizer)
+        for part in parts:
+            part.train() if training else part.eval()
+        if parts:
+            self._numerics.publish()
+
+    @contextmanager
+    def to_be_evaluated(self) -> Iterator[None]:
+        """Between two steps: the weights are those of the optimizer's evaluation mode."""
+        self.switch_optimizer(training=False)
+        try:
+            yield
+        finally:
+            self.switch_optimizer(training=True)
 
     @property
     def is_outdated(self) -> bool:
