@@ -175,10 +175,7 @@ class Subject:
     def _alone(self) -> Iterator[None]:
         """Around a trace: hooks on the steps of all optimizers are not called, and what the user's code
         keeps between calls is as before."""
-        for_all: tuple[dict[int, Any], ...] = (
-            _global_optimizer_pre_hooks,
-            _global_optimizer_post_hooks,
-        )
+        for_all: Any = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
         before = [dict(hooks) for hooks in for_all]
         with untouched(self.loss, *self.users):
             for hooks in for_all:

@@ -418,7 +418,8 @@ class _Runs:
     def __call__(self, module: nn.Module, args: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         # Other checkpoints take what is saved in their second run by such hooks.
-        others = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+        others = top(True) is not None
         if not torch.is_grad_enabled() or (in_backward and others):
             return
         count = self._count[id(module)] = self._count.get(id(module), 0) + 1
