@@ -22,11 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from anybatch.compute import chunked_loss, kernel_choices, no_cache, recompute
-from anybatch.compute.averages import warn_of_hooks, warn_of_reduction
+from anybatch.compute.averages import warn_of_attached, warn_of_hooks, warn_of_reduction
 from anybatch.compute.buckets import Buckets, check_dense, norm_of
 from anybatch.compute.ghost_norm import GhostBatches
 from anybatch.compute.indices import naming_ids
@@ -336,6 +337,8 @@ class Replica:
                 if not self._is_loss_known and num_samples > 1:
                     self._is_loss_known = True
                     warn_of_reduction(self.loss_as_given, returned, num_samples)
+                    if not self._recompute.blocks and detect_fake_mode() is None:
+                        warn_of_attached(self.loss_as_given, returned)
                 loss = read_loss(returned, partial(samples_left, batch, num_samples))
                 del returned  # or backward would hold what the loss has beside its sum
             self.phase = "backward"
