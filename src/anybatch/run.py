@@ -61,6 +61,7 @@ from anybatch.report.sentences import counted, format_scores
 from anybatch.saving import DEFAULT_EVERY, Every, kept
 from anybatch.session import Session, joined
 from anybatch.state import (
+    check_can_be_written,
     has_adapters,
     is_pretrained,
     keep_pretrained,
@@ -432,6 +433,8 @@ class _Job:
                 recorder(event)
                 session.emit(event)
 
+            if out is not None:
+                check_can_be_written(session.model)
             # A checkpoint that cannot be gone on from ends the call before anything is written.
             resumes = keeping.resumes and session.keeps
             resumed = session.resumed() if resumes else None

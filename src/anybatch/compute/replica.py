@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -83,6 +84,7 @@ class Replica:
         self._loss: LossFunction = self._joint or loss
         self.loss_as_given: LossFunction = loss
         self._is_loss_known = self.is_joint  # whether what it returns was looked at
+        self._derives = False  # whether the loss needs gradients in evaluation
         self._outside = NormsOutside(model, loss)
         self._host = host or torch.device("cpu")
         warn_of_hooks(model, loss)  # before there are any of anybatch's own
@@ -356,16 +358,26 @@ class Replica:
 
     @torch.no_grad()
     def evaluate(self, loss: LossFunction, batch: Any, num_samples: int) -> Loss:
-        """The loss of one batch without gradient. The model is in evaluation mode already."""
+        """The loss of one batch without gradient, unless it is made of a gradient itself (forces that
+        are derived from an energy). The model is in evaluation mode already."""
         self.phase = "evaluation"
         with (
             naming_ids(self.model),
             self._numerics.region(),
             chunked_loss.active(self._chunked),
         ):
-            returned = loss(self.model, batch)
+            try:
+                with torch.set_grad_enabled(self._derives):
+                    returned = loss(self.model, batch)
+            except RuntimeError as error:
+                if self._derives or "does not require grad" not in str(error):
+                    raise
+                self._derives = True
+                with torch.enable_grad():
+                    returned = loss(self.model, batch)
             left = partial(samples_left, batch, num_samples)
-            return read_loss(returned, left, training=False)
+            found = read_loss(returned, left, training=False)
+        return replace(found, sum=found.sum.detach())
 
     def gradient_is_finite(self, loss: LossFunction, batch: Any) -> bool:
         """Whether that of one batch by itself is. The model is in evaluation mode already; the sums of
