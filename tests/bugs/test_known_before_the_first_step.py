@@ -1,7 +1,7 @@
 """What ended a run late, or in words of torch's, though it could be known or done.
 
 Symptoms (0.1): a loss with a gradient in it (forces from an energy) failed at the first evaluation,
-after a whole epoch; a complex128 model with `out` failed when its weights were written, after the last step;
+after a whole epoch; a complex128 model with `out` failed when its weights were written, in the end;
 `verify` of a complex model ended in a mismatch of dtypes.
 """
 

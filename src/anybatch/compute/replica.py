@@ -48,7 +48,7 @@ from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised_norm import Exchange
 from anybatch.data.microbatch import samples_left
 from anybatch.plans import Choice, KernelChoices
-from anybatch.side_effects import code_of, untouched
+from anybatch.side_effects import untouched
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
 
 
@@ -216,7 +216,7 @@ class Replica:
         model and its gradients are for the caller to put back."""
         model = self.model
         own = (*model.modules(), *model.parameters(), *model.buffers(), *self.parameters)
-        return untouched(self.loss_as_given, *code_of(model), aside=True, but=own)
+        return untouched(self.loss_as_given, aside=True, but=own)
 
     @property
     def kernels(self) -> KernelChoices:
