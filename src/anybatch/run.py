@@ -70,6 +70,7 @@ from anybatch.report.sentences import counted, format_scores
 from anybatch.saving import DEFAULT_EVERY, Every, kept
 from anybatch.session import Session, joined
 from anybatch.state import (
+    check_can_be_written,
     has_adapters,
     is_pretrained,
     keep_pretrained,
@@ -441,6 +442,8 @@ class _Job:
                 recorder(event)
                 session.emit(event)
 
+            if out is not None:
+                check_can_be_written(session.model)
             # A checkpoint that cannot be gone on from ends the call before anything is written.
             resumes = keeping.resumes and session.keeps
             resumed = session.resumed() if resumes else None
@@ -459,9 +462,10 @@ class _Job:
                         done = session.last_evaluation if session.evaluated_now else None
                         recorder(done or session.evaluate())
                 if out is not None:  # all ranks: each may hold a part of the weights
-                    save_weights(session.model, out / WEIGHTS_FILE)
-                    if has_adapters(session.model):
-                        save_adapters(session.model, out / ADAPTERS)
+                    with session.to_be_evaluated():
+                        save_weights(session.model, out / WEIGHTS_FILE)
+                        if has_adapters(session.model):
+                            save_adapters(session.model, out / ADAPTERS)
                 finished, reason = True, ""
             except AnybatchError as error:
                 reason = str(error)

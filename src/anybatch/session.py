@@ -12,7 +12,7 @@ by all of them together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -343,6 +343,11 @@ class Session:
     def ended(self, seconds: float, finished: bool, reason: str = "") -> RunEnded:
         """The event that closes a run; `train` emits it. If `finished`, all ranks must call it."""
         return self._rank.ended(seconds, finished, reason)
+
+    def to_be_evaluated(self) -> AbstractContextManager[None]:
+        """Around what evaluates or saves `model` by itself, between two steps: an optimizer that has
+        modes (a schedule-free one) is in evaluation mode, and with it the weights."""
+        return self._rank.to_be_evaluated()
 
     def emit(self, event: Event) -> None:
         """Give `event` to all sinks, on rank 0."""

@@ -74,7 +74,40 @@ _SHARED_HOMES = frozenset(
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
 """Hooks and flags of any module: told by its dict, and not looked into."""
 
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+"""Sources of random numbers that have a state."""
+
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
 _MISSING: Any = object()
+
+
+def rewinding(generator: Any) -> Callable[[], object]:
+    """A function that brings one of `GENERATORS` to the state that it is in now."""
+    if isinstance(generator, torch.Generator):
+        return partial(generator.set_state, generator.get_state())
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return partial(setattr, bits, "state", bits.state)
+    return partial(generator.set_state, generator.get_state())
+
+
+def generators_in(*functions: object) -> list[Any]:
+    """The generators that can be reached from `functions`."""
+    return _Notes(functions, aside=False, but=(), copies=False).generators
+
+
+def code_of(model: nn.Module) -> list[object]:
+    """What passes of `model` run that is none of its own state: the classes of its modules, and the
+    hooks on them."""
+    found: dict[int, object] = {}
+    for module in model.modules():
+        hooks = (getattr(module, name, None) or {} for name in _HOOKS)
+        for one in (type(module), *(hook for each in hooks for hook in each.values())):
+            found[id(one)] = one
+    return list(found.values())
 
 
 @contextmanager
@@ -99,8 +132,15 @@ def untouched(
 class _Notes:
     """What was found, as ways to put it back."""
 
-    def __init__(self, functions: Iterable[object], aside: bool, but: Iterable[object]) -> None:
-        self._back: list[Callable[[], None]] = []
+    def __init__(
+        self,
+        functions: Iterable[object],
+        aside: bool,
+        but: Iterable[object],
+        copies: bool = True,
+    ) -> None:
+        self.generators: list[Any] = []
+        self._back: list[Callable[[], object]] = []
         # The most frequent ones by themselves: many small objects wake the garbage collector.
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._leaves: list[tuple[Tensor, Tensor | None, bool]] = []
@@ -113,7 +153,8 @@ class _Notes:
             if type(one) not in _ATOMS and id(one) not in self._seen:
                 self._seen[id(one)] = one
                 self._look_at(one, type(one))
-        self._copy_values()
+        if copies:
+            self._copy_values()
         if aside:
             for one, _, _ in self._leaves:
                 one.grad = None
@@ -152,7 +193,10 @@ class _Notes:
             self._next.append(one.__wrapped__)
         elif issubclass(kind, type):
             self._class(one)
-        elif not self._generator(one, kind):
+        elif issubclass(kind, GENERATORS):
+            self.generators.append(one)
+            self._back.append(rewinding(one))
+        else:
             self._container(one, kind)
             self._attributes(one, kind)
 
@@ -233,21 +277,6 @@ class _Notes:
             self._back.append(partial(_reset_elements, one, before))
             if len(before) <= _MANY:
                 self._next += before
-
-    def _generator(self, one: Any, kind: type) -> bool:
-        """Whether it is a source of random numbers."""
-        if issubclass(kind, torch.Generator):
-            self._back.append(partial(one.set_state, one.get_state()))
-        elif issubclass(kind, random.Random):
-            self._back.append(partial(one.setstate, one.getstate()))
-        elif issubclass(kind, np.random.Generator):
-            bits = one.bit_generator
-            self._back.append(partial(setattr, bits, "state", bits.state))
-        elif issubclass(kind, np.random.RandomState):
-            self._back.append(partial(one.set_state, one.get_state()))
-        else:
-            return False
-        return True
 
     # -------------------------------------------------------------------------------------- tensors
 

@@ -26,7 +26,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -51,6 +51,7 @@ from anybatch.compute.precision import check_available
 from anybatch.compute.several_optimizers import as_one
 from anybatch.data import (
     Bad,
+    BatchCopies,
     Place,
     batch_size,
     ghosts,
@@ -94,6 +95,7 @@ from anybatch.plans import (
 )
 from anybatch.rank import REHEARSED_PASSES
 from anybatch.rank.rehearsing import Rehearsing
+from anybatch.side_effects import code_of
 from anybatch.task import JointLoss, LossFunction, check_shapes, loss_fault, parameters_in
 from anybatch.units import format_bytes, format_seconds
 
@@ -256,11 +258,13 @@ class Step:
         self._engine: Transactions | None = None
         self._group: Group = SingleDevice()
         self._num_steps = 0
+        self._written: dict[str, None] = {}  # buffers that traced passes wrote to
         self._own: Plan | None = None  # made by this rank's samples
         self._planned_for = 0  # samples of this rank
         self._largest = 0  # batch of this rank so far
         self._is_outgrown = False  # the plan of some rank
         self._waiting = Waiting()
+        self._copies = BatchCopies()
 
     @at_work()
     def __call__(self, batch: Any) -> Outcome:
@@ -340,7 +344,7 @@ class Step:
         else:
             engine.grow()
         engine.wish = Wish.PLAN if self._largest > self._planned_for else Wish.NOTHING
-        with ExitStack() as whole:
+        with ExitStack() as whole, source.untouched_by_errors():
             done = engine.run(self._num_steps, source, _nothing, whole)
             assert isinstance(done, Committed)  # steps are left out only where it was asked for
             self._num_steps += 1
@@ -385,7 +389,7 @@ class Step:
             if self._wishes.micro_batch is None:
                 self._confirm(engine, batch)
             if group.size > 1 or engine.plan.choice.micro_batch < self._planned_for:
-                warn_of_statistics(self._model, self._loss)
+                warn_of_statistics(self._model, self._loss, [*self._written])
             self._undo = undo.pop_all()
         if self._verbose and group.rank == 0:
             print(_described(engine.plan), file=sys.stderr)  # noqa: T201
@@ -537,8 +541,13 @@ class Step:
         source = self._pieces(batch, size if self._is_whole and size < self._planned_for else None)
         changes = {"micro_batch": size, "evaluation_batch": min(size, choice.evaluation_batch)}
         tried = choice.model_copy(update=changes)
-        with Borrowed(), self._meter.aside():
-            return engine.rehearsal.run(self._num_steps, source, tried, engine.plan.choice, most)
+        try:
+            with Borrowed(), self._meter.aside():
+                return engine.rehearsal.run(
+                    self._num_steps, source, tried, engine.plan.choice, most
+                )
+        finally:
+            self._copies.put_back()
 
     @property
     def _is_whole(self) -> bool:
@@ -548,7 +557,14 @@ class Step:
     def _pieces(self, batch: Any, ghost: int | None = None) -> _Pieces:
         """This rank's `batch`, cut into pieces; with ghost batches of `ghost` samples, or as always."""
         whole = self._is_whole and ghost is None
-        return _Pieces(batch, self._device, ghost or self._ghost, whole, self._check_up_to_date)
+        return _Pieces(
+            batch,
+            self._device,
+            ghost or self._ghost,
+            whole,
+            self._check_up_to_date,
+            self._copies,
+        )
 
     def _normalising(self) -> list[bool]:
         """Which BatchNorm layers normalise over ghost batches now: those in training mode, since the
@@ -704,7 +720,9 @@ class Step:
         wishes = replace(self._wishes, micro_batch=most and min(most, num_samples))
         subject = self._subject(batch, num_samples)
         with Borrowed():  # a loss that draws random numbers is traced too
-            return make_plan(subject, self._where, wishes, limited=self._limited)
+            plan = make_plan(subject, self._where, wishes, limited=self._limited)
+        self._written |= subject.written
+        return plan
 
     def _subject(self, batch: Any, num_samples: int) -> Subject:
         outline = self._outline
@@ -722,6 +740,7 @@ class Step:
             build_model=outline.build,
             make_optimizer=outline.optimizer_on,
             loss=self._loss,
+            users=tuple(code_of(self._model)),
             template=batch,
             num_valid=0,
             clip_norm=self._clip_norm,
@@ -764,7 +783,10 @@ class _Pieces:
         ghost: int | None,
         is_whole: bool,
         check: Callable[[], None],
+        copies: BatchCopies,
     ) -> None:
+        copies.forget()
+        self._copies = copies
         self._batch = batch
         self._device = device
         self._ghost = ghost
@@ -801,7 +823,10 @@ class _Pieces:
         return sum(map(len, self.ranges))
 
     def once_more(self) -> Iterator[MicroBatch]:
-        """See `engine.Source`. The batch is the script's, and stays."""
+        """See `engine.Source`. The batch is the script's, and stays; what passes wrote to it before is
+        put back."""
+        self._copies.put_back()
+        self._copies.forget()
         ghost, whole = self._ghost, self.own_samples
         for number, part in enumerate(self.ranges):
             piece = (
@@ -809,10 +834,23 @@ class _Pieces:
                 if len(part) == whole
                 else slice_batch(self._batch, part.start, part.stop)
             )
+            self._copies.keep(piece)
             piece = to_device(piece, self._device, non_blocking=True)
             cut = ghosts(len(part), ghost) if ghost else ()
             yield MicroBatch(piece, len(part), cut, last=number + 1 == len(self.ranges))
             del piece
+            self._copies.passed()
+
+    @contextmanager
+    def untouched_by_errors(self) -> Iterator[None]:
+        """Around the step: where an error ends it, the batch is as before."""
+        try:
+            yield
+        except BaseException:
+            self._copies.put_back()
+            raise
+        finally:
+            self._copies.forget()
 
     def describe(self, number: int) -> str:
         """See `engine.Source`."""

@@ -7,6 +7,7 @@ nothing that does not (micro-batch, precision of compute, recompute, devices: se
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -185,6 +186,8 @@ MetricFunction: TypeAlias = "Callable[[nn.Module, Any], Mapping[str, Sum]]"
 MetricsOfTask: TypeAlias = "MetricFunction | Metrics | Sequence[MetricFunction | Metrics]"
 Schedule: TypeAlias = "Callable[[Progress], float]"
 
+
+_MOST_WORKERS = 1024
 
 _WHOLE_NUMBERS = (
     "global_batch",
@@ -432,6 +435,12 @@ def _kind(value: object) -> str:
 
 
 def _faults(task: Task) -> Iterable[str]:
+    if isinstance(task.model, type) and (missing := _arguments_of(task.model)):
+        yield (
+            f"model is the class {task.model.__name__}, which cannot be called without {missing}; give"
+            " a torch.nn.Module or a function that builds one, such as"
+            f" lambda: {task.model.__name__}(...)"
+        )
     if not isinstance(task.model, nn.Module) and not callable(task.model):
         yield f"model is {_kind(task.model)}; give a torch.nn.Module or a function that builds one"
     if fault := loss_fault(task.loss):
@@ -463,15 +472,21 @@ def _faults(task: Task) -> Iterable[str]:
         if getattr(task, name) is not None:
             yield from _whole(task, name, least=1)
     yield from _whole(task, "num_workers", least=0)
-    if isinstance(task.seed, bool) or not isinstance(task.seed, int):
-        yield f"seed is {task.seed!r}; give a whole number"
+    if isinstance(task.num_workers, int) and task.num_workers > _MOST_WORKERS:
+        yield f"num_workers is {task.num_workers}; give at most {_MOST_WORKERS} processes"
+    seed = task.seed
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        yield f"seed is {seed!r}; give a whole number of at most 64 bits"
+    if not isinstance(task.name, str) or not task.name.strip():
+        yield f"name is {task.name!r}; give a text that is not empty"
 
     lengths = [n for n in ("epochs", "steps", "samples") if getattr(task, n) is not None]
     if len(lengths) != 1:
         given = f"{' and '.join(lengths)} are given" if lengths else "none of them is given"
         yield f"exactly one of epochs, steps and samples says how long to train, but {given}"
-    if task.clip_norm is not None and not (
-        isinstance(task.clip_norm, int | float) and task.clip_norm > 0
+    clip = task.clip_norm
+    if clip is not None and (
+        isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0
     ):
         yield f"clip_norm is {task.clip_norm!r}; give a number above zero or None"
     if task.last not in ("keep", "drop", "wrap"):
@@ -482,6 +497,16 @@ def _faults(task: Task) -> Iterable[str]:
 
     yield from _grain_faults(task)
     yield from _data_faults(task)
+
+
+def _arguments_of(kind: type) -> str:
+    """The arguments that `kind` has to be called with, in words; empty if there is none."""
+    try:
+        found = inspect.signature(kind).parameters.values()
+    except (TypeError, ValueError):
+        return ""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return ", ".join(p.name for p in found if p.default is p.empty and p.kind not in kinds)
 
 
 def _grain_faults(task: Task) -> Iterable[str]:
@@ -507,6 +532,9 @@ def _order_of(loader: DataLoader[Any]) -> str:
 def _data_faults(task: Task) -> Iterable[str]:
     for name, data in (("train", task.train), ("valid", task.valid)):
         if name == "valid" and data is None:
+            continue
+        if isinstance(data, str | bytes):
+            yield f"{name} is the text {data!r}; give a data set, such as one that reads that file"
             continue
         map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
         if isinstance(data, DataLoader) and data.batch_sampler is not None:

@@ -2,8 +2,11 @@
 
 import copy
 import dataclasses
+import itertools
+import random
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -410,3 +413,92 @@ def test_a_gradient_of_a_gradient_recomputes_twice(keep):
     again = of(Recompute(blocks=("0", "2"), keep=keep))
     for ours, plain in zip(again, of(Recompute()), strict=True):
         assert torch.equal(ours, plain)
+
+
+ONE_OF_A_LIST = [np.random.RandomState(3)]
+
+
+class Drawing(nn.Module):
+    """Multiplies by a number that it draws from `source`; leaves itself out where that is small."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.lin = nn.Linear(6, 6, **KIND)
+        self.source = source
+        self.own = torch.Generator().manual_seed(7)
+        self.count = 0
+
+    def draw(self):
+        match self.source:
+            case "python":
+                return random.random()
+            case "numpy":
+                return np.random.rand()  # noqa: NPY002
+            case "own":
+                return float(torch.rand((), generator=self.own))
+            case "made late":
+                self.late = getattr(self, "late", None) or np.random.default_rng(3)
+                return self.late.random()
+            case "global":
+                return ONE_OF_A_LIST[0].rand()
+        self.count += 1
+        return self.count % 5 / 5
+
+    def forward(self, x):
+        if not self.training:
+            return x
+        factor = self.draw()
+        return x + torch.tanh(self.lin(x * (0.5 + factor))) if factor > 0.3 else x
+
+
+@pytest.mark.parametrize("source", ["python", "numpy", "own", "made late", "global", "counted"])
+@pytest.mark.parametrize("recompute", [("0", "1", "2"), "nested"])
+def test_a_second_run_draws_and_counts_as_the_first(source, recompute):
+    def model():
+        return nn.Sequential(*(Drawing(source) for _ in range(3)), nn.Linear(6, 3, **KIND))
+
+    task = task_of(model, steps=6)
+    way = (
+        Recompute(blocks=(".",), nested=True)
+        if recompute == "nested"
+        else Recompute(blocks=recompute)
+    )
+    ONE_OF_A_LIST[0].seed(3)
+    kept = train(task, 4).model
+    ONE_OF_A_LIST[0].seed(3)
+    again = train(task, 4, recompute=way).model
+    assert deviation(again, kept) < 1e-12
+    assert deviation(again, task.build_model()) > 1e-3
+
+
+class Following(nn.Module):
+    """Follows an iterator, which nobody can wind back."""
+
+    def __init__(self, leaves_out):
+        super().__init__()
+        self.lin = nn.Linear(6, 6, **KIND)
+        self.turns = itertools.count()
+        self.leaves_out = leaves_out
+
+    def forward(self, x):
+        turn = next(self.turns) % 2
+        if self.leaves_out:
+            return x if turn else torch.tanh(self.lin(torch.tanh(self.lin(x))))
+        return torch.tanh(self.lin(x)) * (1.0 + turn)
+
+
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_a_second_run_that_computes_otherwise_is_named(leaves_out):
+    model = nn.Sequential(Following(leaves_out), nn.Linear(6, 3, **KIND))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(4, 6, **KIND)
+    way = Recompute(blocks=("0",))
+    with (
+        ab.Step(model, optimizer, squares, micro_batch=4, recompute=way) as step,
+        pytest.raises(InputError, match=r"the block '0'.*did not compute the same"),
+    ):
+        step(x)
+
+
+def squares(model, batch):
+    return model(batch).square().mean()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -12,6 +13,8 @@ from tests.equivalence.decoder import Decoder, next_word
 from tests.equivalence.reference import train, train_plainly
 from tests.equivalence.sharding import CPU, Sharded
 from tests.equivalence.worlds import World, task_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
@@ -292,3 +295,56 @@ def test_a_model_that_cannot_be_built_on_one_rank_stops_all(crew):
     assert isinstance(second, ZeroDivisionError)
     assert isinstance(first, PeerFailed)
     assert "rank 1 could not build its model: ZeroDivisionError" in str(first)
+
+
+class Checkpointed(nn.Module):
+    """A block that the script checkpoints by itself, run so many times."""
+
+    def __init__(self, times, reentrant):
+        super().__init__()
+        self.embed = nn.Linear(4, 8, dtype=torch.float64)
+        block = [nn.Linear(8, 8, dtype=torch.float64), nn.Tanh()]
+        self.blocks = nn.ModuleList([nn.Sequential(*block), nn.Sequential(*deepcopy(block))])
+        self.times, self.reentrant = times, reentrant
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            for _ in range(self.times):
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def _squares(model, batch):
+    return ab.Loss(model(batch[0]).square().sum(), len(batch[0]))
+
+
+def checkpointed_task(times, reentrant):
+    draw = torch.Generator().manual_seed(0)
+    return ab.Task(
+        model=partial(Checkpointed, times, reentrant),
+        loss=_squares,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        train=TensorDataset(torch.randn(12, 4, generator=draw, dtype=torch.float64)),
+        global_batch=12,
+        steps=2,
+    )
+
+
+def checkpointed_as_ranks(rank, size, times, reentrant):
+    try:
+        run = Sharded(checkpointed_task(times, reentrant), 3, (1.0,) * size, blocks=("blocks.*",))
+        return run.train().state
+    except ab.InputError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("times", "reentrant"), [(1, True), (2, False), (2, True)])
+def test_checkpoints_of_the_script_are_right_or_refused(crew, times, reentrant):
+    found = crew(2, checkpointed_as_ranks, times, reentrant)[0]
+    if times > 1 and reentrant:
+        assert "'blocks.1' runs several times in one pass" in found
+        return
+    wanted = train_plainly(checkpointed_task(times, reentrant)).model.state_dict()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value)

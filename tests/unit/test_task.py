@@ -39,6 +39,11 @@ def task_of(**changes):
     ("changes", "message"),
     [
         ({"model": 3}, "model is a value of type int"),
+        ({"model": nn.Linear}, "the class Linear, which cannot be called without in_features, out"),
+        ({"train": "data.csv"}, "train is the text 'data.csv'"),
+        ({"seed": 2**70}, "seed is 1180591620717411303424; give a whole number of at most 64 bits"),
+        ({"num_workers": 10**6}, "num_workers is 1000000; give at most 1024"),
+        ({"clip_norm": True}, "clip_norm is True; give a number above zero or None"),
         ({"loss": None}, "loss is a value of type NoneType; give a function"),
         ({"loss": torch.nn.functional.cross_entropy}, "loss is torch's cross_entropy, which takes"),
         ({"optimizer": "adam"}, "optimizer is a value of type str"),
@@ -87,6 +92,12 @@ def test_what_cannot_be_trained_is_named(changes, message):
         task_of(**changes)
     assert message in str(found.value)
     assert "the task 'mine' cannot be trained" in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["", " ", 5])
+def test_a_name_is_a_text(name):
+    with pytest.raises(InputError, match=f"name is {name!r}; give a text that is not empty"):
+        task_of(name=name)
 
 
 def test_all_faults_are_named_at_once():

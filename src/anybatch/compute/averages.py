@@ -8,14 +8,16 @@ weights. Nothing is refused for it, since a step that is not cut is right all th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
-from anybatch.compute.ghost_norm import depends_on_cut
+from anybatch.compute.ghost_norm import depends_on_cut, depends_on_writes
 from anybatch.task import Loss, LossFunction
 
 _MEAN, _SUM = 1, 2  # what torch calls its reductions in the graph
@@ -131,6 +133,48 @@ def _told(node: Any, plain: bool, num_samples: int) -> str | None:
     return None
 
 
+def warn_of_attached(function: LossFunction, returned: Any) -> None:
+    """Warn of an autograd function of the user's in the graph that has a gradient where the loss has
+    none: an auxiliary loss that is attached in backward, as some mixtures of experts do."""
+    if dist.is_available() and dist.is_initialized():
+        return  # such a function may meet other ranks
+    total = returned if isinstance(returned, Tensor) else _sum_of(returned)
+    nodes, seen = [getattr(total, "grad_fn", None)], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes.extend(before for before, _ in node.next_functions)
+        if isinstance(node, BackwardCFunction) and _attaches(node):
+            name = node._forward_cls.__qualname__  # pyright: ignore[reportAttributeAccessIssue]
+            warn_of(
+                function,
+                f"runs through {name!r}, whose backward gives a gradient even where that of the loss is"
+                " zero (an auxiliary loss that is attached, say). It is not scaled with the loss, which"
+                " is a sum that is divided by the weight in the end, so it comes out too small, and"
+                " depends on how the step is cut. Return that loss as a part of the whole:"
+                " anybatch.Loss(sum + auxiliary * weight, weight).",
+            )
+            return
+
+
+def _attaches(node: Any) -> bool:
+    """Whether the backward of a user's autograd function makes a gradient of zeros."""
+    if node._forward_cls.__module__.partition(".")[0] in ("torch", "anybatch"):
+        return False
+    try:
+        zeros = [
+            torch.zeros(one.shape, dtype=one.dtype, device=one.device)
+            for one in node._input_metadata
+        ]
+        found = node.apply(*zeros)
+    except Exception:  # it may be made for the engine alone
+        return False
+    given = found if isinstance(found, tuple) else (found,)
+    return any(isinstance(one, Tensor) and bool(one.isfinite().all() & one.any()) for one in given)
+
+
 def warn_of_hooks(model: nn.Module, function: LossFunction) -> None:
     """Warn if a parameter of `model` has hooks of the user's on its gradient; said of `function`, the
     loss. They run in every pass, where gradients are sums: a clamp of these is none of their mean."""
@@ -146,9 +190,12 @@ def warn_of_hooks(model: nn.Module, function: LossFunction) -> None:
             return
 
 
-def warn_of_statistics(model: nn.Module, function: LossFunction) -> None:
-    """Warn of what in `model` advances once per pass, whatever samples that has; said of the loss."""
-    for sentence in depends_on_cut(model, drawn=False):
+def warn_of_statistics(
+    model: nn.Module, function: LossFunction, written: Sequence[str] = ()
+) -> None:
+    """Warn of what in `model` advances once per pass, whatever samples that has; said of the loss.
+    `written`: buffers that passes were seen to write to."""
+    for sentence in (*depends_on_cut(model, drawn=False), *depends_on_writes(written)):
         _warn(sentence, *_place_of(function))
 
 

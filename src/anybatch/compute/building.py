@@ -37,6 +37,16 @@ def optimizer_for(task: Task, model: nn.Module) -> Any:
     return as_one(task.optimizer(task.parameters_of(model)))
 
 
+def unhooked(optimizer: Any) -> Any:
+    """An `optimizer` that is made for a trace, without the hooks that its user put on its step: they
+    would run on parameters without values."""
+    for part in parts_of(optimizer):
+        if isinstance(part, Optimizer):
+            part._optimizer_step_pre_hooks.clear()
+            part._optimizer_step_post_hooks.clear()
+    return optimizer
+
+
 def checked_optimizer(optimizer: object, model: nn.Module) -> Optimizer:
     """`optimizer`, if it is one on parameters of `model`. Raises `InputError` otherwise."""
     if not isinstance(optimizer, Optimizer):

@@ -70,6 +70,32 @@ def depends_on_cut(model: nn.Module, drawn: bool = True) -> tuple[str, ...]:
     )
 
 
+def counting_buffers(model: nn.Module) -> dict[str, tuple[Tensor | None, int]]:
+    """The buffers of `model` whose module is none that `depends_on_cut` or ghost batches know, by name,
+    with their versions."""
+    return {
+        f"{prefix}.{name}" if prefix else name: (buffer, 0 if buffer is None else buffer._version)
+        for prefix, module in model.named_modules()
+        if not isinstance(module, _BatchNorm) and _why_it_depends(module, trains=False) is None
+        for name, buffer in module._buffers.items()
+    }
+
+
+def written_since(model: nn.Module, before: dict[str, tuple[Tensor | None, int]]) -> list[str]:
+    """Names of the `counting_buffers` that passes have written to, or replaced, since."""
+    now = counting_buffers(model)
+    return [
+        name
+        for name, (buffer, version) in now.items()
+        if name in before and (before[name][0] is not buffer or before[name][1] != version)
+    ]
+
+
+def depends_on_writes(names: Sequence[str]) -> tuple[str, ...]:
+    """What to say of the buffers of those names, which passes write to."""
+    return (_WRITTEN.format(names=_some(names), s="s" if len(names) > 1 else ""),) if names else ()
+
+
 class GhostBatches:
     """The cut of the micro-batch at hand into ghost batches, shared by the norms of one model.
 
@@ -178,6 +204,12 @@ _SPECTRAL = (
 _FOREIGN = (
     "{names} keep{s} running statistics and is no BatchNorm of torch, so its result may depend on the"
     " micro-batch and the number of ranks: anybatch verify shows whether it does."
+)
+_WRITTEN = (
+    "Every pass writes to the buffer{s} {names}: what is kept there (a queue, a codebook, a running"
+    " mean) advances once per pass and rank, so the result depends on the micro-batch and the number of"
+    " ranks where the model computes with it. anybatch verify shows by how much; one pass per step on"
+    " one rank is what a plain loop does."
 )
 _RANDOM = (
     "The model draws random numbers (in {names}): another plan, or another number of ranks, draws"

@@ -220,6 +220,16 @@ def _asked(model: nn.Module, inputs: dict[str, Any], labels: Tensor, ignored: in
         return "samples"
     if model in _TOLD:
         return counting
+    if math.isclose(together, several + single, rel_tol=close):
+        warnings.warn(
+            f"model_loss: the loss of {type(model).__name__} is a sum over the samples, where a mean"
+            " over labels is expected (ctc_loss_reduction='sum' in its configuration, say), so it"
+            " depends on how the global batch is cut into micro-batches. Configure the mean, or give as"
+            " loss: lambda model, batch: anybatch.Loss(model(**batch).loss, len(batch['labels'])).",
+            UserWarning,
+            stacklevel=5,
+        )
+        return counting
     warnings.warn(
         f"model_loss: the loss of {type(model).__name__} on two samples together is {together:.6g}, and"
         f" {wanted:.6g} by the labels of each: it is no mean over labels (a loss that balances experts,"

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
+from torch.optim import Optimizer
+
+from anybatch.compute.several_optimizers import parts_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -24,6 +27,16 @@ def into_training(model: Model) -> Model:
 def trains(model: nn.Module, part: nn.Module) -> bool:
     """Whether `part` of `model` is in training mode after `into_training`."""
     return part.training or not model.training
+
+
+def with_modes(optimizer: Optimizer) -> list[Any]:
+    """Those of the optimizers that have modes of their own: schedule-free ones train other weights than
+    are to be evaluated."""
+    return [
+        part
+        for part in parts_of(optimizer)
+        if callable(getattr(part, "train", None)) and callable(getattr(part, "eval", None))
+    ]
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
@@ -52,6 +53,10 @@ _FUSED: dict[type[Optimizer], tuple[str, ...]] = {
 """Optimizers that have a fused kernel, and where."""
 
 
+_FUSED_WRONG_IN_HALF = (torch.optim.SGD,)
+"""Those of them whose kernel for CPUs leaves half-precision parameters as they are, but for the last
+few values of each (torch 2.11 to 2.13)."""
+
 _FUSED_DIVIDED = torch.optim.Adam, torch.optim.AdamW
 """Those of them whose kernel torch runs on parameters that are divided over ranks."""
 
@@ -73,6 +78,7 @@ def leanest_update(optimizer: Optimizer, model: nn.Module, kind: str) -> Update:
     if not can_part(optimizer) or any(_divided(group["params"]) for group in groups):
         return "as given"
     is_open = all(group["foreach"] is None and not group.get("fused") for group in groups)
+    is_open = is_open and not any(_trains_nothing(optimizer, group, kind) for group in groups)
     if is_open and all(_can_fuse(optimizer, group, kind) for group in groups) and _is_dense(model):
         return "fused"
     size = sum(param.nbytes for group in groups for param in group["params"])
@@ -112,6 +118,7 @@ class Updater:
         self._restore_options()
         if update == "fused":
             self._fuse()
+        self._check_trains()
         self._update = update
         self.keep_states(states_on)
 
@@ -238,6 +245,18 @@ class Updater:
             group["fused"], group["foreach"] = True, False
         self._place_steps()
 
+    def _check_trains(self) -> None:
+        """Raises `InputError` for a fused kernel, of the plan or the user, that would not train."""
+        for group in self.param_groups:
+            kind = group["params"][0].device.type if group["params"] else ""
+            is_real = not any(isinstance(param, FakeTensor) for param in group["params"])
+            if group.get("fused") and is_real and _trains_nothing(self._optimizer, group, kind):
+                raise InputError(
+                    f"the optimizer {type(self._optimizer).__name__} is to be fused for half-precision"
+                    " parameters on a CPU, where torch's kernel leaves most of their values as they"
+                    " are: leave fused out (in a plan, make update 'as given')."
+                )
+
     def _restore_options(self) -> None:
         for group, before in zip(self.param_groups, self._before, strict=False):
             group.update({name: before[name] for name in ("fused", "foreach")})
@@ -265,6 +284,12 @@ def _can_fuse(optimizer: Optimizer, group: dict[str, Any], kind: str) -> bool:
         and not group["differentiable"]
         and all(param.is_floating_point() for param in group["params"])
     )
+
+
+def _trains_nothing(optimizer: Optimizer, group: dict[str, Any], kind: str) -> bool:
+    """See `_FUSED_WRONG_IN_HALF`."""
+    is_half = any(param.dtype.itemsize == 2 for param in group["params"])
+    return kind == "cpu" and is_half and isinstance(optimizer, _FUSED_WRONG_IN_HALF)
 
 
 def _divided(parameters: Sequence[Tensor]) -> bool:

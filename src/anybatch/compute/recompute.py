@@ -6,7 +6,10 @@ modules: each chosen block gets a new `forward` on the instance, so names, param
 
 A module that counts (running statistics, a step counter, the vectors of a spectral norm) must not count
 twice when its block runs a second time, and must compute what it computed the first time. So the
-second run finds the buffers as the first one found them, and leaves them as it found them itself.
+second run finds the buffers as the first one found them, and leaves them as it found them itself. The
+same for plain attributes of modules, and for generators of random numbers: torch's own by its
+`checkpoint`, Python's, NumPy's, and others that the blocks use by what is here. What else makes the two
+runs differ is found, and is an error.
 
 Nested recompute is a tree over the layers of a sequence (Chen et al. 2016, "Training Deep Nets with
 Sublinear Memory Cost", section 4.3). For layers a b c d:
@@ -25,19 +28,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from anybatch.compute.blocks import match_blocks
 from anybatch.compute.host_memory import InHostMemory
+from anybatch.compute.module_state import ModuleState
 from anybatch.compute.patch import replace_forward
+from anybatch.data.generators import PythonAndNumpy
 from anybatch.errors import InputError, listed
 from anybatch.plans import Recompute
+from anybatch.side_effects import generators_in
 
 _HELD_NAMES = ("tensor", "is_output", "is_inplace_on_view")
 """Arguments of C++ that a checkpoint calls for each tensor it keeps. Each call interns their names; if
@@ -46,6 +53,10 @@ checkpoints, 7 MiB at a time."""
 
 _KEPT_BYTES = 64 << 10
 """Copies of buffers up to this size are kept for the second run in any case."""
+
+_COMPARED, _TOLERANCE = 64, 0.05
+"""Values of what a block returns by which its two runs are compared, once; and how far they may be
+apart, as a part of the largest: kernels that add in no fixed order round otherwise."""
 
 _aten = torch.ops.aten
 _MATMULS = {
@@ -59,6 +70,10 @@ _MATMULS = {
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
+
+
+class NotRepeated(InputError):
+    """A block did not compute in its second run what it computed in its first."""
 
 
 def install(model: nn.Module, recompute: Recompute) -> Callable[[], None]:
@@ -75,12 +90,16 @@ def install(model: nn.Module, recompute: Recompute) -> Callable[[], None]:
             " name a sequence of layers, or leave 'nested' out."
         )
     undos: list[Callable[[], None]] = []
-    for block in blocks.values():
+    generators = _Generators(blocks.values())
+    for name, block in blocks.items():
+        kept = _KeptState(name, generators)
         if recompute.nested and isinstance(block, nn.Sequential):
-            tree = _Tree(block)  # runs the layers, not the forward of their chain
+            tree = _Tree(block, kept)  # runs the layers, not the forward of their chain
             undos.append(replace_forward(block, lambda _, tree=tree: tree))
         else:
-            undos.append(replace_forward(block, partial(_Checkpointed, block, recompute.keep)))
+            undos.append(
+                replace_forward(block, partial(_Checkpointed, block, recompute.keep, kept))
+            )
 
     def undo() -> None:
         for one in undos:
@@ -98,37 +117,107 @@ def keeping(
     return InHostMemory(chain(model.parameters(), model.buffers()), host)
 
 
+@contextmanager
+def naming_blocks() -> Iterator[None]:
+    """Around a pass, forward and backward: torch reports that a second run saved other tensors, but not
+    of which block.
+
+    Raises `NotRepeated` in its place.
+    """
+    _latest.clear()
+    try:
+        yield
+    except CheckpointError as error:
+        if not _latest:  # a checkpoint of the model's own
+            raise
+        raise NotRepeated(_told(_latest[-1])) from error
+
+
+_latest: list[str] = []  # the block whose second run was the last
+
+
+def _told(name: str) -> str:
+    return (
+        f"the block {name!r}, which is computed again in backward (recompute), did not compute the same"
+        " as before: it draws random numbers from a source whose state cannot be put back (the"
+        " operating system, a generator that it makes anew), or follows something else that changes"
+        " from call to call. Train without recompute (recompute='none'), or draw from torch's"
+        " generators."
+    )
+
+
 class _Checkpointed:
     """The `forward` of a block that is recomputed whole."""
 
-    def __init__(self, block: nn.Module, keep: str, run: Callable[..., Any]) -> None:
+    def __init__(
+        self, block: nn.Module, keep: str, kept: _KeptState, run: Callable[..., Any]
+    ) -> None:
         self._block = block
         self._run = run
-        self._buffers = _CountingBuffers()
+        self._kept = kept
         self._keep = keep
+        self._is_compared = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
-        run = partial(self._run, **kwargs)
-        result = checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts)
+        run: Callable[..., Any] = partial(self._run, **kwargs)
+        if compares := not self._is_compared and detect_fake_mode() is None:
+            self._is_compared = True
+            run = _Compared(self._kept.name, run)
+        result = checkpoint(
+            run, *args, use_reentrant=False, context_fn=self._contexts, early_stop=not compares
+        )
         _drop_casts()
         return result
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        first, second = self._buffers.contexts([self._block])
+        first, second = self._kept.contexts([self._block])
         if self._keep != "matmuls":
             return first, second
         keeping = _KeepMatmuls()
         return _Both(first, keeping), _Both(second, _ReuseMatmuls(keeping.results))
 
 
+@final
+class _Compared:
+    """`run`, whose second result is compared with the first in a few values. Raises `NotRepeated` if
+    they differ."""
+
+    def __init__(self, name: str, run: Callable[..., Any]) -> None:
+        self._name = name
+        self._run = run
+        self._first: Tensor | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._run(*args, **kwargs)
+        found = _some_of(result)
+        if self._first is None:
+            self._first = found
+        elif found is not None and found.shape == self._first.shape:
+            apart, largest = (found - self._first).abs().max(), self._first.abs().max()
+            if apart > _TOLERANCE * largest:  # not where they are not finite
+                raise NotRepeated(_told(self._name))
+        return result
+
+
+@torch.no_grad()
+def _some_of(result: Any) -> Tensor | None:
+    """Some values of the first tensor in `result`."""
+    for leaf in tree_leaves(result):
+        if type(leaf) is Tensor and leaf.is_floating_point() and leaf.numel():
+            count = min(leaf.numel(), _COMPARED)
+            places = torch.linspace(0, leaf.numel() - 1, count).long().to(leaf.device)
+            return leaf[torch.unravel_index(places, leaf.shape)].double()
+    return None
+
+
 class _Tree:
     """The `forward` of an `nn.Sequential` that is recomputed as a tree of checkpoints."""
 
-    def __init__(self, chain: nn.Sequential) -> None:
+    def __init__(self, chain: nn.Sequential, kept: _KeptState) -> None:
         self._chain = chain
-        self._buffers = _CountingBuffers()
+        self._kept = kept
 
     def __call__(self, value: Any) -> Any:
         layers = list(self._chain)
@@ -147,7 +236,7 @@ class _Tree:
                 partial(self._tree, part),
                 value,
                 use_reentrant=False,
-                context_fn=partial(self._buffers.contexts, list(chain.from_iterable(part))),
+                context_fn=partial(self._kept.contexts, list(chain.from_iterable(part))),
             )
             _drop_casts()
         return value
@@ -186,30 +275,70 @@ def _works_in_place(layer: nn.Module) -> bool:
 Place = tuple[nn.Module, str]
 
 
-class _CountingBuffers:
-    """The buffers that forward changes, for both runs of a block.
+@final
+class _Generators:
+    """Generators that can be reached from some blocks, once a pass has asked for them."""
 
-    Which ones change may differ from run to run (observers that are enabled later, codebooks after
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        self._blocks = tuple(blocks)
+        self._found: list[Any] | None = None
+
+    def found(self) -> list[Any]:
+        """They. None in a trace, which draws no numbers that count."""
+        if self._found is None:
+            if detect_fake_mode() is not None:
+                return []
+            self._found = generators_in(*self._blocks)
+        return self._found
+
+
+class _KeptState:
+    """The buffers, attributes and generators that forward changes, for both runs of the block `name`.
+
+    Which buffers change may differ from run to run (observers that are enabled later, codebooks after
     their warm-up), so all are copied whenever a block runs. Copies of large ones (masks, rotary
     tables) are let go at the end of a first run that has not changed them.
     """
+
+    def __init__(self, name: str, generators: _Generators) -> None:
+        self.name = name
+        self._generators = generators
 
     def contexts(
         self, modules: Iterable[nn.Module]
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What surrounds the first run of `modules`, which begins now, and the second."""
-        found = _Snapshot(
-            (module, name)
-            for outer in modules
-            for module in outer.modules()
-            for name in module._buffers
-        )
-        return self._watching(found), _AsThen(found)
+        inner = [module for outer in modules for module in outer.modules()]
+        buffers = _Snapshot((module, name) for module in inner for name in module._buffers)
+        found = _Kept(buffers, ModuleState(inner, self._generators.found()), PythonAndNumpy())
+        return self._watching(found), _AsThen(self.name, found)
 
     @contextmanager
-    def _watching(self, found: _Snapshot) -> Iterator[None]:
+    def _watching(self, found: _Kept) -> Iterator[None]:
         yield
-        found.drop_unchanged()
+        for one in found.parts:
+            one.drop_unchanged()
+
+
+@final
+class _Kept:
+    """All of it at one moment."""
+
+    def __init__(
+        self, buffers: _Snapshot, attributes: ModuleState, numbers: PythonAndNumpy
+    ) -> None:
+        self._buffers = buffers
+        self._attributes = attributes
+        self.parts = buffers, attributes, numbers
+
+    def now(self) -> _Kept:
+        """The same, as it is now."""
+        return _Kept(_Snapshot(self._buffers.places), self._attributes.now(), PythonAndNumpy())
+
+    def put_back(self) -> None:
+        """Make it all as it was."""
+        for one in self.parts:
+            one.put_back()
 
 
 class _Snapshot:
@@ -260,15 +389,17 @@ def _is_expanded(buffer: Tensor) -> bool:
 
 
 class _AsThen(AbstractContextManager[None]):
-    """Buffers as at the moment of `found`; afterwards again as they are now. Any number of times: a
-    graph that is kept may run backward more than once."""
+    """State as at the moment of `found`; afterwards again as it is now. Any number of times: a graph
+    that is kept may run backward more than once."""
 
-    def __init__(self, found: _Snapshot) -> None:
+    def __init__(self, name: str, found: _Kept) -> None:
+        self._name = name
         self._found = found
-        self._now: list[_Snapshot] = []
+        self._now: list[_Kept] = []
 
     def __enter__(self) -> None:
-        self._now.append(_Snapshot(self._found.places))
+        _latest[:] = [self._name]
+        self._now.append(self._found.now())
         self._found.put_back()
 
     def __exit__(self, *error: object) -> None:

@@ -14,18 +14,21 @@ that no micro-batch used has none, so that the optimizer passes it over as in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from anybatch.compute import chunked_loss, kernel_choices, no_cache, recompute
-from anybatch.compute.averages import warn_of_hooks, warn_of_reduction
+from anybatch.compute.averages import warn_of_attached, warn_of_hooks, warn_of_reduction
 from anybatch.compute.buckets import Buckets, check_dense, norm_of
 from anybatch.compute.ghost_norm import GhostBatches
 from anybatch.compute.indices import naming_ids
@@ -37,11 +40,13 @@ from anybatch.compute.loss import (
     widened,
 )
 from anybatch.compute.low_bit_optimizers import check_whole, rehearse
+from anybatch.compute.modes import with_modes
 from anybatch.compute.optimizer_update import Updater
 from anybatch.compute.outside_gradients import OutsideGradients
 from anybatch.compute.outside_norms import NormsOutside
 from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised_norm import Exchange
+from anybatch.data.microbatch import samples_left
 from anybatch.plans import Choice, KernelChoices
 from anybatch.side_effects import untouched
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
@@ -54,6 +59,7 @@ class Replica:
 
     Attributes:
         model: the user's module, with its own names and parameters.
+        loss_as_given: the user's loss.
         optimizer: the user's optimizer.
         updater: runs its step.
         loss_scale: the factor of fp16 loss scaling, or None where there is none.
@@ -76,8 +82,9 @@ class Replica:
         self.phase: str = "setup"
         self._joint = Joint(loss) if isinstance(loss, JointLoss) else None
         self._loss: LossFunction = self._joint or loss
-        self._loss_as_given = loss
+        self.loss_as_given: LossFunction = loss
         self._is_loss_known = self.is_joint  # whether what it returns was looked at
+        self._derives = False  # whether the loss needs gradients in evaluation
         self._outside = NormsOutside(model, loss)
         self._host = host or torch.device("cpu")
         warn_of_hooks(model, loss)  # before there are any of anybatch's own
@@ -97,6 +104,7 @@ class Replica:
             if any(isinstance(param, DTensor) for param in model.parameters()):
                 check_whole(self.optimizer)
             self._numerics.adopt(self.optimizer)
+            self.switch_optimizer(training=True)
             self.updater: Updater = Updater(self.optimizer)
             undo.callback(self.updater.close)
             self.updater.take(choice.update, choice.optimizer_states)
@@ -133,6 +141,24 @@ class Replica:
     def filled(self) -> None:
         """`weights` were written to from outside: the model computes with them from now on."""
         self._numerics.publish()
+
+    def switch_optimizer(self, training: bool) -> None:
+        """Between two steps: bring the optimizer, where it has modes (schedule-free ones), and with it
+        the weights, into training or evaluation mode."""
+        parts = with_modes(self.optimizer)
+        for part in parts:
+            part.train() if training else part.eval()
+        if parts:
+            self._numerics.publish()
+
+    @contextmanager
+    def to_be_evaluated(self) -> Iterator[None]:
+        """Between two steps: the weights are those of the optimizer's evaluation mode."""
+        self.switch_optimizer(training=False)
+        try:
+            yield
+        finally:
+            self.switch_optimizer(training=True)
 
     @property
     def is_outdated(self) -> bool:
@@ -182,7 +208,7 @@ class Replica:
         model and its gradients are for the caller to put back."""
         model = self.model
         own = (*model.modules(), *model.parameters(), *model.buffers(), *self.parameters)
-        return untouched(self._loss_as_given, aside=True, but=own)
+        return untouched(self.loss_as_given, aside=True, but=own)
 
     @property
     def kernels(self) -> KernelChoices:
@@ -290,6 +316,7 @@ class Replica:
         # What is recomputed in backward has to find the head as forward found it.
         with (
             naming_lost_graphs(),
+            recompute.naming_blocks(),
             self._ghosts.cut(ghosts),
             chunked_loss.active(self._chunked),
             nullcontext() if self._joint is None else self._joint.asking(ask, num_samples),
@@ -303,8 +330,10 @@ class Replica:
                 returned = self._loss(self.model, batch)
                 if not self._is_loss_known and num_samples > 1:
                     self._is_loss_known = True
-                    warn_of_reduction(self._loss_as_given, returned, num_samples)
-                loss = read_loss(returned, lambda: num_samples)
+                    warn_of_reduction(self.loss_as_given, returned, num_samples)
+                    if not self._recompute.blocks and detect_fake_mode() is None:
+                        warn_of_attached(self.loss_as_given, returned)
+                loss = read_loss(returned, partial(samples_left, batch, num_samples))
                 del returned  # or backward would hold what the loss has beside its sum
             self.phase = "backward"
             total = widened(loss.sum)
@@ -321,14 +350,26 @@ class Replica:
 
     @torch.no_grad()
     def evaluate(self, loss: LossFunction, batch: Any, num_samples: int) -> Loss:
-        """The loss of one batch without gradient. The model is in evaluation mode already."""
+        """The loss of one batch without gradient, unless it is made of a gradient itself (forces that
+        are derived from an energy). The model is in evaluation mode already."""
         self.phase = "evaluation"
         with (
             naming_ids(self.model),
             self._numerics.region(),
             chunked_loss.active(self._chunked),
         ):
-            return read_loss(loss(self.model, batch), lambda: num_samples, training=False)
+            try:
+                with torch.set_grad_enabled(self._derives):
+                    returned = loss(self.model, batch)
+            except RuntimeError as error:
+                if self._derives or "does not require grad" not in str(error):
+                    raise
+                self._derives = True
+                with torch.enable_grad():
+                    returned = loss(self.model, batch)
+            left = partial(samples_left, batch, num_samples)
+            found = read_loss(returned, left, training=False)
+        return replace(found, sum=found.sum.detach())
 
     def gradient_is_finite(self, loss: LossFunction, batch: Any) -> bool:
         """Whether that of one batch by itself is. The model is in evaluation mode already; the sums of

@@ -3,6 +3,8 @@
 May import errors, units and task, and torch; knows no model, no plan and no rank but as a number.
 """
 
+from anybatch.data.batch_copies import BatchCopies as BatchCopies
+from anybatch.data.batch_copies import copied as copied
 from anybatch.data.collation import Collate as Collate
 from anybatch.data.cut import divided_ghosts as divided_ghosts
 from anybatch.data.cut import ghosts as ghosts
@@ -34,6 +36,7 @@ from anybatch.data.loader import num_samples_of as num_samples_of
 from anybatch.data.microbatch import batch_size as batch_size
 from anybatch.data.microbatch import map_leaves as map_leaves
 from anybatch.data.microbatch import parts_of as parts_of
+from anybatch.data.microbatch import samples_left as samples_left
 from anybatch.data.microbatch import slice_batch as slice_batch
 from anybatch.data.microbatch import split as split
 from anybatch.data.microbatch import to_device as to_device

@@ -42,6 +42,27 @@ def restore(state: tuple[Any, ...]) -> None:
 
 
 @final
+class PythonAndNumpy:
+    """The state of Python's and NumPy's, where torch sees to its own."""
+
+    def __init__(self) -> None:
+        self._python: tuple[Any, ...] | None = random.getstate()
+        self._print, self._numpy = _numpy_now()
+
+    def drop_unchanged(self) -> None:
+        """Let go of a state of Python's in which it still is: it takes 25 KiB."""
+        if self._python == random.getstate():
+            self._python = None
+
+    def put_back(self) -> None:
+        """Set both to what they were."""
+        if self._python is not None:
+            random.setstate(self._python)
+        if self._numpy.get("has_gauss") or _numpy_fingerprint() != self._print:
+            np.random.set_state(self._numpy)  # noqa: NPY002
+
+
+@final
 class Borrowed:
     """`with Borrowed() as generators:` leaves all generators as they were, also after an error."""
 

@@ -66,6 +66,15 @@ def batch_size(batch: Any) -> int:
     raise DataError(f"the parts of the batch disagree on its size: {listing}; {REMEDY}.")
 
 
+def samples_left(batch: Any, num_given: int) -> int:
+    """Samples in a batch that was made of so many: fewer where its collate function has left some out,
+    as far as the batch shows."""
+    try:
+        return min(batch_size(batch), num_given)
+    except DataError:
+        return num_given
+
+
 def slice_batch(batch: Any, start: int, stop: int) -> Any:
     """Samples `start` to `stop` of `batch`, as the same structure; tensors and arrays are views.
 

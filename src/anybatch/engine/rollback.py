@@ -1,20 +1,32 @@
-"""Module buffers as they were before a step: the one thing that staging writes to and outlives it.
+"""What forward writes and outlives a step, as it was before the step: buffers, attributes, generators.
 
 Forward writes BatchNorm's running statistics and whatever else a module keeps in buffers. They are
 copied before each step and put back when the step is redone. All of them, every time: some kernels
-write a buffer without changing its version, so there is no safe way to know which ones changed.
+write a buffer without changing its version, so there is no safe way to know which ones changed. The
+same for plain attributes of modules (a counter), and for generators of random numbers that the model or
+the loss has for itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from anybatch.compute.module_state import ModuleState
+from anybatch.side_effects import generators_in
+
 
 class SavedBuffers:
-    """The buffers of `model`, saved and put back."""
+    """The buffers of `model`, saved and put back, and what it and `loss` have besides."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, loss: object = None) -> None:
+        self._modules = list(model.modules())
+        self._users = model, loss
+        self._generators: Sequence[Any] | None = None
+        self._state: ModuleState | None = None
         # By `items`, since nothing else goes through the buffers of what torch.jit has compiled.
         self._places = [
             (module, name) for module in model.modules() for name, _ in module._buffers.items()
@@ -26,11 +38,15 @@ class SavedBuffers:
     def forget(self) -> None:
         """What was saved is of a step that is over: there is nothing to put back."""
         self._saved = []
+        self._state = None
 
     def save(self) -> None:
         """Remember what the buffers hold now."""
+        if self._generators is None:
+            self._generators = generators_in(*self._users)
         if self._places:
             self._save()
+        self._state = ModuleState(self._modules, self._generators)
 
     def held(self, module: nn.Module, name: str) -> Tensor | None:
         """What buffer `name` of `module` held at `save`. To be read only."""
@@ -58,8 +74,14 @@ class SavedBuffers:
             torch._foreach_copy_(copies, sources)
         self._saved = self._copies = now
 
-    @torch.no_grad()
     def put_back(self) -> None:
+        """Make everything as it was at `save`."""
+        self.put_back_buffers()
+        if self._state is not None:
+            self._state.put_back()
+
+    @torch.no_grad()
+    def put_back_buffers(self) -> None:
         """Make the buffers hold what they held at `save`, also where a module replaced one."""
         for (module, name), saved in zip(self._places, self._saved, strict=False):
             if saved is None:

@@ -124,7 +124,7 @@ class Transactions:
         self._clip_norm = clip_norm
         self._commit_bytes = commit_bytes
         self._skips = skips
-        self._buffers = SavedBuffers(replica.model)
+        self._buffers = SavedBuffers(replica.model, replica.loss_as_given)
         self._headroom = Headroom(device)
         self.crossing: Crossing = Crossing(group, limit, device)
         self._joint = JointPasses(
@@ -382,11 +382,11 @@ class Transactions:
                         staged.totals.add_part(norm, loss.weight, micro.part)
                     staged.numbers.append(number)
                 elif micro.batch is not None:  # run for the others' sake, before all that count
-                    self._buffers.put_back()
+                    self._buffers.put_back_buffers()
                 if micro.ends_part:
                     group.part_staged(micro.part, self._buffers.held)
                     if not micro.last:
-                        self._buffers.put_back()
+                        self._buffers.put_back_buffers()
                 del micro, ask  # so that they are gone while the next one is loaded
                 self.thread.look()
                 replica.phase = "loading"

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from anybatch.compute.ghost_norm import counting_buffers, written_since
 from anybatch.compute.joint import Ask, Comparison, rows_like
 from anybatch.compute.lm_loss import few_chunks
 from anybatch.compute.low_bit_optimizers import is_compiled, parts_of, uncompiled
@@ -149,7 +150,10 @@ class Stage:
         passes = self._begin()
         with self._open():
             self._replica.switch(choice)
+            before = counting_buffers(self.model)
             self._run(choice, count)
+            if not choice.recompute.blocks:
+                self._subject.written.update(dict.fromkeys(written_since(self.model, before)))
             self._replica.switch(self._plain)
             left = self._left_by(passes)
             if self._tail is None:

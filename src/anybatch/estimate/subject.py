@@ -7,7 +7,8 @@ batch of any size is made from the shape of a few real samples.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from anybatch.compute import DEFAULT_GHOST_BATCH, find_blocks, find_chains
-from anybatch.compute.building import optimizer_for
+from anybatch.compute.building import optimizer_for, unhooked
 from anybatch.compute.ghost_norm import cut_norms, depends_on_cut
 from anybatch.compute.kernel_choices import is_compiled
 from anybatch.compute.modes import into_training
@@ -40,7 +42,7 @@ from anybatch.estimate.template import template_of
 from anybatch.estimate.values import UNKNOWN
 from anybatch.machine import Device
 from anybatch.plans import TaskIdentity
-from anybatch.side_effects import untouched
+from anybatch.side_effects import code_of, untouched
 from anybatch.task import JointLoss, LossFunction, Task, parameters_in
 
 T = TypeVar("T")
@@ -56,6 +58,7 @@ class Subject:
             trace.
         make_optimizer: fake model to optimizer.
         loss: the task's loss.
+        users: what else of the user's code runs in traces, besides the model's own state.
         template: a small batch as `collate` makes it.
         num_valid: samples to evaluate; 0: none; None: a stream.
         clip_norm: see `Task`.
@@ -68,6 +71,7 @@ class Subject:
         samples: what they take beside their batches.
         compared: samples of all ranks, whose encodings a joint loss compares in a step; 0: the loss is
             a sum over samples.
+        written: names of buffers, except those of BatchNorm, that traced passes wrote to.
         compiled: the user has compiled the model, or a part of it.
         uneven: samples that were looked at, of which the largest stand for all, where samples differ in
             size and no lengths are given; else 0.
@@ -91,12 +95,14 @@ class Subject:
     flat: bool = False
     sums: Sums | None = None
     division: Division | None = None
+    users: tuple[object, ...] = ()
     long: str = ""
     samples: Samples = field(default_factory=Samples)
     compared: int = 0
     compiled: bool = False
     uneven: int = 0
     depends: tuple[str, ...] = ()
+    written: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
     families: dict[Hashable, Family] = field(default_factory=dict, compare=False, repr=False)
     stages: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
     heads: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -149,15 +155,30 @@ class Subject:
         """What `trace` returns; where shapes depend on numbers that it does not know, it is made again,
         and they are followed from then on. Whatever the loss keeps between calls is as before."""
         try:
-            with untouched(self.loss):
+            with self._alone():
                 return trace()
         except UNKNOWN:
             if self.recall.values is not None:
                 raise
         self.recall.follow()
         self.stages.clear()
-        with untouched(self.loss):
+        with self._alone():
             return trace()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Around a trace: hooks on the steps of all optimizers are not called, and what the user's code
+        keeps between calls is as before."""
+        for_all: Any = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+        before = [dict(hooks) for hooks in for_all]
+        with untouched(self.loss, *self.users):
+            for hooks in for_all:
+                hooks.clear()
+            try:
+                yield
+            finally:
+                for hooks, own in zip(for_all, before, strict=True):
+                    hooks.update(own)
 
     def batch(self, num_samples: int, device: torch.device) -> Any:
         """A batch of so many samples on fake tensors; called inside a trace. Where samples differ in
@@ -207,8 +228,9 @@ def subject_of(task: Task) -> Subject:
     return Subject(
         identity=identity,
         build_model=lambda: into_training(build()),
-        make_optimizer=partial(optimizer_for, task),
+        make_optimizer=lambda model: unhooked(optimizer_for(task, model)),
         loss=task.loss,
+        users=(task.optimizer, task.parameters, *code_of(model)),
         template=template,
         num_valid=_num_valid(task),
         clip_norm=task.clip_norm,

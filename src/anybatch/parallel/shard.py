@@ -269,6 +269,7 @@ class Shard(DistributedGroup):
         self._root = model
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         names = {id(p): n for n, p in model.named_parameters()}
+        runs = _Runs({id(m): n or "." for n, m in model.named_modules()})
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         for module in self._modules:
             # Sums, not means: the engine divides by the weight of the global batch.
@@ -279,9 +280,11 @@ class Shard(DistributedGroup):
                 # Gathering ahead hides no time here, and would take memory for one block more.
                 module.set_modules_to_backward_prefetch([module])
             assert isinstance(module, nn.Module)
+            module.register_forward_pre_hook(runs)
             module.register_forward_pre_hook(_Notes(module, names, self._gathered, self._used))
             module.register_forward_hook(_own_memory, prepend=True)
         model.register_forward_pre_hook(self._begins_to_run, prepend=True)
+        model.register_forward_pre_hook(runs.begin, prepend=True)
         add_zeros_for_unused(model)
 
     def _begins_to_run(self, *_: object) -> None:
@@ -374,6 +377,40 @@ class _Notes:
 
     def _note(self, name: str, _param: Tensor) -> None:
         self._used.add(name)
+
+
+@final
+class _Runs:
+    """Counts the runs of each module with a gradient, and refuses what FSDP cannot add up: a module
+    that runs several times in a pass, and again in backward by the script's own reentrant checkpoint.
+    FSDP takes the nested backward of such a checkpoint for the end of the whole.
+
+    Raises `InputError` when it is called for such a run.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self._names = names
+        self._count: dict[int, int] = {}
+
+    def begin(self, *_: object) -> None:
+        """A pass begins, unless the root itself is run again in backward."""
+        if torch._C._current_graph_task_id() == -1:
+            self._count.clear()
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        # Other checkpoints take what is saved in their second run by such hooks.
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+        others = top(True) is not None
+        if not torch.is_grad_enabled() or (in_backward and others):
+            return
+        count = self._count[id(module)] = self._count.get(id(module), 0) + 1
+        if in_backward and count > 1:
+            raise InputError(
+                f"parallel is 'shard', and {self._names[id(module)]!r} runs several times in one pass,"
+                " within torch.utils.checkpoint(..., use_reentrant=True), which gives wrong gradients"
+                " there: make use_reentrant False, or parallel 'replicate'."
+            )
 
 
 def _own_memory(_module: nn.Module, _args: Any, output: Any) -> Any:

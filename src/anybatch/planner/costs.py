@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from anybatch.compute.recompute import NotRepeated
 from anybatch.errors import AnybatchError
 from anybatch.estimate import Footprint, Peak, Subject, evaluation_peak, footprint
 from anybatch.estimate.head import Head
@@ -104,7 +105,8 @@ class Costs:
             try:
                 found = self._divided(footprint(self.subject, choice, self.setting.device))
             except Exception as error:  # whatever the user's code raises
-                if isinstance(error, AnybatchError) and self.head is None:
+                told = isinstance(error, AnybatchError) and not isinstance(error, NotRepeated)
+                if told and self.head is None:
                     raise
                 raise Untraceable(choice, error) from error
             self._traced[choice] = found

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from anybatch.compute.ghost_norm import depends_on_writes
+from anybatch.estimate import Subject
 from anybatch.estimate.seconds import StepSeconds
 from anybatch.planner.comparison import SAME_TIME, frontier, impossible, rejected
 from anybatch.planner.costs import Costs, Untraceable
@@ -76,6 +78,11 @@ class Found:
         return self.option.seconds
 
 
+def _told_writes(subject: Subject) -> tuple[str, ...]:
+    """Of buffers that passes write to. In a reproducible run the cut is a part of the task."""
+    return () if subject.identity.grain is not None else depends_on_writes([*subject.written])
+
+
 def search(every: Sequence[Costs], wishes: Wishes) -> Found:
     """The fastest choice that is predicted to fit the budget of the device, of all that `every` one of
     the costs knows of. They are given with the one to take among equals first.
@@ -116,7 +123,7 @@ def search(every: Sequence[Costs], wishes: Wishes) -> Found:
         rejected=tuple(passed),
         frontier=points,
         fits=best.fits,
-        assumptions=tuple(best.costs.subject.assumptions),
+        assumptions=(*best.costs.subject.assumptions, *_told_writes(best.costs.subject)),
         otherwise=min((one.step for one in others), key=lambda step: step.total, default=None),
     )
 

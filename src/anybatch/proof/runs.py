@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from anybatch.compute.building import optimizer_for
 from anybatch.compute.float64 import InDoubles
 from anybatch.compute.held_still import calm
 from anybatch.compute.joint import Ask, Rows
-from anybatch.data import ghosts
+from anybatch.data import copied, ghosts
 from anybatch.plans import Choice, Recompute
-from anybatch.proof.sample import Sample
+from anybatch.proof.sample import Sample, in_precision
 from anybatch.side_effects import untouched
 from anybatch.task import Loss, LossFunction, Task, parameters_in
 
@@ -61,7 +62,7 @@ class Runs:
     ) -> list[Tensor]:
         """The gradient of the mean loss over the sample, cut into `sizes`, with what `choice` does to
         the model; see `calm` for `calmed` and `still`."""
-        task, model = self.task, copy.deepcopy(self.model).to(self.dtype)
+        task, model = self.task, self._own_model()
         replica = Replica(
             model,
             lambda: optimizer_for(task, model),
@@ -94,7 +95,7 @@ class Runs:
 
     def returned(self, sizes: Sequence[int], calmed: Sequence[str]) -> list[Any]:
         """What the loss function returns for pieces in a row, with random draws held still."""
-        model = copy.deepcopy(self.model).to(self.dtype)
+        model = self._own_model()
         with self._pieces(sizes) as pieces, self._calm(model, calmed), torch.no_grad():
             return [self.task.loss(model, piece) for piece in pieces]
 
@@ -112,10 +113,15 @@ class Runs:
 
     def twice(self, calmed: Sequence[str]) -> tuple[float, float]:
         """The loss of the first piece, and that of the same piece again from the same model."""
-        model = copy.deepcopy(self.model).to(self.dtype)
+        model = self._own_model()
         with self._pieces(self.pieces) as pieces, self._calm(model, calmed), torch.no_grad():
-            first, second = (number_of(self.task.loss(model, pieces[0])) for _ in range(2))
+            again = copied(pieces[0])  # a loss may write to its batch
+            first, second = (number_of(self.task.loss(model, one)) for one in (pieces[0], again))
         return first, second
+
+    def _own_model(self) -> nn.Module:
+        """A copy of the model in `dtype`; what is complex, in the complex one of that precision."""
+        return copy.deepcopy(self.model)._apply(partial(in_precision, dtype=self.dtype))
 
     def deviation_when(self, calmed: Sequence[str], loss: LossFunction | None = None) -> float:
         """The deviation with random draws held still, and with some modules in evaluation mode or
@@ -154,7 +160,7 @@ def _asks(
     rows = Rows(sum(sizes))
     for piece, size, cut in zip(pieces, sizes, cuts, strict=True):
         states.append(torch.get_rng_state())
-        rows.add(replica.encode(piece, size, cut), size)
+        rows.add(replica.encode(copied(piece), size, cut), size)
     comparison, start = replica.compare(rows.taken(), sum(sizes)), 0
     for state, size in zip(states, sizes, strict=True):
         share = comparison.share(start, start + size)
@@ -173,7 +179,7 @@ def number_of(returned: Any) -> float:
 def deviation(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     """2-norm of the difference, relative to the 2-norm of `other`."""
     difference = sum(
-        float((a - b).double().square().sum()) for a, b in zip(one, other, strict=True)
+        float((a - b).abs().double().square().sum()) for a, b in zip(one, other, strict=True)
     )
-    size = sum(float(b.double().square().sum()) for b in other)
+    size = sum(float(b.abs().double().square().sum()) for b in other)
     return (difference / size) ** 0.5 if size else float(difference > 0)

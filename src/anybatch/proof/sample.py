@@ -12,6 +12,7 @@ from anybatch.data import (
     Piece,
     Request,
     batch_size,
+    copied,
     evaluation_batches,
     is_map_style,
     map_leaves,
@@ -47,16 +48,14 @@ class Sample:
         return batch_size(self.batch)
 
     def cut(self, sizes: Sequence[int], dtype: torch.dtype) -> Iterator[object]:
-        """Pieces of these sizes, their floating-point numbers in `dtype`."""
+        """Pieces of these sizes, of their own, their floating-point numbers in `dtype`."""
 
         def cast(leaf: object) -> object:
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                return leaf.to(dtype)
-            return leaf
+            return in_precision(leaf, dtype) if isinstance(leaf, Tensor) else leaf
 
         start = 0
         for size in sizes:
-            yield map_leaves(self._piece(start, start + size), cast)
+            yield map_leaves(copied(self._piece(start, start + size)), cast)
             start += size
 
     def largest_first(self, count: int) -> Sample:
@@ -84,6 +83,14 @@ class Sample:
         if self.fetch is None or stop - start == self.size:
             return slice_batch(self.batch, start, stop)
         return self.fetch([Piece(0, self.order[start:stop])])
+
+
+def in_precision(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor` in `dtype` if it has floating-point numbers; if complex ones, in the complex dtype of
+    that precision."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def sample_of(task: Task, wanted: int) -> Sample:

@@ -21,6 +21,7 @@ import torch
 
 from anybatch.data import (
     Bad,
+    BatchCopies,
     Extent,
     Loader,
     Place,
@@ -185,6 +186,7 @@ class GlobalStep:
         self._pulse = pulse
         self._given = Passes((), None)
         self._kept: deque[Any] = deque()  # batches on the host
+        self._copies = BatchCopies()
         self._gaps: Sequence[int] = ()
         self._tried = False
 
@@ -197,6 +199,7 @@ class GlobalStep:
         """See `Source`."""
         passes = self._passes(choice, self.kept)
         self._kept.clear()
+        self._copies.forget()
         # What was fetched for an attempt that did not come this far may be cut by another choice.
         if self._tried or self._data.ranges != passes.fetched:
             self._data = self._loader.redo(
@@ -213,7 +216,10 @@ class GlobalStep:
         return self._given.num_samples
 
     def once_more(self) -> Iterator[MicroBatch]:
-        """See `Source`. Samples are fetched once, and wait in the host's memory."""
+        """See `Source`. Samples are fetched once, and wait in the host's memory, as they were before a
+        pass wrote to them."""
+        self._copies.put_back()
+        self._copies.forget()
         yield from self._run(self._given, on_device(self._let_go(), self._device))
 
     def _run(self, passes: Passes, batches: Iterator[Any]) -> Iterator[MicroBatch]:
@@ -224,7 +230,12 @@ class GlobalStep:
     def _keeping(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self._kept.append(batch)
+            if self._device.type != "cpu":  # passes have copies
+                yield batch
+                continue
+            self._copies.keep(batch)
             yield batch
+            self._copies.passed()
 
     def _let_go(self) -> Iterator[Any]:
         while self._kept:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -183,7 +183,12 @@ class Rank:
     def close(self) -> None:
         """Leave the model and the process as they were found, but for the training; each part of them,
         whatever is raised while another is left."""
-        self._undo.close()
+        with self._undo:
+            self._replica.switch_optimizer(training=False)
+
+    def to_be_evaluated(self) -> AbstractContextManager[None]:
+        """See `Replica`."""
+        return self._replica.to_be_evaluated()
 
     @property
     def plan(self) -> Plan:
@@ -302,7 +307,8 @@ class Rank:
         if self._archive is not None:
             facts = {"plan": self.plan.model_dump(mode="json"), "versions": versions()}
             last = self.last_evaluation if self.evaluated_now else None
-            self._archive.save(facts, last.loss if last else None, at_once)
+            with self.to_be_evaluated():  # as it is evaluated and exported
+                self._archive.save(facts, last.loss if last else None, at_once)
 
     @_at_work("saving")
     def saved(self, wait: bool = False) -> None:
@@ -356,7 +362,7 @@ class Rank:
             )
         self._engine.settle()
         begun = time.perf_counter()
-        with self._failing_together():
+        with self._failing_together(), self.to_be_evaluated():
             found, self._engine.plan = self._evaluation.means(
                 self._engine.plan,
                 self._position.step,
@@ -387,7 +393,7 @@ class Rank:
             output,
         )
         while True:
-            with at_work():
+            with at_work(), self.to_be_evaluated():
                 found = next(outputs, None)
             if found is None:
                 return
@@ -397,13 +403,14 @@ class Rank:
     @_at_work("prediction")
     def predict_all(self, data: Any, output: Callable[[nn.Module, Any], Any]) -> Any:
         """See `Session.predict_all`."""
-        result, self._engine.plan = self._evaluation.gathered(
-            self._engine.plan,
-            self._position.step,
-            partial(self._batches.of, data),
-            output,
-            interleaved=not is_map_style(data),
-        )
+        with self.to_be_evaluated():
+            result, self._engine.plan = self._evaluation.gathered(
+                self._engine.plan,
+                self._position.step,
+                partial(self._batches.of, data),
+                output,
+                interleaved=not is_map_style(data),
+            )
         return result
 
     def started(self) -> RunStarted:

@@ -16,6 +16,7 @@ from anybatch.state.pretrained import keep_pretrained as keep_pretrained
 from anybatch.state.training import Facts as Facts
 from anybatch.state.training import TrainingState as TrainingState
 from anybatch.state.weights import TORCH_SUFFIXES as TORCH_SUFFIXES
+from anybatch.state.weights import check_can_be_written as check_can_be_written
 from anybatch.state.weights import load_state as load_state
 from anybatch.state.weights import load_weights as load_weights
 from anybatch.state.weights import save_weights as save_weights

@@ -237,6 +237,7 @@ class TrainingState:
         for options, group in zip(facts.groups, self._replica.optimizer.param_groups, strict=False):
             for name, value in options.items():
                 _set_option(group, name, value)
+        self._replica.switch_optimizer(training=True)
         if len(facts.shares) == self._group.size:
             self._group.shares = tuple(facts.shares)
         self._group.restored()

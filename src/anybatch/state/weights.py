@@ -55,6 +55,18 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     return target
 
 
+def check_can_be_written(model: nn.Module) -> None:
+    """Raises `InputError` if the weights of `model` have a dtype that safetensors has no name for:
+    before they are trained."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dtype in (torch.complex128, torch.complex32):
+            raise InputError(
+                f"{name!r} of the model is of {str(tensor.dtype).removeprefix('torch.')}, which a file"
+                " of safetensors cannot hold, so its weights could not be written: train without out,"
+                " or make it complex64."
+            )
+
+
 def write_whole(model: nn.Module, write: Callable[[dict[str, Any]], None]) -> None:
     """Have rank 0 `write` the state of the plain model. Of a sharded model all ranks must call it, and
     none returns before that is done; what it raises as `InputError` all of them raise."""

@@ -137,6 +137,14 @@ def test_a_loss_that_is_no_mean_over_labels_is_told(rows):
         ab.model_loss(Own(balanced), batch(rows))
 
 
+def test_a_loss_that_is_a_sum_is_told_with_a_remedy():
+    def summed(logits, labels):
+        return over_all(logits, labels) * (labels != -100).sum()
+
+    with pytest.warns(UserWarning, match=r"loss of Own is a sum .* anybatch\.Loss\(model"):
+        ab.model_loss(Own(summed), batch())
+
+
 def test_the_first_batch_may_be_one_sample():
     for mean, weight in ((over_all, 3), (over_next, 2), (over_samples, 1)):
         with warnings.catch_warnings():

@@ -1,0 +1,71 @@
+"""Module state: what modules keep besides parameters and buffers, as at one moment.
+
+A forward pass may advance a generator of random numbers, or a counter that is a plain attribute. A pass
+that is run again for the same samples (recompute, a step that is done again) has to find them as the
+first one did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from anybatch.side_effects import GENERATORS, rewinding
+
+_MOST_BYTES = 64 << 10
+"""Of a tensor that is an attribute."""
+
+_MISSING: Any = object()
+
+
+@final
+class ModuleState:
+    """Attributes of `modules`, and the generators among them and `others`.
+
+    Tensors of the graph of a pass (a hidden state, an auxiliary loss) are left out, since holding them
+    would keep that graph; and large ones, which may be activations.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], others: Iterable[Any] = ()) -> None:
+        self._held = [(module, _states(module)) for module in modules]
+        own = [one for _, states in self._held for one in states.values()]
+        found = {id(one): one for one in (*others, *own) if isinstance(one, GENERATORS)}
+        self._generators = list(found.values())
+        self._back = [rewinding(one) for one in self._generators]
+
+    def drop_unchanged(self) -> None:
+        """Let go of the attributes of modules in which they have not changed."""
+        self._held = [(module, then) for module, then in self._held if _differs(module, then)]
+
+    def now(self) -> ModuleState:
+        """The same, as it is now."""
+        return ModuleState([module for module, _ in self._held], self._generators)
+
+    def put_back(self) -> None:
+        """Make all of it as it was."""
+        for module, then in self._held:
+            attributes = vars(module)
+            for name in _states(module).keys() - then.keys():
+                del attributes[name]
+            for name, value in then.items():
+                if attributes.get(name, _MISSING) is not value:
+                    attributes[name] = value
+        for back in self._back:
+            back()
+
+
+def _states(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if _is_state(value)}
+
+
+def _is_state(value: object) -> bool:
+    if not isinstance(value, Tensor):
+        return True
+    return value.grad_fn is None and value.numel() * value.itemsize <= _MOST_BYTES
+
+
+def _differs(module: nn.Module, then: dict[str, Any]) -> bool:
+    now = _states(module)
+    return now.keys() != then.keys() or any(now[name] is not then[name] for name in now)
