@@ -116,12 +116,12 @@ def task_of(valid, metrics=largest, **more):
     )
 
 
-def evaluate(rank, size, kind, counts, batch, metrics, workers=0, parallel="replicate"):
+def evaluate(rank, size, kind, counts, batch, metrics, workers=0):
     """The evaluations of data sets of `counts` samples, and the events."""
     found, events = [], []
     for count in counts:
         task = task_of(SETS[kind](count), metrics, num_workers=workers)
-        plan = plan_for(task, 4, evaluation_batch=batch, **over(size, parallel))
+        plan = plan_for(task, 4, evaluation_batch=batch, **over(size))
         with ab.Session(task, plan, [events.append]) as session:
             list(session.steps())
             one = session.evaluate()
@@ -129,11 +129,8 @@ def evaluate(rank, size, kind, counts, batch, metrics, workers=0, parallel="repl
     return found, [e for e in events if isinstance(e, Evaluated)]
 
 
-def over(size, parallel="replicate"):
-    if size == 1:
-        return {}
-    devices = ("cpu",) * size if parallel == "in-process" else ()
-    return {"parallel": parallel, "shares": (1.0,) * size, "devices": devices}
+def over(size):
+    return {"parallel": "replicate", "shares": (1.0,) * size} if size > 1 else {}
 
 
 def same(ranks, alone):
@@ -373,13 +370,13 @@ def test_an_error_on_one_rank_stops_all_and_is_named(crew, where, kind, words):
 # ---------------------------------------------------------------------------------------- prediction
 
 
-def predict(rank, size, kind, counts, output, most, parallel="replicate"):
+def predict(rank, size, kind, counts, output, most):
     found = []
     task = task_of(samples(3))
-    plan = plan_for(task, 4, evaluation_batch=16, **over(size, parallel))
+    plan = plan_for(task, 4, evaluation_batch=16, **over(size))
     with ab.Session(task, plan) as session:
         list(session.steps())
-        crowded = rank == size - 1 or parallel == "in-process"
+        crowded = rank == size - 1
         session.model.head.register_forward_pre_hook(
             lambda _m, i: no_memory() if crowded and len(i[0]) > most else None
         )
