@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -407,7 +406,7 @@ def are_several() -> bool:
 def _on_one_cpu(device: Device, ranks: int, divided: bool) -> list[Device]:
     """`ranks` times the CPU; what is free is divided among them."""
     budget = device.budget_bytes // ranks if divided else device.budget_bytes
-    return [replace(device, budget_bytes=budget)] * ranks
+    return [device.divided(ranks, budget)] * ranks
 
 
 def _own_device(memory: str | int | None) -> Device:

@@ -8,6 +8,7 @@ from anybatch.estimate import Subject
 from anybatch.machine import Device, can_enforce
 from anybatch.planner.ranks import Layout
 from anybatch.planner.setting import Wishes
+from anybatch.units import format_bytes
 
 
 def is_enforced(
@@ -44,8 +45,16 @@ def budget_notices(
                 " the budget is only planned with, and bytes and seconds are predicted for the model"
                 " as it is without the compiler."
             )
+    free, limit = device.free_bytes, device.limit or "what other processes leave of the machine"
+    if limited and free is not None and device.budget_bytes > free:
+        yield (
+            f"The budget of {format_bytes(device.budget_bytes)} a rank is more than the"
+            f" {format_bytes(free)} that are free now ({limit}): where that is used up, the kernel"
+            " refuses memory or ends the process. Give less with --memory."
+        )
     if not limited and device.kind == "cpu":
+        held = f" What is free is bounded by {device.limit}." if device.limit else ""
         yield (
             "No budget was given, so nothing is enforced and the heap keeps what is freed: the measured"
-            " peak may be up to 1.6 times the predicted one. With --memory it is not."
+            f" peak may be up to 1.6 times the predicted one. With --memory it is not.{held}"
         )
