@@ -54,7 +54,8 @@ class RunStarted(Event):
     """Training begins. `plan` is the plan as plain data; `total_steps` is None for a stream. `command`
     is the line of a shell by which it was started, on the machine `host`; empty where not known.
     `source` is what the task was loaded by, a recipe's name or `FILE.py:function`, with these
-    `settings`; empty for a task that was made in Python."""
+    `settings`, and `source_sha256` the checksum of the file; empty for a task that was made in
+    Python."""
 
     kind: ClassVar[str] = "run_started"
     task: str
@@ -68,6 +69,7 @@ class RunStarted(Event):
     host: str = ""
     source: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
+    source_sha256: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

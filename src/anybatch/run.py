@@ -479,6 +479,7 @@ class _Job:
             host=socket.gethostname(),
             source=origin.name if origin else "",
             settings=origin.settings if origin else {},
+            source_sha256=origin.sha256 if origin else "",
         )
 
 
