@@ -34,7 +34,7 @@ from anybatch.events import (
 )
 from anybatch.locks import kept_by_one
 from anybatch.plans import Plan
-from anybatch.report.log import EventLog, iterate
+from anybatch.report.log import EventLog, set_damaged_aside, sound_events
 
 PLAN_FILE, EVENTS_FILE = "plan.json", "events.jsonl"
 WEIGHTS_FILE, REPORT_FILE = "model.safetensors", "report.html"
@@ -111,7 +111,7 @@ def last_plan(folder: Path) -> Plan | None:
     read."""
     plan: Mapping[str, Any] | None = None
     with contextlib.suppress(InputError):
-        for event in iterate(folder / EVENTS_FILE):
+        for event in sound_events(folder / EVENTS_FILE):
             if isinstance(event, RunStarted | Replanned | CompileDecided):
                 plan = event.plan
             elif isinstance(event, Tried) and plan is not None:
@@ -122,16 +122,15 @@ def last_plan(folder: Path) -> Plan | None:
 
 def unfinished_step(folder: Path) -> int | None:
     """The last step of the run in `folder`, if it has a checkpoint and is not finished; else None."""
-    try:
-        if not any((folder / CHECKPOINTS).glob("step-*")):
-            return None
-        last: Event | None = None
-        steps = 0
-        for event in iterate(folder / EVENTS_FILE):
+    saved = [one.name.removeprefix("step-") for one in (folder / CHECKPOINTS).glob("step-*")]
+    if not saved:
+        return None
+    last: Event | None = None
+    steps = max(int(number) if number.isdecimal() else 0 for number in saved)
+    with contextlib.suppress(InputError):  # the log is gone, and the checkpoints are there
+        for event in sound_events(folder / EVENTS_FILE):
             last = last if isinstance(event, Said) else event
             steps = event.step if isinstance(event, StepDone) else steps
-    except (InputError, OSError):
-        return None
     return None if isinstance(last, RunEnded) and last.finished else steps
 
 
@@ -180,6 +179,8 @@ def run_folder(folder: Path, resume: bool = False, again: bool = False) -> Itera
                 f"{folder} holds a run that is not finished, with checkpoints (step {step}): resume it"
                 " with --resume, give another folder, or remove this one."
             )
+        if resume and (told := set_damaged_aside(folder / EVENTS_FILE)):
+            warnings.warn(told, stacklevel=2)
         yield folder
 
 
