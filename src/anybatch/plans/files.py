@@ -29,6 +29,8 @@ def check_version(text: str, version: int, source: str) -> None:
             f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno};"
             " mend it there, or plan the task anew."
         ) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, say
+        raise InputError(f"{source} cannot be read: {error}; plan the task anew.") from None
     if not isinstance(data, dict):
         raise InputError(
             f"{source} holds {type(data).__name__} where a plan (an object) belongs: give a"

@@ -45,6 +45,10 @@ _IN_USE = ".in-use"
 """Held by rank 0 of the run that writes there."""
 
 
+_NAME_LENGTH = 60
+"""Characters of a task's name that a folder's name has at most: file systems have 255 bytes."""
+
+
 class RunFolder:
     """A sink that keeps plan and events in a folder, from the event that opens the run: a run that
     cannot begin leaves the folder, with the run that may be in it, as it is. Events that find no room
@@ -61,6 +65,8 @@ class RunFolder:
         self._plan = plan
         self._resume = resume
         self._log: EventLog | None = None
+        self._place: os.stat_result | None = None  # of the folder that the log is in
+        self._opening: Event | None = None
         self._leaves_out = False
 
     def __call__(self, event: Event) -> None:
@@ -70,11 +76,13 @@ class RunFolder:
                     (self._folder / name).unlink(missing_ok=True)
                 for name in (CHECKPOINTS, ADAPTERS, PRETRAINED, TENSORBOARD):
                     shutil.rmtree(self._folder / name, ignore_errors=True)
-            self._plan.save(self._folder / PLAN_FILE)
-            self._log = EventLog(self._folder / EVENTS_FILE)
+            self._opening = event
+            self._log = self._opened()
             self._log(event)
             return
         try:
+            if not isinstance(event, StepDone) and self._is_lost():
+                self._log = self._moved(self._log)
             self._log(event)
             self._leaves_out = False
         except InputError as error:
@@ -85,6 +93,40 @@ class RunFolder:
                     stacklevel=2,
                 )
             self._leaves_out = True
+
+    def _opened(self) -> EventLog:
+        self._plan.save(self._folder / PLAN_FILE)
+        log = EventLog(self._folder / EVENTS_FILE)
+        self._place = os.stat(self._folder)
+        return log
+
+    def _is_lost(self) -> bool:
+        """Whether the folder of the log is no longer at its path."""
+        try:
+            there = os.stat(self._folder)
+        except FileNotFoundError:
+            return True
+        except OSError:  # a file system that does not answer, say
+            return False
+        return self._place is not None and not os.path.samestat(there, self._place)
+
+    def _moved(self, before: EventLog) -> EventLog:
+        """Begin again, in a new folder at the path, the log that was `before`."""
+        warnings.warn(
+            f"the run folder {self._folder} was deleted, renamed or replaced while the run writes to"
+            " it. The run goes on in a new folder of that name; what happened before is in the old one,"
+            " if that still is anywhere.",
+            stacklevel=4,
+        )
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            log = self._opened()
+        except OSError as error:
+            raise InputError(f"{self._folder} cannot be made again: {error.strerror}.") from None
+        before.close()
+        if self._opening is not None:
+            log(self._opening)
+        return log
 
     def __enter__(self) -> Self:
         return self
@@ -212,9 +254,12 @@ def new_folder(parent: Path, name: str) -> Iterator[Path]:
 
 
 def next_folder(parent: Path, name: str) -> Path:
-    """The first of `parent`/NAME-1, NAME-2, ... that is not there yet."""
+    """The first of `parent`/NAME-1, NAME-2, ... that is not there yet. What a file name cannot have, or
+    would lead out of `parent`, is replaced in `name`."""
+    plain = "".join("-" if one in "/\\" or not one.isprintable() else one for one in name)
+    plain = plain.lstrip(".- ")[:_NAME_LENGTH] or "run"
     number = 1
-    while (folder := parent / f"{name}-{number}").exists():
+    while (folder := parent / f"{plain}-{number}").exists():
         number += 1
     return folder
 
