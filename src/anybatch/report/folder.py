@@ -35,6 +35,7 @@ from anybatch.events import (
 from anybatch.locks import kept_by_one
 from anybatch.plans import Plan
 from anybatch.report.log import EventLog, set_damaged_aside, sound_events
+from anybatch.report.thinning import Thinning
 
 PLAN_FILE, EVENTS_FILE = "plan.json", "events.jsonl"
 WEIGHTS_FILE, REPORT_FILE = "model.safetensors", "report.html"
@@ -68,6 +69,7 @@ class RunFolder:
         self._place: os.stat_result | None = None  # of the folder that the log is in
         self._opening: Event | None = None
         self._leaves_out = False
+        self._thinned = Thinning(self._append)
 
     def __call__(self, event: Event) -> None:
         if self._log is None:
@@ -83,7 +85,7 @@ class RunFolder:
         try:
             if not isinstance(event, StepDone) and self._is_lost():
                 self._log = self._moved(self._log)
-            self._log(event)
+            self._thinned(event)
             self._leaves_out = False
         except InputError as error:
             if not self._leaves_out:
@@ -93,6 +95,10 @@ class RunFolder:
                     stacklevel=2,
                 )
             self._leaves_out = True
+
+    def _append(self, event: Event) -> None:
+        assert self._log is not None
+        self._log(event)
 
     def _opened(self) -> EventLog:
         self._plan.save(self._folder / PLAN_FILE)
