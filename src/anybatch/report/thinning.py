@@ -6,9 +6,9 @@ fourth one, and so on:
     step          1 ... 20,000 ... 40,000 ... 80,000 ...
     one in               1          2          4
 
-No spike is lost: of each stretch that is left out, the step with the greatest loss is logged (or one with
-a loss that is not finite) if it is greater than at both ends. And so is the last step before any other
-event, so that an evaluation, a checkpoint and the end follow the step that they are of.
+No spike is lost: of each stretch that is left out, the step with the greatest loss is logged (or one
+with a loss that is not finite) if it is greater than at both ends. And so is the last step before any
+other event, so that an evaluation, a checkpoint and the end follow the step that they are of.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ALL_LOGGED = 20_000
 
 
 def is_logged(step: int) -> bool:
-    """Whether the step with this number is logged in any case. Steps are counted from the first, as those
-    are whose gradient noise is measured (one in four, late in a run)."""
+    """Whether the step with this number is logged in any case. Steps are counted from the first, as
+    those are whose gradient noise is measured (one in four, late in a run)."""
     stride = 1 << max(0, math.ceil(math.log2(max(1.0, step / ALL_LOGGED))))
     return (step - 1) % stride == 0
 
