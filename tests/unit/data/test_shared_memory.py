@@ -90,3 +90,17 @@ def test_a_loader_says_so_before_it_starts_its_workers(free):
     with pytest.raises(DataError, match="/dev/shm"):
         next(step.micro_batches)
     loader.close()
+
+
+def test_a_worker_without_room_does_not_blame_its_samples():
+    def collate(samples):
+        raise RuntimeError(
+            "unable to allocate shared memory(shm) for file </torch_1>: No space left"
+        )
+
+    loader = Loader(Rows(), Steps(64, 8, "wrap", epochs=1), collate=collate)
+    loader.begin(0, whole(8))
+    step = loader.next_step()
+    assert step is not None
+    with pytest.raises(DataError, match=r"no room in /dev/shm.*--shm-size"):
+        next(step.micro_batches)
