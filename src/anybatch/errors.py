@@ -11,6 +11,17 @@ import difflib
 import re
 from collections.abc import Iterable
 
+_MOST_IN_LINE = 2000
+"""Characters of a line of a message: more are a value that was given, and hide what is said of it."""
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """`text`, without its middle if it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    left_out = f" ... ({len(text) - most:,} characters left out) ... "
+    return text[: most // 2] + left_out + text[len(text) - most // 2 :]
+
 
 class AnybatchError(Exception):
     """Base of every error raised on purpose. `str(error)` is meant for people.
@@ -20,6 +31,9 @@ class AnybatchError(Exception):
 
     exit_status = 1
     mended_by_restart: bool = False
+
+    def __str__(self) -> str:
+        return "\n".join(shortened(line, _MOST_IN_LINE) for line in super().__str__().split("\n"))
 
 
 class InputError(AnybatchError, ValueError):

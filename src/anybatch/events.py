@@ -54,7 +54,8 @@ class RunStarted(Event):
     """Training begins. `plan` is the plan as plain data; `total_steps` is None for a stream. `command`
     is the line of a shell by which it was started, on the machine `host`; empty where not known.
     `source` is what the task was loaded by, a recipe's name or `FILE.py:function`, with these
-    `settings`; empty for a task that was made in Python."""
+    `settings`, and `source_sha256` the checksum of the file; empty for a task that was made in
+    Python."""
 
     kind: ClassVar[str] = "run_started"
     task: str
@@ -68,6 +69,7 @@ class RunStarted(Event):
     host: str = ""
     source: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
+    source_sha256: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,9 +402,14 @@ def from_json(line: str) -> Event:
     if unknown:
         raise ValueError(f"an event of kind {kind!r} has no field {unknown[0]!r}")
     try:
-        return _KINDS[kind](**{k: _read(v, str(fields[k].type)) for k, v in record.items()})
+        values = {key: _read(value, str(fields[key].type)) for key, value in record.items()}
+        event = _KINDS[kind](**values)
     except TypeError as error:
         raise ValueError(f"an event of kind {kind!r} is incomplete: {error}") from None
+    for key, value in values.items():
+        if not _is(value, str(fields[key].type)):
+            raise ValueError(f"{key!r} of an event of kind {kind!r} is {str(value)[:80]!r}")
+    return event
 
 
 def _plain(value: Any) -> Any:
@@ -413,6 +420,24 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
+
+
+def _is(value: Any, kind: str) -> bool:
+    """Whether `value` may be in a field of the type written as `kind`."""
+    if kind.startswith("tuple["):
+        inner = kind.removeprefix("tuple[").removesuffix(", ...]")
+        return isinstance(value, tuple) and all(_is(item, inner) for item in value)
+    if kind.endswith(" | None"):
+        return value is None or _is(value, kind.removesuffix(" | None"))
+    if kind.startswith("Mapping["):
+        inner = kind.removeprefix("Mapping[str, ").removesuffix("]")
+        return isinstance(value, Mapping) and all(_is(item, inner) for item in value.values())
+    if kind == "int":
+        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return kind == "Any" or isinstance(value, float | int if kind == "float" else _PLAIN[kind])
+
+
+_PLAIN: dict[str, type] = {"str": str, "bool": bool}
 
 
 def _read(value: Any, kind: str) -> Any:

@@ -24,7 +24,8 @@ def write_whole(path: str | os.PathLike[str], text: str, what: str, remedy: str 
         raise InputError(f"{what} cannot be written to {target}: it is a folder; name a file.")
     partial = target.with_name(f".{target.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        # Names of files that are not UTF-8 are in texts as surrogates.
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
         partial.replace(target)
     except OSError as error:
         with contextlib.suppress(OSError):

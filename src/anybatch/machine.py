@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import psutil
 import torch
 
 from anybatch import catalogue
 from anybatch.driver import beside_bytes
 from anybatch.errors import InputError
+from anybatch.host_memory import host_memory
 from anybatch.threads import num_cores
 from anybatch.units import format_bytes, parse_bytes
 
@@ -82,13 +82,15 @@ class Device:
         kind: `"cpu"` or `"cuda"`.
         index: number among the devices of its kind.
         name: what the maker calls it.
-        total_bytes: memory it has.
+        total_bytes: memory it has; of a CPU, what a control group or `ulimit` leaves of that.
         budget_bytes: memory that training may use. On CUDA all that the process holds on the device,
             the context included; on CPU what training adds to the process as it was when training
             began.
         present: False for a device that is described, not detected.
         rates: nominal speeds.
         capability: CUDA's compute capability or ROCm's architecture; empty where it is not known.
+        free_bytes: of a CPU that is here, memory that this rank can take now; else None.
+        limit: what `free_bytes` comes from, such as the limit of a control group; empty: the machine.
     """
 
     kind: DeviceKind
@@ -99,11 +101,18 @@ class Device:
     present: bool
     rates: Rates
     capability: str = ""
+    free_bytes: int | None = field(default=None, compare=False)
+    limit: str = field(default="", compare=False)
 
     @property
     def torch_name(self) -> str:
         """As `torch.device` takes it: `"cpu"` or `"cuda:1"`."""
         return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
+
+    def divided(self, ranks: int, budget_bytes: int) -> Device:
+        """One of `ranks` parts of this CPU, with that budget."""
+        free = None if self.free_bytes is None else self.free_bytes // ranks
+        return replace(self, budget_bytes=budget_bytes, free_bytes=free)
 
     def has(self, format: NumberFormat) -> bool:
         """Whether its matrix units compute in `format`. A GPU of which only the memory is known is
@@ -163,8 +172,7 @@ class Machine:
         first = _detect(device)
         if first.kind == "cpu":
             # Ranks on one CPU share its memory.
-            part = replace(first, budget_bytes=first.budget_bytes // count)
-            machine = cls((part,) * count)
+            machine = cls((first.divided(count, first.budget_bytes // count),) * count)
         else:
             others = [_detect(f"cuda:{first.index + i}") for i in range(1, count)]
             machine = cls((first, *others))
@@ -210,10 +218,11 @@ class Machine:
         budget = _parse_memory(memory, "memory")
         for device in self.devices:
             if budget > device.total_bytes:
+                allowed = f" under {device.limit}" if device.limit else ""
                 raise InputError(
                     f"memory is {memory!r}, but {device.name} has only"
-                    f" {format_bytes(device.total_bytes)}: give at most that, or leave it out to use"
-                    " what is free."
+                    f" {format_bytes(device.total_bytes)}{allowed}: give at most that, or leave it out"
+                    " to use what is free."
                 )
         devices = tuple(replace(device, budget_bytes=budget) for device in self.devices)
         return Machine(devices, is_limited=True)
@@ -296,7 +305,7 @@ def _detect(wanted: str | None) -> Device:
 
 def _cpu() -> Device:
     cores = num_cores()
-    memory = psutil.virtual_memory()
+    memory = host_memory()
     rates = Rates(
         flops=_CPU_CORE.flops * cores,
         half_flops=_CPU_CORE.half_flops * cores,
@@ -305,7 +314,17 @@ def _cpu() -> Device:
         link_bytes=_CPU_CORE.link_bytes,
     )
     name = f"CPU with {cores} core{'s' if cores != 1 else ''}"
-    return Device("cpu", 0, name, memory.total, int(memory.available * USABLE), True, rates)
+    return Device(
+        kind="cpu",
+        index=0,
+        name=name,
+        total_bytes=memory.total_bytes,
+        budget_bytes=int(memory.free_bytes * USABLE),
+        present=True,
+        rates=rates,
+        free_bytes=memory.free_bytes,
+        limit=memory.limit,
+    )
 
 
 def _cuda(index: int) -> Device:

@@ -432,7 +432,7 @@ def are_several() -> bool:
 def _on_one_cpu(device: Device, ranks: int, divided: bool) -> list[Device]:
     """`ranks` times the CPU; what is free is divided among them."""
     budget = device.budget_bytes // ranks if divided else device.budget_bytes
-    return [replace(device, budget_bytes=budget)] * ranks
+    return [device.divided(ranks, budget)] * ranks
 
 
 def _own_device(memory: str | int | None) -> Device:

@@ -492,6 +492,7 @@ class _Job:
             host=socket.gethostname(),
             source=origin.name if origin else "",
             settings=origin.settings if origin else {},
+            source_sha256=origin.sha256 if origin else "",
         )
 
 
@@ -574,6 +575,8 @@ def _report(folder: Path, tells: bool = True) -> None:
         why = "there was no memory to write the report."
     except InputError as error:
         why = str(error)
+    except Exception as error:  # the run is done, and saved
+        why = f"the report could not be made ({type(error).__name__}: {error})."
     if tells:
         warnings.warn(f"{why} `anybatch report {folder}` writes it later.", stacklevel=2)
 

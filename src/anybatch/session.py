@@ -11,6 +11,7 @@ by all of them together.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from anybatch.control_group import cores_of_group
 from anybatch.engine import Watchdog, at_work, checked_seconds
 from anybatch.engine.process import use_one_heap
 from anybatch.errors import InputError
@@ -32,6 +34,7 @@ from anybatch.plans import Plan
 from anybatch.rank import Rank, can_rehearse
 from anybatch.state import Checkpoints
 from anybatch.task import Task
+from anybatch.threads import num_cores
 
 
 class Session:
@@ -397,13 +400,29 @@ def joined() -> Iterator[None]:
     """
     member = find()
     if member is None or member.world_size == 1:
-        yield
+        with _threads_of_group():
+            yield
         return
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if is_limited():
         use_one_heap()  # before the network's library starts its threads; see `engine.headroom`
     with join(member, kind, timeout_seconds=RENDEZVOUS_SECONDS):
         yield
+
+
+@contextmanager
+def _threads_of_group() -> Iterator[None]:
+    """No more threads for operations than the cores of the control group, unless the user has said how
+    many: torch counts those of the machine, and more threads wait for each other."""
+    before = torch.get_num_threads()
+    if cores_of_group() is None or "OMP_NUM_THREADS" in os.environ or before <= num_cores():
+        yield
+        return
+    torch.set_num_threads(num_cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 RENDEZVOUS_SECONDS = 300.0

@@ -173,10 +173,12 @@ class Origin:
     Attributes:
         name: a recipe's name, or `FILE.py:function` with the whole path.
         settings: arguments of the function as they are written; those that are paths are whole ones.
+        sha256: of the file's content, in hexadecimal; empty for a recipe.
     """
 
     name: str
     settings: Mapping[str, str]
+    sha256: str = ""
 
 
 LossFunction: TypeAlias = (

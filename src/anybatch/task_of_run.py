@@ -1,13 +1,20 @@
-"""The task of a run that exists, made again for whoever evaluates it or exports its weights."""
+"""The task of a run that exists, loaded again to evaluate it or to export its weights.
+
+A run folder may come from somebody else, and what it names is not to be trusted: a file that it names
+is run only if it lies outside the folder, is none of an installed package, and is the same, by its
+checksum, as the one that trained the run. A file that the user names is run as it is.
+"""
 
 from __future__ import annotations
 
 import os
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from anybatch.errors import InputError
-from anybatch.recipes import resolve
+from anybatch.recipes import file_of, resolve, sha256_of
 from anybatch.report import PastRun
 from anybatch.task import Grains, Task, check_task
 
@@ -23,7 +30,8 @@ def task_of(
             then, and left out, unless file and function are called the same.
         settings: arguments of the task's function, beside and in place of those of the run.
 
-    Raises `InputError` if nothing tells where the task comes from, and what `resolve` raises.
+    Raises `InputError` if nothing tells where the task comes from or the file that the run names is not
+    to be run, and what `resolve` raises.
     """
     if isinstance(task, Task):
         if settings:
@@ -41,9 +49,38 @@ def task_of(
             " with --task FILE.py[:function] or --task RECIPE, and its settings with -s (in Python,"
             " task=)."
         )
+    if task is None:
+        _check_file(run)
     given = {key.replace("-", "_"): value for key, value in (settings or {}).items()}
     before = run.settings if _is_called(name) == _is_called(run.source) else {}
     return _as_run(resolve(name, {**before, **given}), run)
+
+
+def _check_file(run: PastRun) -> None:
+    """Raises `InputError` if the run names a file that is not to be run unless the user names it."""
+    file = file_of(run.source)
+    if file is None or not file.is_file():  # a recipe; or `resolve` says that the file is gone
+        return
+    if file.is_relative_to(run.folder.resolve()):
+        why = "lies in that folder, which may be somebody else's"
+    elif any(file.is_relative_to(folder) for folder in _installed()):
+        why = "is part of an installed package"
+    elif not run.source_sha256:
+        why = "may have changed since: the run has recorded no checksum of it"
+    elif sha256_of(file) != run.source_sha256:
+        why = "is not the one that trained it (its checksum differs)"
+    else:
+        return
+    raise InputError(
+        f"the run in {run.folder} names the file {str(file)!r} for its task, which {why}, so it is not"
+        " run: read it, and name it with --task (in Python, task=), if it is what you want."
+    )
+
+
+def _installed() -> list[Path]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    package = Path(__file__).resolve().parent
+    return [package, *(Path(sysconfig.get_path(name)).resolve() for name in names)]
 
 
 def _is_called(name: str) -> str:

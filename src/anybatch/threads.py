@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from anybatch.control_group import cores_of_group
+
 MOST_IDLE = 0.05
 """A thread that is alone on its core is idle for less of the time: beyond that others disturb it."""
 
@@ -81,10 +83,11 @@ def has_room(num_threads: int) -> bool:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores that this process may use: those that it may run on, and no more than its control group may
+    use at a time."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cores_of_group()
+    return own if quota is None else max(1, min(own, int(quota)))
 
 
 class Stopwatch:

@@ -596,3 +596,22 @@ def check_record(run: Path, sentence: str) -> None:
     if "own code" not in sentence:
         assert last.reason == sentence.removeprefix("anybatch: ")
     assert (run / "report.html").read_text().rstrip().endswith("</html>")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--out", "a\n#SBATCH --wrap=evil"),
+        ("--", "-s", "name=\n#SBATCH --wrap=evil"),
+        ("--job-name", "a\n#SBATCH --wrap=evil"),
+        ("--partition", "a\n#SBATCH --wrap=evil"),
+        ("--time", "1\n#SBATCH --wrap=evil"),
+        ("--signal", "TERM@60\n#SBATCH --wrap=evil"),
+    ],
+)
+def test_no_line_of_a_batch_script_is_the_users(
+    arguments: tuple[str, ...], folder: Path, command: Callable[..., Outcome]
+):
+    outcome = command("submit", "digits", "--dry-run", *arguments)
+    assert (outcome.status, outcome.out) == (2, "")
+    assert "\\n#SBATCH" in outcome.err

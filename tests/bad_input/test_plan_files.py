@@ -49,6 +49,16 @@ EDITS = [
         "precision", lambda p: p["choice"].update(precision="fp7"), ("choice.precision is 'fp7'",)
     ),
     Edit("device", lambda p: p.update(device="gpu"), ("device is 'gpu'",)),
+    Edit(
+        "long",
+        lambda p: p.update(device="x" * 90_000),
+        ("device is 'xxx", "characters left out", "plan the task anew"),
+    ),
+    Edit(
+        "many-faults",
+        lambda p: p["task"].update({f"field{i}": 1 for i in range(5000)}),
+        ("task.field0 is not a field of a plan", "4,992 more"),
+    ),
     Edit("budget", lambda p: p.update(budget_bytes=0), ("budget_bytes is 0",)),
     Edit(
         "link",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -147,3 +149,81 @@ def test_what_is_found_is_printed(run: Path, folder: Path, command: Callable[...
     assert all(len(line) <= 80 for line in shown.splitlines())
     assert command("export", "run", "--dtype", "bf16").out.startswith("run.safetensors: ")
     assert (folder / "run.safetensors").is_file()
+
+
+# ------------------------------------------------------------------- a folder of somebody else
+
+STRANGE = """
+import pathlib
+pathlib.Path({mark!r}).touch()
+def task(): raise SystemExit
+def run(command): pathlib.Path(command).touch()
+"""
+
+
+def name_in_log(run: Path, **fields: object) -> None:
+    """Change what the log says that the task was loaded by."""
+    log = run / "events.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for record in lines:
+        if record["kind"] == "run_started":
+            record.update(fields)
+    log.write_text("".join(json.dumps(record) + "\n" for record in lines))
+
+
+def refused(command: Callable[..., Outcome], *words: str) -> None:
+    outcome = command("evaluate", "run")
+    assert outcome.status == 2
+    check_told(outcome.err, ("run", *words, "--task"))
+
+
+def test_a_file_in_the_folder_itself_is_not_run(
+    run: Path, folder: Path, command: Callable[..., Outcome]
+):
+    mark = folder / "mark"
+    helper = run / "helper.py"
+    helper.write_text(STRANGE.format(mark=str(mark)))
+    digest = hashlib.sha256(helper.read_bytes()).hexdigest()
+    for path in (helper, folder / "run" / ".." / "run" / "helper.py"):
+        name_in_log(run, source=f"{path}:task", source_sha256=digest)
+        refused(command, "helper.py", "lies in that folder")
+    (folder / "link.py").symlink_to(helper)
+    name_in_log(run, source=f"{folder / 'link.py'}:task", source_sha256=digest)
+    refused(command, "helper.py", "lies in that folder")
+    assert not mark.exists()
+
+
+def test_a_file_that_did_not_train_the_run_is_not_run(
+    run: Path, folder: Path, command: Callable[..., Outcome]
+):
+    mark = folder / "mark"
+    (folder / "other.py").write_text(STRANGE.format(mark=str(mark)))
+    name_in_log(run, source=f"{folder / 'other.py'}:task")
+    refused(command, "other.py", "checksum differs")
+    name_in_log(run, source_sha256="")
+    refused(command, "other.py", "no checksum")
+    assert not mark.exists()
+
+
+def test_a_function_of_an_installed_package_is_not_called(
+    run: Path, folder: Path, command: Callable[..., Outcome]
+):
+    mark = folder / "mark"
+    digest = hashlib.sha256(Path(os.__file__).read_bytes()).hexdigest()
+    name_in_log(
+        run,
+        source=f"{os.__file__}:popen",
+        source_sha256=digest,
+        settings={"cmd": f"touch {mark}"},
+    )
+    refused(command, "os.py", "installed package")
+    assert not mark.exists()
+
+
+def test_a_file_that_has_changed_is_run_if_the_user_names_it(
+    run: Path, folder: Path, command: Callable[..., Outcome]
+):
+    task = folder / "task.py"
+    task.write_text(task.read_text() + "\n# changed\n")
+    refused(command, "task.py", "not the one that trained it")
+    assert command("evaluate", "run", "--task", "task.py").status == 0

@@ -66,7 +66,7 @@ def test_star_imports_everything():
     assert set(anybatch.__all__) <= set(names)
 
 
-HEAVY = ["torch", "numpy", "pydantic", "rich", "plotly", "jinja2", "sklearn"]
+HEAVY = ["torch", "numpy", "pydantic", "rich", "jinja2", "sklearn"]
 
 
 def test_importing_loads_nothing_heavy():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anybatch.errors import listed
+from anybatch.errors import InputError, listed, shortened
 
 
 def test_names_are_listed_as_people_count():
@@ -17,3 +17,13 @@ def test_what_was_most_likely_meant_comes_first():
     names = [*(f"blocks.{i}" for i in range(12)), "embed", "head"]
     assert listed(names, "headd").startswith("'head', 'blocks.0', 'blocks.1', 'blocks.2'")
     assert listed(names, "nothing like it").startswith("'blocks.0'")
+
+
+def test_a_value_of_thousands_of_characters_is_cut():
+    text = str(InputError(f"size is {'x' * 50_000!r}: give a smaller one.\nand more"))
+    assert text.startswith("size is 'xxx")
+    assert text.endswith("give a smaller one.\nand more")
+    assert "characters left out" in text
+    assert len(text) < 2200
+    assert shortened("x" * 200) == "x" * 200
+    assert shortened("ab" * 200, 100).startswith("ab" * 25 + " ... (300 characters left out) ... ")

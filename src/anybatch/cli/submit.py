@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
 from typing import Annotated
 
@@ -68,6 +69,7 @@ def submit(
     from anybatch.launch.slurm import Job, output_of, script
     from anybatch.launch.slurm import submit as submit_job
 
+    _check_lines(task, str(out or ""), *(options or ()))
     _check_task(task)
     if requeue and out is None:
         raise InputError(
@@ -96,6 +98,19 @@ def submit(
         return
     number = submit_job(job)
     print(f"job {number} is submitted; rank 0 writes to {output_of(job, number)}")
+
+
+def _check_lines(*values: str) -> None:
+    """Raises `InputError` for what would begin a line of its own in the batch script, which Slurm might
+    read as one of its directives."""
+    from anybatch.errors import InputError
+
+    for value in values:
+        if any(unicodedata.category(one) in ("Cc", "Zl", "Zp") for one in value):
+            raise InputError(
+                f"{value!r} has a line break or another control character, which a batch script cannot"
+                " hold: leave it out."
+            )
 
 
 def _check_task(task: str) -> None:

@@ -37,6 +37,11 @@ def collated(
     except Exception as error:
         if is_memory_error(error):
             raise
+        if "unable to allocate shared memory" in str(error):  # in a worker process
+            raise DataError(
+                f"a worker process that loads samples has no room in /dev/shm for a batch ({error}):"
+                " make it larger (docker run --shm-size), or use fewer num_workers, or num_workers=0."
+            ) from error
         bad = _bad_alone(collate, samples, names, seed)
         if bad:
             raise BadSamples(

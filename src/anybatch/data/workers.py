@@ -43,6 +43,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from anybatch.data.failure import Bad, BadSamples, told, told_samples
 from anybatch.data.fetch import Piece, Request, SampleFetch
+from anybatch.data.shared_memory import check_shared_memory
 from anybatch.errors import DataError
 from anybatch.oom import is_memory_error
 from anybatch.threads import begin, has_room, small_stacks
@@ -122,8 +123,11 @@ class WorkerPool:
     def restart(self) -> None:
         """Discards what was fetched ahead and asks `requests()` anew.
 
-        Raises `DataError` if the operating system refuses what workers need.
+        Raises `DataError` if the operating system refuses what workers need, or `/dev/shm` has no room
+        for what they hand over.
         """
+        if self._loader is None and (first := next(self._requests(), None)) is not None:
+            check_shared_memory(self._fetch, first, self._num_workers)
         try:
             with self._beside(), small_stacks() as stack_bytes:
                 if self._loader is None:

@@ -45,7 +45,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -64,6 +63,7 @@ from anybatch.engine.process import (
 )
 from anybatch.engine.script_bytes import ScriptBytes
 from anybatch.engine.shared_limit import SharedLimit
+from anybatch.host_memory import host_memory
 from anybatch.plans import FreedMemory, Plan
 from anybatch.units import format_bytes
 
@@ -373,7 +373,7 @@ def _let_go() -> AbstractContextManager[None]:
 
 def _most() -> int:
     """What the machine has: going on there would wake the killer of processes."""
-    return status("VmData") + int(psutil.virtual_memory().available * 0.9)
+    return status("VmData") + int(host_memory(limits=False).free_bytes * 0.9)
 
 
 def _exempt(num_bytes: int) -> None:

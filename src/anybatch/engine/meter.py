@@ -30,6 +30,10 @@ class Meter(ABC):
     def used_bytes(self) -> int:
         """Bytes in use now."""
 
+    def kept_bytes(self) -> int:
+        """Bytes in use now, without what an allocator only holds."""
+        return self.used_bytes()
+
     @abstractmethod
     def begin_lap(self) -> None:
         """Measure the peak from here on, too; the one before is remembered."""
@@ -172,6 +176,10 @@ class CudaMeter(Meter):
     def used_bytes(self) -> int:
         """See `Meter`."""
         return self.beside_bytes + torch.cuda.memory_reserved(self._device)
+
+    def kept_bytes(self) -> int:
+        """See `Meter`."""
+        return torch.cuda.memory_allocated(self._device)
 
     def begin_lap(self) -> None:
         """See `Meter`. What the allocator keeps and nobody uses is given back, so that it is not taken

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from anybatch.engine.growth import Leak
 from anybatch.oom import MemoryFailure
 from anybatch.plans import Plan
-from anybatch.units import format_bytes
+from anybatch.units import format_bytes, format_count
 
 
 def too_late(step: int, voted: bool, failure: MemoryFailure) -> str:
@@ -17,8 +18,17 @@ def too_late(step: int, voted: bool, failure: MemoryFailure) -> str:
     )
 
 
-def nothing_leaner(plan: Plan, phase: str, failure: MemoryFailure) -> str:
-    """The sentence for the end of the ladder."""
+def nothing_leaner(plan: Plan, phase: str, failure: MemoryFailure, leak: Leak | None = None) -> str:
+    """The sentence for the end of the ladder. `leak`: that was found."""
+    if leak is not None:
+        return (
+            f"memory ran out in {phase} even under the leanest plan ({plan.choice.describe()}), since"
+            f" memory in use has grown by {format_bytes(leak.bytes_per_step)} a step:"
+            f" {format_bytes(leak.before)} after step {format_count(leak.since)},"
+            f" {format_bytes(leak.after)} after step {format_count(leak.until)}. Code of the task keeps"
+            " something of each step, such as losses with their graphs in a list, or a cache in the"
+            " model or the data set: keep numbers (loss.item()) or detached tensors, or empty it."
+        )
     budget = "" if plan.budget_bytes is None else f" of {format_bytes(plan.budget_bytes)}"
     # Samples need not be loaded in this process: the failure itself says where memory was refused.
     why = (

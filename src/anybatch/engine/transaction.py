@@ -30,6 +30,7 @@ from anybatch.compute.joint import Ask
 from anybatch.data import Bad, BadSamples, told_samples
 from anybatch.driver import release_unused
 from anybatch.engine.compute_timer import ComputeTimer
+from anybatch.engine.growth import Growth
 from anybatch.engine.headroom import Crossing, Headroom
 from anybatch.engine.joint import JointPasses
 from anybatch.engine.judge import Judge, Staged, not_applied
@@ -138,6 +139,7 @@ class Transactions:
         )
         self._judge = Judge(group, self.crossing, blame, skips is not None)
         self._ladder = Ladder()
+        self._growth = Growth()
         self.thread: StepThread = StepThread()
         replica.guard_outside_gradients()
         self._names = Names(group)
@@ -324,6 +326,8 @@ class Transactions:
                         done = self._commit(means, before_update, agreed)
                 if isinstance(done, Committed):
                     self._ladder.committed()
+                    if self._growth.is_due():
+                        self._growth.add(self._step, self._meter.kept_bytes())
                     self._committed = replace(done, agreed_seconds=agreed_seconds)
                     whole.push(sure.pop_all())
                     return self._committed
@@ -516,7 +520,8 @@ class Transactions:
         assert worst.failure is not None
         if found is None:
             self.failed_together = not self._group.diverges
-            raise NoPlanFits(nothing_leaner(before, worst.phase, worst.failure))
+            leak = self._growth.leak()
+            raise NoPlanFits(nothing_leaner(before, worst.phase, worst.failure, leak))
         leaner, seconds = found
         if leaner is before:
             time.sleep(seconds)

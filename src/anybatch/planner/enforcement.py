@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from anybatch.estimate import Subject
 from anybatch.machine import Device, can_enforce
 from anybatch.planner.setting import Wishes
+from anybatch.units import format_bytes
 
 
 def is_enforced(subject: Subject, device: Device, wishes: Wishes, limited: bool) -> bool:
@@ -32,3 +33,12 @@ def budget_notices(subject: Subject, device: Device, limited: bool) -> Iterator[
                 " the budget is only planned with, and bytes and seconds are predicted for the model"
                 " as it is without the compiler."
             )
+    free, limit = device.free_bytes, device.limit or "what other processes leave of the machine"
+    if limited and free is not None and device.budget_bytes > free:
+        yield (
+            f"The budget of {format_bytes(device.budget_bytes)} a rank is more than the"
+            f" {format_bytes(free)} that are free now ({limit}): where that is used up, the kernel"
+            " refuses memory or ends the process. Give less with --memory."
+        )
+    if not limited and device.kind == "cpu" and device.limit:
+        yield f"No budget was given, so none is enforced. What is free is bounded by {device.limit}."

@@ -32,6 +32,8 @@ def current(text: str, version: int, source: str) -> str:
             f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno};"
             " mend it there, or plan the task anew."
         ) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, say
+        raise InputError(f"{source} cannot be read: {error}; plan the task anew.") from None
     if not isinstance(data, dict):
         raise InputError(
             f"{source} holds {type(data).__name__} where a plan (an object) belongs: give a"

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from anybatch.errors import shortened
+
 
 class Frozen(BaseModel):
     """Plain data that does not change, takes no other fields, and converts nothing silently."""
@@ -14,18 +16,24 @@ class Frozen(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+_MOST_FAULTS = 8
+"""As many are listed."""
+
+
 def faults(error: ValidationError) -> str:
     """Every fault that `error` holds, each with its place."""
-    return "; ".join(_fault(item) for item in error.errors())
+    found = [_fault(item) for item in error.errors()]
+    more = [f"and {len(found) - _MOST_FAULTS:,} more"] if len(found) > _MOST_FAULTS else []
+    return "; ".join([*found[:_MOST_FAULTS], *more])
 
 
 def _fault(item: Mapping[str, Any]) -> str:
-    place = ".".join(str(part) for part in item["loc"])
-    message = str(item["msg"]).removeprefix("Value error, ")
+    place = shortened(".".join(str(part) for part in item["loc"]))
+    message = shortened(str(item["msg"]).removeprefix("Value error, "), 500)
     if not place:
         return message
     if item["type"] == "extra_forbidden":
         return f"{place} is not a field of a plan"
     if item["type"] == "missing":
         return f"{place} is missing"
-    return f"{place} is {item['input']!r}: {message}"
+    return f"{place} is {shortened(repr(item['input']))}: {message}"

@@ -91,7 +91,7 @@ def resolve(spec: str, options: Mapping[str, str] | None = None) -> Task:
     if not isinstance(task, Task):
         what = "None" if task is None else f"a value of type {type(task).__name__}"
         raise InputError(f"{found.place} returned {what}: return an anybatch.Task.")
-    origin = Origin(found.origin, _whole_paths(options or {}, bound.arguments))
+    origin = Origin(found.origin, _whole_paths(options or {}, bound.arguments), found.sha256)
     name = found.name if task.name == _UNNAMED else task.name
     return replace(task, name=name, origin=origin)
 
@@ -114,6 +114,7 @@ class _Found(NamedTuple):
     name: str  # for a task without one
     file: Path  # whose frames a traceback shows
     origin: str  # by which it is found again, from any folder
+    sha256: str = ""  # of the user's file
 
 
 def _find(spec: str) -> _Found:
@@ -136,7 +137,19 @@ def _find(spec: str) -> _Found:
         file.stem,
         file,
         f"{file}:{name}",
+        sha256_of(file),
     )
+
+
+def file_of(spec: str) -> Path | None:
+    """The file that `spec` names, whether it is there or not; None for the name of a recipe."""
+    path, _ = _split(spec)
+    return None if spec in _RECIPES else Path(os.path.expanduser(path)).resolve()
+
+
+def sha256_of(file: Path) -> str:
+    """The checksum of a file's content, in hexadecimal."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _find_recipe(name: str) -> _Found:

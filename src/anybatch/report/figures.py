@@ -1,7 +1,7 @@
-"""Figures of the page, as data that plotly draws.
+"""Figures of the page, as data in plotly's form, which `svg` draws.
 
 Colours are named after custom properties of the page's style sheet (`--blue`), so that one figure
-serves the light theme and the dark one: the page puts in the colours when it draws.
+serves the light theme and the dark one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_MARKS = 12
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot: `spec` holds plotly's data and layout, `alt` says in words what it shows."""
+    """A plot: `spec` holds data and layout in plotly's form, `alt` says in words what it shows."""
 
     id: str
     title: str
@@ -514,5 +514,5 @@ def rounded(value: float) -> float | None:
 
 
 def escaped(text: str) -> str:
-    """Plotly reads its texts as a kind of HTML."""
+    """Texts of figures are a kind of HTML, with line breaks and bold letters."""
     return html.escape(str(text), quote=False)

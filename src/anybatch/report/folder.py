@@ -34,7 +34,8 @@ from anybatch.events import (
 )
 from anybatch.locks import kept_by_one
 from anybatch.plans import Plan
-from anybatch.report.log import EventLog, iterate
+from anybatch.report.log import EventLog, set_damaged_aside, sound_events
+from anybatch.report.thinning import Thinning
 
 PLAN_FILE, EVENTS_FILE = "plan.json", "events.jsonl"
 WEIGHTS_FILE, REPORT_FILE = "model.safetensors", "report.html"
@@ -43,6 +44,10 @@ PRETRAINED, TENSORBOARD = "pretrained", "tensorboard"
 
 _IN_USE = ".in-use"
 """Held by rank 0 of the run that writes there."""
+
+
+_NAME_LENGTH = 60
+"""Characters of a task's name that a folder's name has at most: file systems have 255 bytes."""
 
 
 class RunFolder:
@@ -61,7 +66,10 @@ class RunFolder:
         self._plan = plan
         self._resume = resume
         self._log: EventLog | None = None
+        self._place: os.stat_result | None = None  # of the folder that the log is in
+        self._opening: Event | None = None
         self._leaves_out = False
+        self._thinned = Thinning(self._append)
 
     def __call__(self, event: Event) -> None:
         if self._log is None:
@@ -70,12 +78,14 @@ class RunFolder:
                     (self._folder / name).unlink(missing_ok=True)
                 for name in (CHECKPOINTS, ADAPTERS, PRETRAINED, TENSORBOARD):
                     shutil.rmtree(self._folder / name, ignore_errors=True)
-            self._plan.save(self._folder / PLAN_FILE)
-            self._log = EventLog(self._folder / EVENTS_FILE)
+            self._opening = event
+            self._log = self._opened()
             self._log(event)
             return
         try:
-            self._log(event)
+            if not isinstance(event, StepDone) and self._is_lost():
+                self._log = self._moved(self._log)
+            self._thinned(event)
             self._leaves_out = False
         except InputError as error:
             if not self._leaves_out:
@@ -85,6 +95,44 @@ class RunFolder:
                     stacklevel=2,
                 )
             self._leaves_out = True
+
+    def _append(self, event: Event) -> None:
+        assert self._log is not None
+        self._log(event)
+
+    def _opened(self) -> EventLog:
+        self._plan.save(self._folder / PLAN_FILE)
+        log = EventLog(self._folder / EVENTS_FILE)
+        self._place = os.stat(self._folder)
+        return log
+
+    def _is_lost(self) -> bool:
+        """Whether the folder of the log is no longer at its path."""
+        try:
+            there = os.stat(self._folder)
+        except FileNotFoundError:
+            return True
+        except OSError:  # a file system that does not answer, say
+            return False
+        return self._place is not None and not os.path.samestat(there, self._place)
+
+    def _moved(self, before: EventLog) -> EventLog:
+        """Begin again, in a new folder at the path, the log that was `before`."""
+        warnings.warn(
+            f"the run folder {self._folder} was deleted, renamed or replaced while the run writes to"
+            " it. The run goes on in a new folder of that name; what happened before is in the old one,"
+            " if that still is anywhere.",
+            stacklevel=4,
+        )
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            log = self._opened()
+        except OSError as error:
+            raise InputError(f"{self._folder} cannot be made again: {error.strerror}.") from None
+        before.close()
+        if self._opening is not None:
+            log(self._opening)
+        return log
 
     def __enter__(self) -> Self:
         return self
@@ -111,7 +159,7 @@ def last_plan(folder: Path) -> Plan | None:
     read."""
     plan: Mapping[str, Any] | None = None
     with contextlib.suppress(InputError):
-        for event in iterate(folder / EVENTS_FILE):
+        for event in sound_events(folder / EVENTS_FILE):
             if isinstance(event, RunStarted | Replanned | CompileDecided):
                 plan = event.plan
             elif isinstance(event, Tried) and plan is not None:
@@ -122,16 +170,15 @@ def last_plan(folder: Path) -> Plan | None:
 
 def unfinished_step(folder: Path) -> int | None:
     """The last step of the run in `folder`, if it has a checkpoint and is not finished; else None."""
-    try:
-        if not any((folder / CHECKPOINTS).glob("step-*")):
-            return None
-        last: Event | None = None
-        steps = 0
-        for event in iterate(folder / EVENTS_FILE):
+    saved = [one.name.removeprefix("step-") for one in (folder / CHECKPOINTS).glob("step-*")]
+    if not saved:
+        return None
+    last: Event | None = None
+    steps = max(int(number) if number.isdecimal() else 0 for number in saved)
+    with contextlib.suppress(InputError):  # the log is gone, and the checkpoints are there
+        for event in sound_events(folder / EVENTS_FILE):
             last = last if isinstance(event, Said) else event
             steps = event.step if isinstance(event, StepDone) else steps
-    except (InputError, OSError):
-        return None
     return None if isinstance(last, RunEnded) and last.finished else steps
 
 
@@ -180,6 +227,8 @@ def run_folder(folder: Path, resume: bool = False, again: bool = False) -> Itera
                 f"{folder} holds a run that is not finished, with checkpoints (step {step}): resume it"
                 " with --resume, give another folder, or remove this one."
             )
+        if resume and (told := set_damaged_aside(folder / EVENTS_FILE)):
+            warnings.warn(told, stacklevel=2)
         yield folder
 
 
@@ -211,9 +260,12 @@ def new_folder(parent: Path, name: str) -> Iterator[Path]:
 
 
 def next_folder(parent: Path, name: str) -> Path:
-    """The first of `parent`/NAME-1, NAME-2, ... that is not there yet."""
+    """The first of `parent`/NAME-1, NAME-2, ... that is not there yet. What a file name cannot have, or
+    would lead out of `parent`, is replaced in `name`."""
+    plain = "".join("-" if one in "/\\" or not one.isprintable() else one for one in name)
+    plain = plain.lstrip(".- ")[:_NAME_LENGTH] or "run"
     number = 1
-    while (folder := parent / f"{name}-{number}").exists():
+    while (folder := parent / f"{plain}-{number}").exists():
         number += 1
     return folder
 

@@ -1,5 +1,5 @@
-"""What all HTML pages have in common. Templates with one style and one script, and plotly.js in the
-page itself, so that it works offline and for years."""
+"""What all HTML pages have in common: templates with one style and one script. Figures are inline SVG,
+so that a page is small, and works offline and for years."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from importlib import resources
 from typing import Any
 
 import jinja2
-from plotly.offline import get_plotlyjs
+
+from anybatch.report.svg import draw
 
 
 def render(template: str, **values: Any) -> str:
     """The page of a template of this package, filled with `values`."""
-    return _environment().get_template(template).render(plotlyjs=get_plotlyjs(), **values)
+    return _environment().get_template(template).render(draw=draw, **values)
 
 
 @cache

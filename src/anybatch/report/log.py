@@ -80,6 +80,55 @@ def iterate(path: str | os.PathLike[str]) -> Iterator[Event]:
         raise InputError(f"the log {path} cannot be read: {error.strerror}.") from None
 
 
+def sound_events(path: str | os.PathLike[str]) -> Iterator[Event]:
+    """The events of the log `path` as `iterate` gives them, without the lines that are damaged."""
+    try:
+        with Path(path).open("rb") as file:
+            yield from (event for line in file if isinstance(event := _parsed(line), Event))
+    except OSError as error:
+        raise InputError(f"the log {path} cannot be read: {error.strerror}.") from None
+
+
+def set_damaged_aside(path: Path) -> str:
+    """Move the log `path` aside if lines of it are damaged, and leave the others in its place. Returns
+    what was done, as a sentence; empty: nothing was to be done.
+
+    Raises `InputError` if the log cannot be read or moved.
+    """
+    if not path.is_file():
+        return ""
+    try:
+        with path.open("rb") as file:
+            # A last line without an end is one that a kill has torn: no damage.
+            sound = [not line.endswith(b"\n") or isinstance(_parsed(line), Event) for line in file]
+        num_damaged = sound.count(False)
+        if not num_damaged:
+            return ""
+        aside = _unused(path.with_name(f"{path.stem}.damaged{path.suffix}"))
+        path.rename(aside)
+    except OSError as error:
+        raise InputError(f"the log {path} cannot be read: {error.strerror}.") from None
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with aside.open("rb") as old, partial.open("wb") as new:
+            new.writelines(line for line, keeps in zip(old, sound, strict=True) if keeps)
+        partial.rename(path)
+    except OSError:  # no room, say: a new log begins, and the old one is there to be mended
+        with contextlib.suppress(OSError):
+            partial.unlink()
+    lines = "1 line is" if num_damaged == 1 else f"{num_damaged} lines are"
+    return f"{lines} damaged in the log {path}, which goes on without them: it is kept as {aside.name}."
+
+
+def _unused(path: Path) -> Path:
+    """`path`, or the first of NAME-2, NAME-3, ... that is not there."""
+    found, number = path, 1
+    while found.exists():
+        number += 1
+        found = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return found
+
+
 def read(path: str | os.PathLike[str]) -> list[Event]:
     """All events of the log `path`, in order. Raises `InputError` as `iterate` does."""
     return list(iterate(path))
@@ -89,7 +138,7 @@ def _parsed(line: bytes) -> Event | str:
     """The event, or what is wrong with the line."""
     try:
         return from_json(line.decode())
-    except (ValueError, TypeError) as error:  # TypeError: a field is missing
+    except (ValueError, TypeError, RecursionError) as error:  # TypeError: a field is missing
         return str(error)
 
 

@@ -98,7 +98,7 @@ def _told(scale: NoiseScale) -> str:
 
 
 def _beside(batch: int) -> dict[str, Any]:
-    """The name of the line, on its right end. Plotly wants places on a logarithmic axis in powers."""
+    """The name of the line, on its right end. Places on a logarithmic axis are powers."""
     return {
         "xref": "paper",
         "x": 1,

@@ -1,46 +1,53 @@
 (function () {
   "use strict";
+  // Figures are drawn already. This tells the values of their curves below the pointer.
   var specs = JSON.parse(document.getElementById("specs").textContent);
-  var config = { displayModeBar: false, displaylogo: false, responsive: true, scrollZoom: false };
+  var note = document.createElement("div");
+  note.className = "hover";
+  note.hidden = true;
+  document.body.appendChild(note);
 
-  // Puts the theme's colours in the place of their names.
-  function themed(value, key, style) {
-    if (Array.isArray(value)) return value.map(function (item) { return themed(item, key, style); });
-    if (value && typeof value === "object") {
-      var copy = {};
-      Object.keys(value).forEach(function (k) { copy[k] = themed(value[k], k, style); });
-      return copy;
-    }
-    return /color$/.test(key) && /^--[a-z0-9-]+$/.test(value) ? style.getPropertyValue(value).trim() : value;
+  function plain(text) {
+    return text.replace(/<br>/g, "\n").replace(/<\/?b>/g, "").replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&");
   }
 
-  function axis(own, style) {
-    var ink = style.getPropertyValue("--ink-2").trim(), grid = style.getPropertyValue("--grid").trim();
-    return Object.assign({
-      automargin: true, gridcolor: grid, zeroline: false, linecolor: grid, fixedrange: true,
-      tickfont: { size: 12, color: ink }
-    }, own, own && own.title ? { title: Object.assign({ standoff: 8, font: { size: 13, color: ink } }, own.title) } : {});
-  }
-
-  function draw() {
-    var style = getComputedStyle(document.documentElement);
-    var ink = style.getPropertyValue("--ink").trim(), card = style.getPropertyValue("--card").trim();
-    Object.keys(specs).forEach(function (id) {
-      var spec = themed(specs[id], "", style), own = spec.layout;
-      var layout = Object.assign({
-        margin: { l: 8, r: 12, t: own.annotations && own.annotations.length ? 34 : 14, b: 8 },
-        paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-        font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: ink },
-        hoverlabel: { bgcolor: card, bordercolor: style.getPropertyValue("--line").trim(), align: "left",
-          font: { color: ink, size: 13 } },
-        showlegend: spec.data.length > 1,
-        legend: { orientation: "h", x: 0, xanchor: "left", y: -0.24, yanchor: "top" }
-      }, own, { xaxis: axis(own.xaxis, style), yaxis: axis(own.yaxis, style) });
-      Plotly.react(id, spec.data, layout, config);
+  // The index of the value next to `x` that has a value on the other axis, too.
+  function nearest(trace, x) {
+    var best = -1;
+    trace.x.forEach(function (value, i) {
+      if (trace.y[i] !== null && (best < 0 || Math.abs(value - x) < Math.abs(trace.x[best] - x))) best = i;
     });
+    return best;
   }
 
-  draw();
-  var dark = window.matchMedia("(prefers-color-scheme: dark)");
-  if (dark.addEventListener) dark.addEventListener("change", draw);
+  Object.keys(specs).forEach(function (id) {
+    var canvas = document.getElementById(id), svg = canvas && canvas.querySelector("svg");
+    var curves = specs[id].data.filter(function (trace) {
+      return trace.type === "scatter" && trace.hoverinfo !== "skip" && trace.mode !== "markers";
+    });
+    if (!svg || !curves.length) return;
+    var area = JSON.parse(svg.getAttribute("data-area"));
+    svg.addEventListener("pointermove", function (event) {
+      var box = svg.getBoundingClientRect();
+      var place = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
+      var part = (place - area.left) / (area.right - area.left);
+      if (part < 0 || part > 1) { note.hidden = true; return; }
+      var x = area.x[0] + part * (area.x[1] - area.x[0]);
+      if (area.x[2]) x = Math.pow(10, x);
+      var lines = [], at = null;
+      curves.forEach(function (trace) {
+        var i = nearest(trace, x);
+        if (i < 0) return;
+        if (at === null) at = trace.x[i];
+        var value = trace.text ? trace.text[i] : trace.name + ": " + Number(trace.y[i].toPrecision(4));
+        lines.push(plain(value));
+      });
+      if (!lines.length) return;
+      note.textContent = Math.round(at).toLocaleString("en") + "\n" + lines.join("\n");
+      note.hidden = false;
+      note.style.left = Math.min(event.clientX + 14, window.innerWidth - note.offsetWidth - 8) + "px";
+      note.style.top = event.clientY + 14 + "px";
+    });
+    svg.addEventListener("pointerleave", function () { note.hidden = true; });
+  });
 })();

@@ -1,7 +1,7 @@
 """The run as one HTML page that works offline: made from the run's folder, and nothing else.
 
-plotly.js is part of the page, and the page's own policy forbids it to load anything: a report sent
-by mail shows years later what it shows now, and tells nobody that it was opened.
+Figures are part of the page, and the page's own policy forbids it to load anything: a report sent by
+mail shows years later what it shows now, and tells nobody that it was opened.
 """
 
 from __future__ import annotations

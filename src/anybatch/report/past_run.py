@@ -21,7 +21,8 @@ class PastRun:
     Attributes:
         folder: of the run.
         task: its name.
-        source, settings: what the task was loaded by, see `RunStarted`; empty where that is not told.
+        source, source_sha256, settings: what the task was loaded by, see `RunStarted`; empty where that
+            is not recorded.
         plan: that was followed last.
         step, epoch: how far training has come.
         finished: whether it came to its end, so that the file of weights is of that end.
@@ -30,6 +31,7 @@ class PastRun:
     folder: Path
     task: str
     source: str
+    source_sha256: str
     settings: Mapping[str, str]
     plan: Plan
     step: int
@@ -81,6 +83,7 @@ def read_run(run: str | os.PathLike[str]) -> PastRun:
         folder=folder,
         task=started.task,
         source=started.source,
+        source_sha256=started.source_sha256,
         settings=started.settings,
         plan=plan,
         step=step,

@@ -113,5 +113,3 @@ def test_the_context_is_measured_where_the_device_is(monkeypatch: Any):
     monkeypatch.setattr("anybatch.estimate.peak.context_bytes", lambda index: (500 + index) * MIB)
     live = replace(ABSENT, present=True, index=3)
     assert context_bytes_of(live) == 503 * MIB
-
-

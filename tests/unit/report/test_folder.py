@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.unit.report.fake_run import (
+    make_end,
+    make_evaluation,
+    make_plan,
+    make_start,
+    make_step,
+    write_run,
+)
 
 from anybatch import locks
 from anybatch.errors import InputError
-from anybatch.report import new_folder, next_folder, run_folder
+from anybatch.plans import Plan
+from anybatch.report import RunFolder, new_folder, next_folder, read, run_folder, write
 
 
 @pytest.fixture(autouse=True)
@@ -93,3 +104,52 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path):
         InputError, match=r"no run folder can be made in .*runs: .*Give one with --out"
     ):
         new_folder(tmp_path / "runs", "task").__enter__()
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("../../x", "x-1"),
+        ("/etc/x", "etc-x-1"),
+        ("..", "run-1"),
+        ("a/../b\\c", "a-..-b-c-1"),
+        ("a\nb\0c", "a-b-c-1"),
+        ("x" * 500, "x" * 60 + "-1"),
+        ("my task, größer", "my task, größer-1"),
+    ],
+)
+def test_no_name_of_a_task_leads_out_of_the_folder(tmp_path: Path, name: str, folder: str):
+    with new_folder(tmp_path / "runs", name) as found:
+        assert found == tmp_path / "runs" / folder
+        assert found.is_dir()
+
+
+@pytest.mark.parametrize("how", ["deleted", "renamed", "replaced"])
+def test_a_folder_that_goes_away_in_a_run_is_named_and_made_again(tmp_path: Path, how: str):
+    folder, other = tmp_path / "run", tmp_path / "other"
+    folder.mkdir()
+    with RunFolder(folder, make_plan()) as sink:
+        for event in (make_start(), make_step(1), make_evaluation(1)):
+            sink(event)
+        folder.rename(other)
+        if how == "deleted":
+            shutil.rmtree(other)
+        if how == "replaced":
+            folder.mkdir()
+        later = make_step(2), make_evaluation(2), make_step(3), make_end()
+        with pytest.warns(UserWarning, match="was deleted, renamed or replaced") as told:
+            list(map(sink, later))
+    assert len(told) == 1
+    kinds = [event.kind for event in read(folder / "events.jsonl")]
+    assert kinds == ["run_started", "evaluated", "step", "run_ended"]
+    assert Plan.load(folder / "plan.json") == make_plan()
+    if how != "deleted":
+        assert len(read(other / "events.jsonl")) == 4
+    write(folder)
+
+
+def test_a_folder_whose_name_is_no_utf_8_has_a_report(tmp_path: Path):
+    folder = tmp_path / os.fsdecode(b"bad\xff")
+    folder.mkdir()
+    write_run(folder, [make_start(command=f"anybatch train --out {folder}"), make_end()])
+    assert "udcff" in write(folder).read_text()

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
+import random
 import threading
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
-from tests.unit.report.fake_run import make_end, make_events, make_start, make_step
+from tests.unit.report.fake_run import make_end, make_events, make_start, make_step, write_run
 from tests.unit.report.nearly_full import NearlyFull
 
 from anybatch.errors import InputError
-from anybatch.events import Event, to_json
+from anybatch.events import Event, from_json, to_json
 from anybatch.report import EventLog, follow, iterate, read
+from anybatch.report.folder import last_plan, run_folder
+from anybatch.report.log import set_damaged_aside
+from anybatch.report.record import Record
 
 
 def test_what_was_written_is_read_back(tmp_path: Path):
@@ -162,3 +169,86 @@ def written(folder: Path, tail: bytes = b"") -> Path:
     with path.open("ab") as file:
         file.write(tail)
     return path
+
+
+# ------------------------------------------------------------------------------------- damage
+
+
+def damaged(content: bytes, seed: int) -> bytes:
+    """`content` with one of the things that happen to files."""
+    rng = random.Random(seed)
+    at = rng.randrange(len(content))
+    match seed % 5:
+        case 0:  # a bit has flipped
+            return content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+        case 1:
+            return content[:at] + bytes([rng.randrange(256)]) + content[at + 1 :]
+        case 2:  # a block was never written
+            return content[:at] + bytes(64) + content[at + 64 :]
+        case 3:
+            return content[:at] + content[at + rng.randrange(1, 200) :]
+        case _:
+            return content[:at] + rng.randbytes(20) + content[at:]
+
+
+def test_no_damage_to_its_log_keeps_a_run_from_being_resumed(tmp_path: Path):
+    write_run(tmp_path, make_events(20))
+    path = tmp_path / "events.jsonl"
+    whole = path.read_bytes()
+    start = whole[: whole.index(b"\n") + 1]
+    contents = [whole, start]  # half of the damage is done to the line with the plan
+    num_set_aside = 0
+    for seed in range(200):
+        content = damaged(contents[seed % 2], seed)
+        path.write_bytes(content)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with run_folder(tmp_path, resume=True):
+                last_plan(tmp_path)
+                with EventLog(path) as log:
+                    log(make_start())
+                    log(make_end())
+        assert same(read(path)[-2:], [make_start(), make_end()])
+        record = Record.of(read(path))
+        assert np.isfinite(record.column("step")).all()
+        aside = tmp_path / "events.damaged.jsonl"
+        assert len(told) == aside.exists()
+        if aside.exists():
+            assert aside.read_bytes() == content
+            aside.unlink()
+            num_set_aside += 1
+    assert num_set_aside > 100
+
+
+def test_the_sound_lines_of_a_damaged_log_go_on(tmp_path: Path):
+    path = written(tmp_path, b"nonsense\n")
+    with EventLog(path) as log:
+        log(make_step(2))
+    content = path.read_bytes()
+    for name in ("events.damaged.jsonl", "events.damaged-2.jsonl"):
+        path.write_bytes(content)
+        told = set_damaged_aside(path)
+        assert told.startswith("1 line is damaged")
+        assert name in told
+        assert (tmp_path / name).read_bytes() == content
+        assert same(read(path), [make_start(), make_step(1), make_step(2)])
+    assert set_damaged_aside(path) == ""
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("step", "1x"), ("step", 1.5), ("metrics", 3), ("metrics", {"a": "b"}), ("loss", None)],
+)
+def test_a_line_with_a_value_of_another_kind_is_no_event(field: str, value: object):
+    record = json.loads(to_json(make_step(1)))
+    with pytest.raises(ValueError, match=field):
+        from_json(json.dumps({**record, field: value}))
+
+
+def test_a_damaged_log_does_not_give_checkpoints_up(tmp_path: Path):
+    path = written(tmp_path, b"nonsense\n")
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    for content in (path.read_bytes(), b"nothing of it is left\n", None):
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(InputError, match=r"step 1\).*--resume"), run_folder(tmp_path):
+            pass

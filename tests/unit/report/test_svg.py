@@ -1,0 +1,125 @@
+"""Figures are drawn where their values are."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from anybatch.report.figures import Figure, horizontal, vertical
+from anybatch.report.svg import WIDTH, draw
+
+Point = tuple[float, float]
+
+
+def drawn(data: list[dict[str, Any]], layout: dict[str, Any]) -> ElementTree.Element:
+    layout = {"xaxis": {}, "yaxis": {}, "showlegend": False, **layout}
+    return ElementTree.fromstring(draw(Figure("f", "F", "", {"data": data, "layout": layout}, 300)))
+
+
+def line(xs: list[Any], ys: list[Any], **more: Any) -> dict[str, Any]:
+    style = {"color": "--blue", "width": 2, **more.pop("line", {})}
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": xs,
+        "y": ys,
+        "name": "a",
+        "line": style,
+        **more,
+    }
+
+
+def paths(root: ElementTree.Element, color: str = "--blue") -> list[list[Point]]:
+    found = [e.attrib["d"] for e in root.iter("path") if f"({color})" in e.attrib["style"]]
+    return [[(float(x), float(y)) for x, y in re.findall(r"[ML](\S+) ([^LMZ]+)", d)] for d in found]
+
+
+def ticks(root: ElementTree.Element, anchor: str) -> dict[str, Point]:
+    """Places of the labels along an axis: x is in the middle, y ends at its tick."""
+    texts = [e for e in root.iter("text") if e.attrib["text-anchor"] == anchor]
+    return {str(e.text): (float(e.attrib["x"]), float(e.attrib["y"]) - 4) for e in texts}
+
+
+def test_a_curve_goes_through_its_values():
+    root = drawn([line([0, 5, 10], [0.0, 2.0, 1.0])], {})
+    ((first, middle, last),) = paths(root)
+    xs, ys = ticks(root, "middle"), ticks(root, "end")
+    assert first[0] == pytest.approx(xs["0"][0], abs=0.1)
+    assert last[0] == pytest.approx(xs["10"][0], abs=0.1)
+    assert [first[1], middle[1], last[1]] == pytest.approx(
+        [ys["0"][1], ys["2"][1], ys["1"][1]], abs=0.1
+    )
+    assert middle[1] < last[1] < first[1]  # y grows downwards
+    assert 0 < first[0] < last[0] < WIDTH
+
+
+def test_a_gap_parts_a_curve():
+    first, second = paths(drawn([line([1, 2, 3, 4], [1.0, 2.0, None, 4.0])], {}))
+    assert (len(first), len(second)) == (2, 1)
+
+
+def test_a_logarithmic_axis_has_decades_alike():
+    layout = {"yaxis": {"type": "log", "tickvals": [1, 10, 100], "ticktext": ["1", "10", "100"]}}
+    root = drawn([line([1, 2, 3, 4], [1.0, 10.0, 100.0, 0.0])], layout)
+    ((a, b, c),) = paths(root)  # zero has no place
+    assert a[1] - b[1] == pytest.approx(b[1] - c[1], abs=0.2)
+    assert ticks(root, "end")["10"][1] == pytest.approx(b[1], abs=0.1)
+
+
+def test_steps_are_horizontal_first():
+    ((a, b, c),) = paths(drawn([line([1, 2], [1.0, 2.0], line={"shape": "hv"})], {}))
+    assert (a[1], b[0]) == (b[1], c[0])
+    assert a[0] < b[0]
+
+
+def test_areas_stand_on_each_other():
+    area = {"stackgroup": "g", "fillcolor": "--blue"}
+    over = {**line([1, 2], [3.0, 3.0], **area), "fillcolor": "--teal"}
+    root = drawn([line([1, 2], [1.0, 1.0], **area), over, line([1, 2], [4.0, 4.0])], {})
+    below, top = paths(root)[0], paths(root)[1]
+    above = paths(root, "--teal")[0]
+    assert {y for _, y in above} == {below[0][1], top[0][1]}
+
+
+def test_bars_are_as_long_as_their_values_and_begin_where_those_before_end():
+    def bar(name: str, sizes: list[float]) -> dict[str, Any]:
+        return {
+            "type": "bar",
+            "orientation": "h",
+            "y": ["<one>".replace("<", "&lt;").replace(">", "&gt;"), "two"],
+            "x": sizes,
+            "name": name,
+            "marker": {"color": "--blue"},
+            "hovertemplate": f"{name}: %{{y}}<extra></extra>",
+        }
+
+    layout = {"barmode": "stack", "yaxis": {"autorange": "reversed"}}
+    root = drawn([bar("a", [1.0, 2.0]), bar("b", [3.0, 0.0])], layout)
+    first, second, third = root.iter("rect")
+    width = {e: float(e.attrib["width"]) for e in (first, second, third)}
+    assert width[second] == pytest.approx(2 * width[first], rel=0.01)
+    assert width[third] == pytest.approx(3 * width[first], rel=0.01)
+    assert float(third.attrib["x"]) == pytest.approx(
+        float(first.attrib["x"]) + width[first], abs=0.2
+    )
+    assert float(first.attrib["y"]) < float(second.attrib["y"])  # the first row is at the top
+    assert [title.text for title in root.iter("title")] == ["a: <one>", "a: two", "b: <one>"]
+
+
+def test_lines_across_and_upwards_are_at_their_values():
+    shapes = [vertical(5, "--red", "dot"), horizontal(2.0, "--teal")]
+    root = drawn([line([0, 5, 10], [0.0, 2.0, 1.0])], {"shapes": shapes})
+    ((_, middle, _),) = paths(root)
+    ((up, _),) = paths(root, "--red")
+    ((across, _),) = paths(root, "--teal")
+    assert up[0] == pytest.approx(middle[0], abs=0.1)
+    assert across[1] == pytest.approx(middle[1], abs=0.1)
+
+
+def test_values_beyond_a_given_range_stay_on_the_plot():
+    root = drawn([line([0, 1], [1.0, 1000.0])], {"yaxis": {"range": [0, 2]}})
+    ((_, high),) = paths(root)
+    assert high[1] == pytest.approx(14.0, abs=0.1)
