@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from anybatch.errors import LaunchError
 from anybatch.launch.exits import End, Told, Turn, Verdict, judge
@@ -296,7 +297,7 @@ class Council:
         while not self._closing.wait(_TICK_SECONDS):
             try:
                 self._hear()
-            except RuntimeError as error:
+            except (RuntimeError, RendezvousError) as error:
                 self.lost = self.lost or str(error)
                 return
             self._num_answers += 1

@@ -37,13 +37,7 @@ from torch.distributed.elastic.multiprocessing import (
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
-    RendezvousInfo,
     RendezvousTimeoutError,
-)
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
 )
 
 from anybatch import early_signals
@@ -52,11 +46,11 @@ from anybatch.launch import janitor
 from anybatch.launch.council import SILENT_SECONDS, Attempt, Council
 from anybatch.launch.exits import End, Told, Turn, Verdict, first, read
 from anybatch.launch.membership import ATTEMPT
-from anybatch.launch.network import LOOPBACK, Deadline, joined, meet, route_to
+from anybatch.launch.network import LOOPBACK, Deadline, joined, literal, meet, route_to
+from anybatch.launch.rendezvous import Rendezvous, of_machines
 from anybatch.launch.watch import Watch
 from anybatch.silence import silenced
 
-_RUN = "anybatch"
 _POLL_SECONDS = 0.1
 
 LAST_CALL_SECONDS = 5.0
@@ -65,7 +59,6 @@ LAST_CALL_SECONDS = 5.0
 _SETTLE_SECONDS = 3.0
 _MEETING_SECONDS = 30.0
 _PULSE_SECONDS = 2
-_GOODBYE_SECONDS = 5.0
 _PATIENCE_SECONDS = 6.0  # longer than the last call
 _TRIES = 3
 
@@ -78,6 +71,7 @@ class Orders:
         ranks: processes on this machine.
         least, most: machines.
         meeting: host and port where the agents of several machines meet.
+        secret: that they share.
         timeout_seconds: within which they have to.
         grace_seconds: that ranks get to end after a signal, or after one of them failed.
         restarts: how often all ranks are started again after one failed, see `ends`.
@@ -90,6 +84,7 @@ class Orders:
     least: int
     most: int
     meeting: tuple[str, int] | None
+    secret: str
     timeout_seconds: float
     grace_seconds: float
     restarts: int
@@ -138,7 +133,7 @@ def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -
     """
     with _quiet(), ExitStack() as stack:
         store, address, place = _store(orders, tell)
-        handler = _meeting(orders, store, address)
+        handler = _rendezvous(orders, store, address)
         stack.callback(_end_all, orders.folder)
         council = Council(
             store,
@@ -149,7 +144,7 @@ def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -
             least=orders.least,
             most=orders.most,
         )
-        handler.council = council
+        handler.check = council.check
         stack.callback(council.close)
         where = _Where()
         spec = WorkerSpec(
@@ -172,7 +167,7 @@ def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -
         return _run(agent, orders, handler, place)
 
 
-def _run(agent: _Agent, orders: Orders, handler: _Meeting, place: str) -> Ending:
+def _run(agent: _Agent, orders: Orders, handler: Rendezvous, place: str) -> Ending:
     ending = agent.ending
     stays = False
     try:
@@ -195,7 +190,7 @@ def _run(agent: _Agent, orders: Orders, handler: _Meeting, place: str) -> Ending
         ending.lost = str(error)
     finally:
         agent.read_ends()
-        handler.leave(closing=not stays)
+        handler.leave(closing=not stays and agent.hears)
     return ending
 
 
@@ -225,6 +220,11 @@ class _Agent(LocalElasticAgent):
         self._attempt: Attempt | None = None
         self._watch: Watch | None = None
         self._bad: list[End] = []
+
+    @property
+    def hears(self) -> bool:
+        """Whether the store of the agents still answers."""
+        return self._council.lost is None
 
     def read_ends(self) -> None:
         """Note how the ranks of this machine have ended in the last attempt."""
@@ -446,48 +446,6 @@ class _Where(LogsSpecs):
         return ""
 
 
-class _Meeting(DynamicRendezvousHandler):
-    """torch's rendezvous of agents, which does not wait for a store that has gone away, and which the
-    ranks of all machines leave with the same address.
-
-    torch keeps the address where ranks meet from one meeting to the next, on all machines but the
-    first; when another one is first, they would look for each other in two places.
-    """
-
-    council: Council
-    _left: bool = False
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """See the base class. Raises `council.Lost`, too."""
-        self._bootstrap_store_info = None
-        outcome: list[RendezvousInfo] = []
-        failure: list[BaseException] = []
-
-        def meet() -> None:
-            try:
-                outcome.append(super(_Meeting, self).next_rendezvous())
-            except BaseException as error:
-                failure.append(error)
-            if self._left:
-                self._stop_heartbeats()
-
-        thread = threading.Thread(target=meet, name="anybatch-meeting", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(_POLL_SECONDS)
-            self.council.check()
-        if failure:
-            raise failure[0]
-        return outcome[0]
-
-    def leave(self, closing: bool) -> None:
-        """Take part no more; `closing`: nor shall anybody else."""
-        self._left = True
-        goodbye = self.shutdown if closing and self.council.lost is None else self._stop_heartbeats
-        with suppress(RendezvousError, RuntimeError):  # who served the store may have left before
-            Deadline(_GOODBYE_SECONDS).within(goodbye)
-
-
 def _machines(count: int) -> str:
     return f"{count} machine{'' if count == 1 else 's'}"
 
@@ -510,7 +468,7 @@ def _store(orders: Orders, tell: Callable[[str], None]) -> tuple[TCPStore, str, 
     machine with the address; the address of this machine; that of the store, in words."""
     deadline = Deadline(orders.timeout_seconds)
     if orders.meeting is None:
-        store = meet(LOOPBACK, 0, "host", deadline)
+        store = meet(LOOPBACK, 0, "host", deadline, listen=LOOPBACK)
         address, place = LOOPBACK, LOOPBACK
     else:
         host, port = orders.meeting
@@ -520,27 +478,27 @@ def _store(orders: Orders, tell: Callable[[str], None]) -> tuple[TCPStore, str, 
             f"waiting for an answer at {place}, for {orders.timeout_seconds:g} s at the most. Start the"
             f" same command on {host}.",
         ):
-            store = meet(host, port, "first", deadline)
+            store = meet(host, port, "first", deadline, listen=literal(host))
         address = route_to(host, port)
     store.set_timeout(timedelta(seconds=min(_MEETING_SECONDS, max(1.0, orders.timeout_seconds))))
     return store, address, place
 
 
-def _meeting(orders: Orders, store: TCPStore, address: str) -> _Meeting:
-    return _Meeting.from_backend(
-        run_id=_RUN,
-        store=store,
-        backend=C10dRendezvousBackend(store, _RUN),
-        min_nodes=orders.least,
-        max_nodes=orders.most,
-        local_addr=address,
-        timeout=RendezvousTimeout(
-            join=timedelta(seconds=max(1.0, orders.timeout_seconds)),
-            last_call=timedelta(seconds=LAST_CALL_SECONDS),
-        ),
-        keep_alive_interval=_PULSE_SECONDS,
-        keep_alive_max_attempt=round(SILENT_SECONDS / _PULSE_SECONDS),
+def _rendezvous(orders: Orders, store: TCPStore, address: str) -> Rendezvous:
+    if orders.meeting is None:
+        return Rendezvous(store, address, store.port, None)
+    machines = of_machines(
+        store,
+        orders.secret,
+        address,
+        least=orders.least,
+        most=orders.most,
+        join_seconds=orders.timeout_seconds,
+        last_call_seconds=LAST_CALL_SECONDS,
+        pulse_seconds=_PULSE_SECONDS,
+        silent_seconds=SILENT_SECONDS,
     )
+    return Rendezvous(store, *orders.meeting, machines)
 
 
 def _end_all(folder: Path) -> None:

@@ -64,7 +64,11 @@ def start(tmp_path: Path, place: str) -> Iterator[Callable[..., Agent]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "ANYBATCH_RENDEZVOUS_SECRET": "of these machines",
+            },
             start_new_session=True,
         )
         agents.append(agent)
