@@ -49,8 +49,8 @@ GRACE_SECONDS = 30.0
 gives no more than this after a failure."""
 
 SECRET = "ANYBATCH_RENDEZVOUS_SECRET"
-"""The environment variable with the secret that the machines of a run share. They sign with it what
-they write at the rendezvous, and believe nothing else."""
+"""The environment variable with the secret that the machines of a run share. They sign with it the
+state of torch's rendezvous, which is a pickle, and unpickle no other."""
 
 ELASTIC_RESTARTS = 3
 """Restarts where the number of machines may change, and nobody says how many: a machine that goes takes

@@ -18,7 +18,7 @@ import hmac
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
@@ -37,12 +37,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     Token,
 )
 
-from anybatch.launch.network import Deadline
+from anybatch.launch.heartbeat import Heartbeat
+from anybatch.launch.network import Deadline, joined
 
 RUN = "anybatch"
 
 _POLL_SECONDS = 0.1
 _GOODBYE_SECONDS = 5.0
+_TRIES = 3
 _SEPARATE_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -51,24 +53,25 @@ class Rendezvous(RendezvousHandler):
 
     Args:
         store: that the agents share.
-        host, port: its address, which ranks are given too.
+        address: host and port of it, which ranks are given too.
         machines: torch's rendezvous of several machines; None on one machine.
-        check: is called while others are waited for; raises if they cannot be.
+        heartbeat: opened for each attempt; it sees, too, that machines wait to take part.
+        patience: entered while others are waited for.
     """
 
     def __init__(
         self,
         store: TCPStore,
-        host: str,
-        port: int,
+        address: tuple[str, int],
         machines: DynamicRendezvousHandler | None,
-        check: Callable[[], None] = lambda: None,
+        heartbeat: Heartbeat,
+        patience: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.check: Callable[[], None] = check
+        self.heartbeat: Heartbeat = heartbeat
         self._store = store
-        self._info = RendezvousStoreInfo(host, port)
+        self._info = RendezvousStoreInfo(*address)
         self._machines = machines
-        self._round = 0
+        self._patience = patience
         self._left = False
 
     @property
@@ -85,13 +88,19 @@ class Rendezvous(RendezvousHandler):
         return RUN
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See the base class. Raises what `check` raises, too."""
+        """See the base class. Raises `heartbeat.Lost`, too."""
         if self._machines is None:
-            self._round += 1
-            store = PrefixStore(f"round-{self._round}", self._store)
-            return RendezvousInfo(store, 0, 1, self._info)
-        met = self._meet(self._machines)
-        return RendezvousInfo(met.store, met.rank, met.world_size, self._info)
+            self.heartbeat.open(self._store, 0, 1, "")
+            name = f"attempt-{self.heartbeat.attempt}"
+            return RendezvousInfo(PrefixStore(name, self._store), 0, 1, self._info)
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                return self._meet(self._machines)
+            except RuntimeError:  # a machine was gone as soon as it had come
+                self.heartbeat.check()
+                if not tries_left:
+                    raise
+        raise AssertionError
 
     def is_closed(self) -> bool:
         """See the base class."""
@@ -103,8 +112,8 @@ class Rendezvous(RendezvousHandler):
             self._machines.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """See the base class."""
-        return 0 if self._machines is None else self._machines.num_nodes_waiting()
+        """See the base class. The agent goes by `heartbeat.waiting`, which waits for no store."""
+        return 0
 
     def shutdown(self) -> bool:
         """See the base class."""
@@ -113,10 +122,9 @@ class Rendezvous(RendezvousHandler):
     def leave(self, closing: bool) -> None:
         """Take part no more; `closing`: nor shall anybody else."""
         self._left = True
-        machines = self._machines
-        if machines is None:
+        if self._machines is None:
             return
-        goodbye = machines.shutdown if closing else machines._stop_heartbeats
+        goodbye = self._machines.shutdown if closing else self._machines._stop_heartbeats
         with suppress(RendezvousError, RuntimeError):  # who served the store may have left before
             Deadline(_GOODBYE_SECONDS).within(goodbye)
 
@@ -128,7 +136,10 @@ class Rendezvous(RendezvousHandler):
         def meet() -> None:
             try:
                 with _no_further_store():
-                    outcome.append(machines.next_rendezvous())
+                    met = machines.next_rendezvous()
+                place = joined(self._info.master_addr, self._info.master_port)
+                self.heartbeat.open(met.store, met.rank, met.world_size, place)
+                outcome.append(RendezvousInfo(met.store, met.rank, met.world_size, self._info))
             except BaseException as error:
                 failure.append(error)
             if self._left:
@@ -136,9 +147,10 @@ class Rendezvous(RendezvousHandler):
 
         thread = threading.Thread(target=meet, name="anybatch-meeting", daemon=True)
         thread.start()
-        while thread.is_alive():
-            thread.join(_POLL_SECONDS)
-            self.check()
+        with self._patience():
+            while thread.is_alive():
+                thread.join(_POLL_SECONDS)
+                self.heartbeat.check()
         if failure:
             raise failure[0]
         return outcome[0]
