@@ -22,7 +22,7 @@ CALL = f"""
 import sys
 from anybatch.launch import call
 from {MODULE} import survey
-call(survey, sys.argv[1], ranks=2)
+call(survey, sys.argv[1], ranks=2, rendezvous=sys.argv[2] if sys.argv[2:] else None)
 """
 
 COMMAND = f"""
@@ -88,8 +88,9 @@ def check(folder: Path, num_servers: int, num_ranks: int = 2) -> None:
         assert len(found) >= 2 + num_servers, found
 
 
-def test_ranks_of_a_call(tmp_path: Path):
-    run([sys.executable, "-c", CALL, str(tmp_path)], tmp_path)
+@pytest.mark.parametrize("rendezvous", [[], [f"{os.uname().nodename}:29400"]], ids=["", "named"])
+def test_ranks_of_a_call(rendezvous: list[str], tmp_path: Path):
+    run([sys.executable, "-c", CALL, str(tmp_path), *rendezvous], tmp_path)
     check(tmp_path, num_servers=1)
 
 

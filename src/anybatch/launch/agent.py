@@ -85,8 +85,8 @@ def run_command(
         nodes: machines; the same call is made on each. A pair: the least and the most that there may
             be. When one of them is gone the others go on, and one that comes (back) is taken in: the
             ranks get SIGTERM, and start again together.
-        rendezvous: `HOST:PORT`, a port of one of the machines, needed for several. That machine has to
-            stay: the others do not go on without it.
+        rendezvous: `HOST:PORT`, a port of one of the machines, needed for several and unused for one.
+            That machine has to stay: the others do not go on without it.
         secret: of several machines, the same on each; see `SECRET`, whose value it is by default.
         timeout_seconds: within which they have to meet.
         grace_seconds: see `GRACE_SECONDS`.
@@ -282,7 +282,10 @@ def _prepared(
     meeting = None
     if rendezvous is not None:
         meeting = parse_address(rendezvous.removeprefix("tcp://"), "rendezvous")
-    secret = "" if most == 1 else _checked_secret(secret)
+    if most == 1:
+        meeting, secret = None, ""  # nobody else is to come, so nothing listens for them
+    else:
+        secret = _checked_secret(secret)
     already = find()
     if already is not None:
         raise InputError(
