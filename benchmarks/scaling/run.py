@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import secrets
 import statistics
 import subprocess
 import sys
@@ -105,6 +106,7 @@ def on_two(global_batch: int, rate_mbit: int | None, folder: Path, *more: str) -
         place = f"{machines[0].address}:29500"
         outs = [folder / f"two-{global_batch}-{rate_mbit}-{i}" for i in range(2)]
         joined = ("--ranks", "1", "--nodes", "2", "--rendezvous", place)
+        os.environ["ANYBATCH_RENDEZVOUS_SECRET"] = secrets.token_hex()
         wait_for(
             [
                 machine.command(*command(global_batch, out, *joined, *more))

@@ -177,7 +177,8 @@ def train(
         ranks: how many, on this machine: as many processes are started, unless this is one of them
             already. None: as the plan says, or one for each CUDA device.
         nodes, rendezvous: on several machines, how many, or the least and the most that there may be,
-            and the address `HOST:PORT` of one of them where they meet; each makes the same call.
+            and the address `HOST:PORT` of one of them where they meet; each makes the same call, with
+            the same secret in the environment variable `ANYBATCH_RENDEZVOUS_SECRET`.
         parallel: how the ranks share a step, see `plans.Parallel`; None: chosen.
         precision, micro_batch, recompute, chunked_loss, exchange, sharding, balance, compile: see
             `plan`.

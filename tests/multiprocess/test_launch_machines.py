@@ -33,7 +33,8 @@ def command(ranks: int, rendezvous: str, seconds: float = SECONDS) -> list[str]:
 
 def run(commands: Sequence[Sequence[str]]) -> list[tuple[int, str, str]]:
     """Status, output and errors of processes that run at the same time."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    secret = {"ANYBATCH_RENDEZVOUS_SECRET": "of these machines"}
+    environment = {**os.environ, **secret, "OMP_NUM_THREADS": "1"}
     environment.pop("GLOO_SOCKET_IFNAME", None)
     processes = [
         subprocess.Popen(

@@ -74,6 +74,14 @@ def train(
             help="Where several machines meet: one of them, and a free port of it.",
         ),
     ] = None,
+    rendezvous_secret: Annotated[
+        Path | None,
+        typer.Option(
+            "--rendezvous-secret",
+            metavar="FILE",
+            help="With the secret of several machines. Default: ANYBATCH_RENDEZVOUS_SECRET.",
+        ),
+    ] = None,
     compress: Annotated[
         str | None,
         typer.Option(
@@ -155,7 +163,7 @@ def train(
         from rich.console import Console
 
         from anybatch.insight.noise_text import lines, unmeasured
-        from anybatch.launch import find, parse_nodes, run_command
+        from anybatch.launch import find, parse_nodes, read_secret, run_command
         from anybatch.parallel import exchange as tell
         from anybatch.parallel import leads
         from anybatch.planning import check_started, checked_ranks
@@ -220,7 +228,12 @@ def train(
                 arguments = [*arguments, "--out", str(named)]
             raise typer.Exit(
                 run_command(
-                    arguments, processes, nodes=machines, rendezvous=rendezvous, restarts=restarts
+                    arguments,
+                    processes,
+                    nodes=machines,
+                    rendezvous=rendezvous,
+                    secret=None if rendezvous_secret is None else read_secret(rendezvous_secret),
+                    restarts=restarts,
                 )
             )
     with joined(), contextlib.ExitStack() as stack:

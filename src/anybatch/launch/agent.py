@@ -48,11 +48,16 @@ GRACE_SECONDS = 30.0
 """That ranks get to end after a signal, or after one of them failed, before they are killed. torch
 gives no more than this after a failure."""
 
+SECRET = "ANYBATCH_RENDEZVOUS_SECRET"
+"""The environment variable with the secret that the machines of a run share. They sign with it the
+state of torch's rendezvous, which is a pickle, and unpickle no other."""
+
 ELASTIC_RESTARTS = 3
 """Restarts where the number of machines may change, and nobody says how many: a machine that goes takes
 its ranks with it, which costs one."""
 
 _LAST_LINES = 20
+_SECRET_LENGTH = 16
 _JANITOR_SECONDS = 10.0
 
 
@@ -62,6 +67,7 @@ def run_command(
     *,
     nodes: int | tuple[int, int] = 1,
     rendezvous: str | None = None,
+    secret: str | None = None,
     timeout_seconds: float | None = None,
     grace_seconds: float = GRACE_SECONDS,
     restarts: int | None = None,
@@ -79,8 +85,9 @@ def run_command(
         nodes: machines; the same call is made on each. A pair: the least and the most that there may
             be. When one of them is gone the others go on, and one that comes (back) is taken in: the
             ranks get SIGTERM, and start again together.
-        rendezvous: `HOST:PORT`, a port of one of the machines, needed for several. That machine has to
-            stay: the others do not go on without it.
+        rendezvous: `HOST:PORT`, a port of one of the machines, needed for several and unused for one.
+            That machine has to stay: the others do not go on without it.
+        secret: of several machines, the same on each; see `SECRET`, whose value it is by default.
         timeout_seconds: within which they have to meet.
         grace_seconds: see `GRACE_SECONDS`.
         restarts: how often all ranks are started again, at most, after one died without a word (killed;
@@ -105,6 +112,7 @@ def run_command(
         ranks,
         nodes,
         rendezvous,
+        secret,
         timeout_seconds,
         grace_seconds,
         restarts,
@@ -161,6 +169,7 @@ def call(
     ranks: int,
     nodes: int | tuple[int, int] = 1,
     rendezvous: str | None = None,
+    secret: str | None = None,
     timeout_seconds: float | None = None,
     grace_seconds: float = GRACE_SECONDS,
     restarts: int | None = None,
@@ -176,7 +185,8 @@ def call(
     Args:
         function: what each rank runs.
         args, kwargs: what it is given.
-        ranks, nodes, rendezvous, timeout_seconds, grace_seconds, restarts, logs: see `run_command`.
+        ranks, nodes, rendezvous, secret, timeout_seconds: see `run_command`.
+        grace_seconds, restarts, logs: see `run_command`.
 
     Returns:
         The results of the ranks on this machine, in their order, of the last start.
@@ -196,6 +206,7 @@ def call(
         ranks,
         nodes,
         rendezvous,
+        secret,
         timeout_seconds,
         grace_seconds,
         restarts,
@@ -243,6 +254,7 @@ def _prepared(
     ranks: int,
     nodes: int | tuple[int, int],
     rendezvous: str | None,
+    secret: str | None,
     timeout_seconds: float | None,
     grace_seconds: float,
     restarts: int | None,
@@ -270,6 +282,10 @@ def _prepared(
     meeting = None
     if rendezvous is not None:
         meeting = parse_address(rendezvous.removeprefix("tcp://"), "rendezvous")
+    if most == 1:
+        meeting, secret = None, ""  # nobody else is to come, so nothing listens for them
+    else:
+        secret = _checked_secret(secret)
     already = find()
     if already is not None:
         raise InputError(
@@ -301,6 +317,7 @@ def _prepared(
                 least=least,
                 most=most,
                 meeting=meeting,
+                secret=secret,
                 timeout_seconds=timeout_seconds,
                 grace_seconds=grace_seconds,
                 restarts=restarts,
@@ -342,6 +359,30 @@ def _checked_nodes(nodes: int | tuple[int, int]) -> tuple[int, int]:
         rule = "give a whole number of at least 1, or a pair of them, the least and the most"
         raise InputError(f"nodes is {nodes}: {rule}.")
     return least, most
+
+
+def read_secret(path: Path) -> str:
+    """The secret that the machines of a run share, from a file. Raises `InputError`."""
+    try:
+        return path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"the secret of the rendezvous cannot be read from {str(path)!r} ({error}): name a text"
+            " file that this user can read, with the same content on each machine."
+        ) from error
+
+
+def _checked_secret(secret: str | None) -> str:
+    """The secret, or what `SECRET` holds. Raises `InputError`."""
+    secret = secret if secret is not None else os.environ.get(SECRET, "")
+    if len(secret) < _SECRET_LENGTH:
+        state = f"has {len(secret)} characters" if secret else "is missing"
+        raise InputError(
+            f"the secret of the rendezvous {state}: set the environment variable {SECRET} (or"
+            f" --rendezvous-secret FILE) to the same {_SECRET_LENGTH} or more random characters on"
+            " each machine, such as `openssl rand -hex 16` writes."
+        )
+    return secret
 
 
 def _delete_if_empty(folder: Path) -> None:

@@ -1,9 +1,10 @@
 """torch's elastic agent, run in this process: the part of the floor that imports it.
 
-torch brings: the rendezvous of agents, the processes, their variables, signals. Added here: every rank
-is tied to its agent (`worker`, `janitor`), the order in which ranks end is seen as it happens
-(`watch`), agents tell each other how and decide together what follows (`ends`, `council`), and what
-torch says on the way into its log is left to the errors of this package.
+torch brings: the rendezvous of agents, the processes, their variables, signals, and the loop that
+starts ranks, looks at them and starts them again. `_Agent` overrides two methods that torch documents
+for that: `_monitor_workers` (how the ranks do) and `_restart_workers` (which asks `exits` whether they
+are started again at all). torch's own know one machine: they start ranks again after any failure,
+count on each machine by itself, and do not say what failed on another.
 
 The agent installs handlers for SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1 in the main thread; they
 are put back. In another thread signals are not handled. `os.environ` is not changed.
@@ -17,15 +18,15 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import (
@@ -37,27 +38,20 @@ from torch.distributed.elastic.multiprocessing import (
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
-    RendezvousInfo,
     RendezvousTimeoutError,
-)
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
 )
 
 from anybatch import early_signals
 from anybatch.errors import LaunchError
-from anybatch.launch import janitor
-from anybatch.launch.council import SILENT_SECONDS, Attempt, Council
-from anybatch.launch.exits import End, Told, Turn, Verdict, first, read
+from anybatch.launch import heartbeat, janitor
+from anybatch.launch.exits import End, Verdict, first, read
+from anybatch.launch.heartbeat import Heartbeat
 from anybatch.launch.membership import ATTEMPT
-from anybatch.launch.network import LOOPBACK, Deadline, joined, meet, route_to
-from anybatch.launch.watch import Watch
+from anybatch.launch.network import LOOPBACK, Deadline, joined, literal, meet, route_to
+from anybatch.launch.rendezvous import Rendezvous, of_machines
 from anybatch.silence import silenced
 
-_RUN = "anybatch"
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.05
 
 LAST_CALL_SECONDS = 5.0
 """For which machines wait for more of them, when there are enough but not as many as may be."""
@@ -65,9 +59,8 @@ LAST_CALL_SECONDS = 5.0
 _SETTLE_SECONDS = 3.0
 _MEETING_SECONDS = 30.0
 _PULSE_SECONDS = 2
-_GOODBYE_SECONDS = 5.0
 _PATIENCE_SECONDS = 6.0  # longer than the last call
-_TRIES = 3
+_UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +71,10 @@ class Orders:
         ranks: processes on this machine.
         least, most: machines.
         meeting: host and port where the agents of several machines meet.
+        secret: that they share.
         timeout_seconds: within which they have to.
         grace_seconds: that ranks get to end after a signal, or after one of them failed.
-        restarts: how often all ranks are started again after one failed, see `ends`.
+        restarts: how often all ranks are started again after one failed, see `exits`.
         folder: private, for what passes between agent and ranks.
         logs: where ranks but rank 0 write.
         silence_fails: whether a rank that ends with status 0 and leaves no result has failed.
@@ -90,6 +84,7 @@ class Orders:
     least: int
     most: int
     meeting: tuple[str, int] | None
+    secret: str
     timeout_seconds: float
     grace_seconds: float
     restarts: int
@@ -125,7 +120,7 @@ class Ending:
 
 
 def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -> Ending:
-    """Start the ranks, again where the rule of `ends` says so, and wait for their end.
+    """Start the ranks, again where the rule of `exits` says so, and wait for their end.
 
     Args:
         orders: see there.
@@ -137,21 +132,10 @@ def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -
         KeyboardInterrupt: before any rank was started.
     """
     with _quiet(), ExitStack() as stack:
-        store, address, place = _store(orders, tell)
-        handler = _meeting(orders, store, address)
         stack.callback(_end_all, orders.folder)
-        council = Council(
-            store,
-            place,
-            socket.gethostname(),
-            handler.num_nodes_waiting if orders.most > 1 else None,
-            restarts=orders.restarts,
-            least=orders.least,
-            most=orders.most,
-        )
-        handler.council = council
-        stack.callback(council.close)
-        where = _Where()
+        meeting, place = _rendezvous(orders, tell)
+        stack.callback(meeting.heartbeat.close)
+        where = _Where(meeting.heartbeat, orders.restarts)
         spec = WorkerSpec(
             role="rank",
             local_world_size=orders.ranks,
@@ -164,20 +148,22 @@ def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -
                 str(orders.logs),
                 *arguments,
             ),
-            rdzv_handler=handler,
-            max_restarts=orders.restarts,
-            monitor_interval=_POLL_SECONDS,
+            rdzv_handler=meeting,
+            max_restarts=_UNLIMITED,
+            monitor_interval=1e-3,  # `_monitor_workers` waits longer
         )
-        agent = _Agent(spec, where, orders, council, tell)
-        return _run(agent, orders, handler, place)
+        agent = _Agent(spec, where, orders, meeting.heartbeat, tell)
+        return _run(agent, orders, meeting, place)
 
 
-def _run(agent: _Agent, orders: Orders, handler: _Meeting, place: str) -> Ending:
+def _run(agent: _Agent, orders: Orders, meeting: Rendezvous, place: str) -> Ending:
     ending = agent.ending
     stays = False
     try:
         with _handlers_kept():
             agent.run()
+    except _Over:
+        pass
     except SignalException as error:
         ending.signal = error.sigval
         stays = orders.least < orders.most  # the others may go on without this machine
@@ -195,24 +181,23 @@ def _run(agent: _Agent, orders: Orders, handler: _Meeting, place: str) -> Ending
         ending.lost = str(error)
     finally:
         agent.read_ends()
-        handler.leave(closing=not stays)
+        meeting.leave(closing=not stays and meeting.heartbeat.lost is None)
     return ending
 
 
-class _Agent(LocalElasticAgent):
-    """torch's agent, which here asks the other machines before it starts ranks again.
+class _Over(Exception):
+    """The ranks have failed and are not started again."""
 
-    Its own loop would start them again after any failure, counted on each machine by itself, and tell
-    of no other machine's. What is used of it: `_initialize_workers` (machines meet, get their ranks,
-    and start them), `_shutdown`, and what `run` does around the loop.
-    """
+
+class _Agent(LocalElasticAgent):
+    """torch's agent, which asks the other machines before it starts ranks again."""
 
     def __init__(
         self,
         spec: WorkerSpec,
         where: _Where,
         orders: Orders,
-        council: Council,
+        heartbeat: Heartbeat,
         tell: Callable[[str], None],
     ) -> None:
         super().__init__(spec, logs_specs=where)
@@ -220,203 +205,150 @@ class _Agent(LocalElasticAgent):
         self.before: str = ""
         self._where = where
         self._orders = orders
-        self._council = council
+        self._heartbeat = heartbeat
         self._tell = tell
-        self._attempt: Attempt | None = None
-        self._watch: Watch | None = None
         self._bad: list[End] = []
 
     def read_ends(self) -> None:
         """Note how the ranks of this machine have ended in the last attempt."""
-        attempt = self._attempt
-        if attempt is not None:
-            self.ending.attempt = attempt.number
+        if self._pcontext is not None:
+            self.ending.attempt = self._heartbeat.attempt
             self.ending.world_size = self._where.world_size
-            self.ending.ends = self._ends(attempt)
+            self.ending.ends = self._ends()
 
-    def _invoke_run(self, role: str = "default") -> RunResult:
-        group = self._worker_group
-        while True:
-            attempt = self._begin()
-            self._attend(attempt)
-            verdict = self._council.verdict(attempt)
-            if not verdict.again:
-                break
-            self.before = f" Before, {self._sentence(attempt, verdict)}."
-            self._tell(self._announcement(attempt, verdict))
-        self._council.part(attempt, verdict)
-        self.ending.cause = verdict.cause
-        self.ending.here = verdict.cause is not None and verdict.cause in self._bad
-        self.ending.silent = tuple(attempt.names[i] for i in verdict.gone)
-        if verdict.cause is not None or verdict.gone:
-            return RunResult(state=WorkerState.FAILED)
-        values = dict.fromkeys(worker.global_rank for worker in group.workers)
-        return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+    # ------------------------------------------------------------------------- what torch's loop asks
 
-    def _begin(self) -> Attempt:
-        """Meet the other machines and start the ranks."""
-        for tries_left in reversed(range(_TRIES)):
-            try:
-                self._initialize_workers(self._worker_group)  # type: ignore[call-arg]
-                break
-            except RuntimeError:  # a machine was gone as soon as it had come
-                self._council.check()
-                if not tries_left:
-                    raise
-        assert self._attempt is not None
-        return self._attempt
+    def _monitor_workers(  # type: ignore[override]
+        self, worker_group: WorkerGroup
+    ) -> RunResult:
+        """See the base class. Waits for a moment before it looks."""
+        time.sleep(_POLL_SECONDS)
+        state = self._state()
+        values = dict.fromkeys(worker.global_rank for worker in worker_group.workers)
+        return RunResult(state=state, return_values=values)
 
-    def _rendezvous(  # type: ignore[override]
+    def _restart_workers(  # type: ignore[override]
         self, worker_group: WorkerGroup
     ) -> None:
-        """See the base class."""
-        orders = self._orders
-        if orders.meeting is None:
-            super()._rendezvous(worker_group)  # type: ignore[call-arg]
-            return
-        least = "" if orders.least == orders.most else "at least "
-        with _patience(
-            self._tell,
-            f"waiting at {joined(*orders.meeting)} for {least}{_machines(orders.least)}, for"
-            f" {orders.timeout_seconds:g} s at the most. Start the same command on each of them.",
-        ):
-            super()._rendezvous(worker_group)  # type: ignore[call-arg]
-
-    def _start_workers(  # type: ignore[override]
-        self, worker_group: WorkerGroup
-    ) -> dict[int, Any]:
-        """See the base class."""
-        index, size = worker_group.group_rank, worker_group.group_world_size
-        assert worker_group.store is not None
-        assert index is not None
-        assert size is not None
-        attempt = self._council.open(worker_group.store, index, size)
-        self._where.attempt = attempt.number
-        self._bad = []
-        pids = super()._start_workers(worker_group)  # type: ignore[call-arg]
-        _answer_warnings()  # as torch has just done with other signals
-        assert isinstance(self._pcontext, SubprocessContext)
-        handlers = self._pcontext.subprocess_handlers
-        self._watch = Watch({local: handler.proc for local, handler in handlers.items()})
-        self._attempt = attempt
-        return pids
-
-    def _attend(self, attempt: Attempt) -> None:
-        """Until the attempt is over: all ranks of all machines have done what they were to do, or one
-        has failed, or the number of machines changes. Then none of this machine's is left."""
-        watch, council = self._watch, self._council
-        assert watch is not None
-        try:
-            done = False
-            while True:
-                watch.wait(_POLL_SECONDS)
-                heard = council.heard
-                ends = self._ends(attempt, so_far=True)
-                if first(ends.values()) is not None:
-                    break
-                if not done and len(ends) == self._orders.ranks:
-                    done = True
-                    council.tell(attempt, Told(done=True))
-                if all(told is not None and told.done for told in council.heard.told):
-                    return
-                if heard.over or council.silent():
-                    break
-                if heard.waiting and not any(heard.told):
-                    council.take_turn(attempt, Turn("grow", attempt.index, attempt.now))
-            council.end(attempt)
-            self._settle(attempt)
-            self._bad = [end for end in self._ends(attempt, True).values() if not end.is_good]
-            if council.heard.turn is None:
-                council.tell(attempt, Told(done, first(self._bad)))
-            self._stop()
-            if council.heard.turn is not None:
-                done = all(end.is_good for end in self._ends(attempt).values())
-                council.tell(attempt, Told(done, first(self._bad)))
-        except SignalException:
-            with suppress(RuntimeError):
-                council.take_turn(attempt, Turn("leave", attempt.index, attempt.now))
-            raise
-        finally:
-            watch.close()
-
-    def _stop(self) -> None:
-        """No rank of this machine is left, nor what it has started."""
-        self._shutdown()
-        _end_all(self._orders.folder)
+        """See the base class. Raises `_Over` if the ranks are not started again."""
+        before = self._heartbeat.failures
+        verdict = self._conclude(worker_group)
+        if not verdict.again:
+            self.ending.cause = verdict.cause
+            self.ending.here = verdict.cause in self._bad
+            self.ending.silent = tuple(self._heartbeat.names[i] for i in verdict.gone)
+            raise _Over
+        count = f" (restart {verdict.failures} of {self._orders.restarts})"
+        sentence = self._sentence(verdict, counts=verdict.failures > before)
+        self.before = f" Before, {sentence}."
+        sentence += f". All ranks are started again{count if verdict.failures > before else ''}."
+        cause = verdict.cause
+        # What rank 0 of this machine has to say, people have read.
+        is_read = cause is not None and cause.rank == 0 and cause in self._bad
+        stack = "" if cause is None or is_read else cause.stack
+        self._tell(f"{sentence}\n{stack}" if stack else sentence)
+        self._initialize_workers(worker_group)  # type: ignore[call-arg]
 
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None
     ) -> None:
-        """See torch. Ranks have as long as the orders say to end: torch 2.11 gives them 30 seconds and
-        knows no other time, later ones can be told."""
+        """See the base class. Ranks have as long as the orders say to end: torch 2.11 gives them 30
+        seconds and knows no other time."""
+        if isinstance(sys.exception(), SignalException):  # what fails from now on follows from it
+            self._heartbeat.say(turn="leave", turned=self._heartbeat.now)
         if self._pcontext:
             self._pcontext.close(death_sig, self._orders.grace_seconds)  # type: ignore[arg-type]
         super()._shutdown(death_sig)
 
-    def _settle(self, attempt: Attempt) -> None:
-        """Let ranks end that have failed, and may have been first, but are still on their way out."""
-        watch = self._watch
-        assert watch is not None
-        watch.wait(0)
-        deadline = Deadline(_SETTLE_SECONDS)
-        while deadline.left and any(
-            self._file(attempt, local, ".noted").exists()
-            for local in watch.processes.keys() - watch.ended.keys()
-        ):
-            watch.wait(_POLL_SECONDS)
+    def _exit_barrier(self) -> None:
+        """See the base class. All machines are done, and `Heartbeat.close` waits for them."""
 
-    def _sentence(self, attempt: Attempt, verdict: Verdict) -> str:
+    # ------------------------------------------------------------------------------------- an attempt
+
+    def _state(self) -> WorkerState:
+        """Whether the attempt goes on (`HEALTHY`), all ranks of all machines have done what they were
+        to do (`SUCCEEDED`), or one has failed or the number of machines changes (`FAILED`)."""
+        heartbeat, ends = self._heartbeat, self._ends(so_far=True)
+        if first(ends.values()) is not None:
+            return WorkerState.FAILED
+        if len(ends) == self._orders.ranks:
+            heartbeat.say(done=True)
+        words = heartbeat.heard()
+        if all(word is not None and word.done for word in words):
+            return WorkerState.SUCCEEDED
+        if any(word is None or word.stopping or word.turn for word in words):
+            return WorkerState.FAILED
+        if heartbeat.waiting and not any(word is not None and word.done for word in words):
+            heartbeat.say(turn="grow", turned=heartbeat.now)
+            return WorkerState.FAILED
+        return WorkerState.HEALTHY
+
+    def _conclude(self, worker_group: WorkerGroup) -> Verdict:
+        """Stop the ranks of this machine, and agree with the others on what follows."""
+        heartbeat, orders = self._heartbeat, self._orders
+        heartbeat.say(stopping=True)
+        self._settle()
+        ends = self._ends(so_far=True)
+        self._bad = [end for end in ends.values() if not end.is_good]
+        done = len(ends) == orders.ranks and not self._bad
+        if not any(word is not None and word.turn for word in heartbeat.heard()):
+            heartbeat.say(told=True, done=done, first=first(self._bad))
+        self._stop_workers(worker_group)  # type: ignore[call-arg]
+        _end_all(orders.folder)
+        if not heartbeat.words[heartbeat.index].told:
+            done = all(end.is_good for end in self._ends().values())
+            heartbeat.say(told=True, done=done, first=first(self._bad))
+        return heartbeat.verdict(restarts=orders.restarts, least=orders.least, most=orders.most)
+
+    def _settle(self) -> None:
+        """Let ranks end that have failed, and may have been first, but are still on their way out."""
+        deadline = Deadline(_SETTLE_SECONDS)
+        while deadline.left:
+            running = set(range(self._orders.ranks)) - self._ends(so_far=True).keys()
+            if not any(self._file(local, ".noted").exists() for local in running):
+                break
+            time.sleep(_POLL_SECONDS)
+
+    def _sentence(self, verdict: Verdict, counts: bool) -> str:
         """What has ended the attempt, without a full stop."""
-        if verdict.failures == attempt.failures:
-            turn = self._council.heard.turn
-            if turn is not None and turn.why == "leave":
-                return f"{attempt.names[turn.machine]} was told to end"
-            return "a machine has come"
+        names, words = self._heartbeat.names, self._heartbeat.words
         if verdict.gone:
-            names = " and ".join(attempt.names[i] for i in verdict.gone)
-            return f"nothing was heard from {names} for {SILENT_SECONDS:g} s"
+            gone = " and ".join(names[i] for i in verdict.gone)
+            return f"nothing was heard from {gone} for {heartbeat.SILENT_SECONDS:g} s"
+        if not counts:
+            leaving = [names[i] for i, word in enumerate(words) if word.turn == "leave"]
+            return f"{' and '.join(leaving)} was told to end" if leaving else "a machine has come"
         assert verdict.cause is not None
-        who = verdict.cause.who(self._where.world_size, several=len(attempt.names) > 1)
+        who = verdict.cause.who(self._where.world_size, several=len(names) > 1)
         return f"{who} failed first: {verdict.cause.sentence}"
 
-    def _announcement(self, attempt: Attempt, verdict: Verdict) -> str:
-        count = f" (restart {verdict.failures} of {self._orders.restarts})"
-        if verdict.failures == attempt.failures:
-            count = ""
-        sentence = f"{self._sentence(attempt, verdict)}. All ranks are started again{count}."
-        cause = verdict.cause
-        # What rank 0 of this machine has to say, people have read.
-        is_read = cause is not None and cause.rank == 0 and cause in self._bad
-        return (
-            sentence
-            if cause is None or is_read or not cause.stack
-            else f"{sentence}\n{cause.stack}"
-        )
+    def _file(self, local: int, suffix: str) -> Path:
+        return self._orders.folder / f"{self._heartbeat.attempt}-{local}{suffix}"
 
-    def _file(self, attempt: Attempt, local: int, suffix: str) -> Path:
-        return self._orders.folder / f"{attempt.number}-{local}{suffix}"
-
-    def _ends(self, attempt: Attempt, so_far: bool = False) -> dict[int, End]:
-        """How the ranks of this machine have ended, by local rank."""
-        watch = self._watch
-        assert watch is not None
+    def _ends(self, so_far: bool = False) -> dict[int, End]:
+        """How the ranks of this machine have ended, by local rank. `so_far`: by themselves, while the
+        others run."""
+        assert isinstance(self._pcontext, SubprocessContext)
+        ended, heartbeat = self._where.ended, self._heartbeat
         ends: dict[int, End] = {}
-        for local, process in watch.processes.items():
-            if so_far and local not in watch.ended:
+        for local, handler in self._pcontext.subprocess_handlers.items():
+            code = handler.proc.poll()
+            if so_far and code is not None:
+                ended.setdefault(local, time.monotonic_ns())
+            if so_far and local not in ended:
                 continue
-            code = watch.code(local)
-            ends[local] = read(
-                self._file(attempt, local, ".word"),
+            end = read(
+                self._file(local, ".word"),
                 rank=self._where.numbers[local],
                 local_rank=local,
-                pid=process.pid,
-                machine=attempt.names[attempt.index],
+                pid=handler.proc.pid,
+                machine=heartbeat.names[heartbeat.index],
                 code=-signal.SIGKILL if code is None else code,
-                ended=watch.ended.get(local),
-                start=attempt.start,
+                ended=ended.get(local),
+                start=heartbeat.start,
             )
-            if ends[local].status == 0 and not self._orders.silence_fails:
-                ends[local] = replace(ends[local], spoke=True)
+            silent = end.status == 0 and not self._orders.silence_fails
+            ends[local] = replace(end, spoke=True) if silent else end
         return ends
 
 
@@ -425,18 +357,24 @@ class _Where(LogsSpecs):
     themselves (stdout and stderr of one rank in one file, which torch cannot). Learns in passing
     which ranks there are, and tells them which attempt this is."""
 
-    def __init__(self) -> None:
+    def __init__(self, heartbeat: Heartbeat, restarts: int) -> None:
         super().__init__()
-        self.attempt: int = 0
         self.numbers: dict[int, int] = {}
         self.world_size: int = 0
+        self.ended: dict[int, int] = {}  # when each rank of the attempt was seen to have ended
+        self._heartbeat = heartbeat
+        self._restarts = restarts
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """See the base class."""
+        """See the base class. The ranks are about to be started."""
+        _answer_warnings()  # as torch does with other signals
+        self.ended = {}
         self.numbers = {local: int(variables["RANK"]) for local, variables in envs.items()}
         self.world_size = int(envs[0]["WORLD_SIZE"])
+        attempt = str(self._heartbeat.attempt)
         for variables in envs.values():
-            variables[ATTEMPT] = variables["TORCHELASTIC_RESTART_COUNT"] = str(self.attempt)
+            variables[ATTEMPT] = variables["TORCHELASTIC_RESTART_COUNT"] = attempt
+            variables["TORCHELASTIC_MAX_RESTARTS"] = str(self._restarts)
         nowhere = dict.fromkeys(envs, "")
         return LogsDest(stdouts=dict(nowhere), stderrs=dict(nowhere), error_files=dict(nowhere))
 
@@ -444,48 +382,6 @@ class _Where(LogsSpecs):
     def root_log_dir(self) -> str:
         """See the base class."""
         return ""
-
-
-class _Meeting(DynamicRendezvousHandler):
-    """torch's rendezvous of agents, which does not wait for a store that has gone away, and which the
-    ranks of all machines leave with the same address.
-
-    torch keeps the address where ranks meet from one meeting to the next, on all machines but the
-    first; when another one is first, they would look for each other in two places.
-    """
-
-    council: Council
-    _left: bool = False
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """See the base class. Raises `council.Lost`, too."""
-        self._bootstrap_store_info = None
-        outcome: list[RendezvousInfo] = []
-        failure: list[BaseException] = []
-
-        def meet() -> None:
-            try:
-                outcome.append(super(_Meeting, self).next_rendezvous())
-            except BaseException as error:
-                failure.append(error)
-            if self._left:
-                self._stop_heartbeats()
-
-        thread = threading.Thread(target=meet, name="anybatch-meeting", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(_POLL_SECONDS)
-            self.council.check()
-        if failure:
-            raise failure[0]
-        return outcome[0]
-
-    def leave(self, closing: bool) -> None:
-        """Take part no more; `closing`: nor shall anybody else."""
-        self._left = True
-        goodbye = self.shutdown if closing and self.council.lost is None else self._stop_heartbeats
-        with suppress(RendezvousError, RuntimeError):  # who served the store may have left before
-            Deadline(_GOODBYE_SECONDS).within(goodbye)
 
 
 def _machines(count: int) -> str:
@@ -505,42 +401,38 @@ def _patience(tell: Callable[[str], None], sentence: str) -> Iterator[None]:
         timer.join()
 
 
-def _store(orders: Orders, tell: Callable[[str], None]) -> tuple[TCPStore, str, str]:
-    """A store for the agents, served here for one machine, or by the first agent to come on the
-    machine with the address; the address of this machine; that of the store, in words."""
+def _rendezvous(orders: Orders, tell: Callable[[str], None]) -> tuple[Rendezvous, str]:
+    """How the agents meet, and where, in words. The store is served here for one machine, or by the
+    first agent to come on the machine with the address."""
     deadline = Deadline(orders.timeout_seconds)
+    name = socket.gethostname()
     if orders.meeting is None:
-        store = meet(LOOPBACK, 0, "host", deadline)
-        address, place = LOOPBACK, LOOPBACK
-    else:
-        host, port = orders.meeting
-        place = joined(host, port)
-        with _patience(
-            tell,
-            f"waiting for an answer at {place}, for {orders.timeout_seconds:g} s at the most. Start the"
-            f" same command on {host}.",
-        ):
-            store = meet(host, port, "first", deadline)
-        address = route_to(host, port)
+        store = meet(LOOPBACK, 0, "host", deadline, listen=LOOPBACK)
+        alone = Heartbeat(None, name, None)
+        return Rendezvous(store, (LOOPBACK, store.port), None, alone, nullcontext), LOOPBACK
+    host, port = orders.meeting
+    place, seconds = joined(host, port), f"for {orders.timeout_seconds:g} s at the most"
+    with _patience(
+        tell, f"waiting for an answer at {place}, {seconds}. Start the same command on {host}."
+    ):
+        store = meet(host, port, "first", deadline, listen=literal(host))
     store.set_timeout(timedelta(seconds=min(_MEETING_SECONDS, max(1.0, orders.timeout_seconds))))
-    return store, address, place
-
-
-def _meeting(orders: Orders, store: TCPStore, address: str) -> _Meeting:
-    return _Meeting.from_backend(
-        run_id=_RUN,
-        store=store,
-        backend=C10dRendezvousBackend(store, _RUN),
-        min_nodes=orders.least,
-        max_nodes=orders.most,
-        local_addr=address,
-        timeout=RendezvousTimeout(
-            join=timedelta(seconds=max(1.0, orders.timeout_seconds)),
-            last_call=timedelta(seconds=LAST_CALL_SECONDS),
-        ),
-        keep_alive_interval=_PULSE_SECONDS,
-        keep_alive_max_attempt=round(SILENT_SECONDS / _PULSE_SECONDS),
+    machines = of_machines(
+        store,
+        orders.secret,
+        route_to(host, port),
+        least=orders.least,
+        most=orders.most,
+        join_seconds=orders.timeout_seconds,
+        last_call_seconds=LAST_CALL_SECONDS,
+        pulse_seconds=_PULSE_SECONDS,
+        silent_seconds=heartbeat.SILENT_SECONDS,
     )
+    least = f"{'' if orders.least == orders.most else 'at least '}{_machines(orders.least)}"
+    sentence = f"waiting at {place} for {least}, {seconds}. Start the same command on each of them."
+    talk = Heartbeat(store, name, machines.num_nodes_waiting)
+    patience = partial(_patience, tell, sentence)
+    return Rendezvous(store, orders.meeting, machines, talk, patience), place
 
 
 def _end_all(folder: Path) -> None:

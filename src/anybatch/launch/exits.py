@@ -2,7 +2,7 @@
 
 A rank that ends by itself leaves a word: its status, the moment of its first failure, and whether a
 restart mends what it failed of. One that is killed leaves none; the kernel tells when it ended. All
-moments are on one scale, on several machines too (`council`), so that the earliest is the cause.
+moments are on one scale, on several machines too (`heartbeat`), so that the earliest is the cause.
 
 The rule. Ranks are started again if the cause is that one of them died without a word (killed; the
 power of its machine lost), or that it said that it had lost a peer or was stuck
@@ -43,6 +43,7 @@ class End:
         spoke: whether it ended by itself and said so.
         mended: whether a restart mends it.
         what: in words, for a sentence after a colon.
+        by_agent: whether its agent ended it.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class End:
     spoke: bool
     mended: bool
     what: str
+    by_agent: bool = False
 
     @property
     def is_good(self) -> bool:
@@ -94,38 +96,60 @@ class End:
         """Whether another rank had said that it failed, and this one ended for that."""
         return self.spoke and self.what.startswith(f"{PeerFailed.__name__}:")
 
+    @property
+    def has_lost_a_peer(self) -> bool:
+        """Whether it ended because another rank did not answer."""
+        return self.what.startswith(f"{PeerLost.__name__}:")
+
+    @property
+    def died(self) -> bool:
+        """Whether neither its own word ended it, nor its agent, nor that it had lost a peer."""
+        ended = self.by_agent or self.status == -signal.SIGTERM or self.has_lost_a_peer
+        return not self.spoke and self.mended and not ended
+
     def who(self, world_size: int, several: bool) -> str:
         """The rank in words, with its machine where there are `several`."""
         where = f", on {self.machine}" if several else ""
         return f"rank {self.rank} of {world_size} (process {self.pid}{where})"
 
-    def dumps(self) -> str:
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What the agent of one machine says of an attempt.
+
+    Attributes:
+        beat: changes each time it is said.
+        done: whether all ranks of the machine have done what they were to do.
+        stopping: whether the others are to stop theirs, since one here has failed.
+        turn: why the number of machines changes: this one has seen that another has come (`"grow"`), or
+            was told to end (`"leave"`).
+        turned: when, as in `End`: what fails from then on is a consequence.
+        told: whether all is said of how the ranks ended.
+        first: the bad end of a rank of this machine that came first.
+        left: whether this machine listens no more.
+    """
+
+    beat: int = 0
+    done: bool = False
+    stopping: bool = False
+    turn: Literal["", "grow", "leave"] = ""
+    turned: int = 0
+    told: bool = False
+    first: End | None = None
+    left: bool = False
+
+    def dumps(self, beat: int) -> str:
         """As text, for `loads`."""
-        return json.dumps(asdict(self))
+        return json.dumps({**asdict(self), "beat": beat})
 
     @classmethod
-    def loads(cls, text: str) -> End:
-        """What `dumps` has written."""
-        return cls(**json.loads(text))
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What one machine tells of an attempt: whether its ranks are `done`, and the `first` bad end of
-    one of them, if there was any when it was asked."""
-
-    done: bool
-    first: End | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A machine changes the number of machines: it has seen that another one has come (`"grow"`), or
-    was told to end (`"leave"`). What fails from then on (`when`, as in `End`) is a consequence."""
-
-    why: Literal["grow", "leave"]
-    machine: int
-    when: int
+    def loads(cls, text: bytes) -> Word | None:
+        """What `dumps` has written; None for an empty text."""
+        if not text:
+            return None
+        values = json.loads(text)
+        first = values.pop("first")
+        return cls(**values, first=None if first is None else End(**first))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +168,20 @@ class Verdict:
     cause: End | None = None
     gone: tuple[int, ...] = ()
 
+    def dumps(self) -> str:
+        """As text, for `loads`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: bytes) -> Verdict:
+        """What `dumps` has written."""
+        values = json.loads(text)
+        cause = values["cause"] and End(**values["cause"])
+        return cls(values["again"], values["failures"], cause, tuple(values["gone"]))
+
 
 def judge(
-    told: Sequence[Told | None],
-    turn: Turn | None,
+    words: Sequence[Word | None],
     *,
     failures: int,
     restarts: int,
@@ -157,19 +191,19 @@ def judge(
     """The rule.
 
     Args:
-        told: by each machine; None: it has fallen silent.
-        turn: see there.
+        words: by each machine; None: it has fallen silent.
         failures: attempts that have failed before.
         restarts: how many may.
         least, most: machines that the run may have.
     """
-    leaving = turn.machine if turn is not None and turn.why == "leave" else None
-    staying = [told[i] for i in range(len(told)) if i != leaving]
-    gone = tuple(i for i, one in enumerate(told) if one is None and i != leaving)
-    cause = first(one.first for one in staying if one is not None and one.first is not None)
-    if turn is not None and not gone and (cause is None or cause.when >= turn.when):
-        done = all(one is not None and one.done for one in staying)
-        enough = leaving is None or (least < most and least <= len(staying))
+    leaving = [i for i, word in enumerate(words) if word is not None and word.turn == "leave"]
+    staying = [word for i, word in enumerate(words) if i not in leaving]
+    gone = tuple(i for i, word in enumerate(words) if word is None)
+    cause = first(word.first for word in staying if word is not None and word.first is not None)
+    turned = min((word.turned for word in words if word is not None and word.turn), default=None)
+    if turned is not None and not gone and (cause is None or cause.when >= turned):
+        done = all(word is not None and word.done for word in staying)
+        enough = not leaving or (least < most and least <= len(staying))
         return Verdict(enough and not done and bool(staying), failures, cause)
     if cause is None and not gone:
         return Verdict(False, failures)
@@ -180,10 +214,12 @@ def judge(
 
 def first(ends: Iterable[End]) -> End | None:
     """The earliest of the bad ones. One that follows another is not it, though the other may take
-    longer to its end."""
+    longer to its end; nor is one that has lost a peer, where a rank died without a word."""
     bad = sorted((end for end in ends if not end.is_good), key=lambda end: (end.when, end.rank))
     if bad and bad[0].follows:
         return next((end for end in bad if end.spoke and not end.follows), bad[0])
+    if bad and bad[0].has_lost_a_peer:
+        return next((end for end in bad if end.died), bad[0])
     return bad[0] if bad else None
 
 
@@ -243,7 +279,7 @@ def read(
     mended = code != 0 and code not in SAID_BY_STATUS
     by_agent = ended is None and code in (-signal.SIGTERM, -signal.SIGKILL)
     how = "it was ended with the others" if by_agent else how_it_ended(code)
-    return End(rank, local_rank, pid, machine, code, late - slack, False, mended, how)
+    return End(rank, local_rank, pid, machine, code, late - slack, False, mended, how, by_agent)
 
 
 def said_in(word: Path) -> dict[str, Any] | None:

@@ -5,8 +5,8 @@ MPI its own. `find` reads them all into one record, in one place, so that nothin
 looks at them. `join` makes the process group and takes it away again.
 
 What `join` sets and puts back: the current CUDA device, the number of intra-op threads, and the
-network interface (`GLOO_SOCKET_IFNAME`, and over several machines `NCCL_SOCKET_IFNAME`), which torch
-reads from the environment alone. What the user has set of it stays.
+network interface (`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`), which torch and NCCL read from the
+environment alone. What the user has set of it stays.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from anybatch.launch.network import (
     gather_at,
     interface_to,
     joined,
+    literal,
     meet,
     parse_address,
 )
@@ -345,13 +346,14 @@ def _store(
             # The agent behind torchrun serves the store itself, at the address that it gives.
             agent_serves = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serves = membership.rank == 0 and not agent_serves
+        place = joined(host, port)
+        if _on_one_machine(membership, variables) and not agent_serves:
+            host = LOOPBACK
         # A rank that joins again may be quicker than the one that serves: the store of rank 0 stays.
-        base = _served.get((host, port)) or meet(
-            host, port, "host" if serves else "guest", deadline
-        )
+        role = "host" if serves else "guest"
+        base = _served.get((host, port)) or meet(host, port, role, deadline, listen=literal(host))
         if serves and port:
             _served[host, port] = base
-        place = joined(host, port)
     else:
         raise InputError(
             f"the rendezvous is {rendezvous!r}: it has to begin with env://, tcp:// or file://."
@@ -359,6 +361,20 @@ def _store(
     store = PrefixStore(f"anybatch/{membership.attempt}/{_num_joins}", base)
     gather_at(store, place, membership.world_size, deadline)
     return store, place, host, serves
+
+
+def _on_one_machine(membership: Membership, variables: _Variables) -> bool:
+    """Whether all ranks are on this machine, and whoever started them says so."""
+    if membership.world_size == 1:
+        return True
+    said = variables.text(
+        "LOCAL_WORLD_SIZE",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_TASKS_PER_NODE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "MPI_LOCALNRANKS",
+    )
+    return said is not None and membership.local_world_size == membership.world_size
 
 
 def _address(membership: Membership, variables: _Variables, explicit: bool) -> tuple[str, int]:
@@ -495,13 +511,15 @@ def _threads(membership: Membership) -> Iterator[None]:
 
 @contextmanager
 def _interface(membership: Membership, host: str | None) -> Iterator[None]:
-    """Point the backends at the interface that leads to where the ranks met. Left to themselves they
-    take the one that the machine's own name resolves to, which on many machines leads nowhere."""
-    single = membership.local_world_size == membership.world_size
-    name = interface_to(host or LOOPBACK, 1) if host or single else None
-    values = {} if name is None else {"GLOO_SOCKET_IFNAME": name}
-    if name is not None and not single:
-        values["NCCL_SOCKET_IFNAME"] = f"={name}"
+    """Point the backends at the interface that leads to where the ranks met, on one machine at the
+    loopback, so that nothing else reaches their ports. Left to themselves they take the one that the
+    machine's own name resolves to, which on many machines leads nowhere."""
+    if _on_one_machine(membership, _Variables(os.environ)) or (
+        host is None and membership.local_world_size == membership.world_size
+    ):
+        host = LOOPBACK
+    name = interface_to(host, 1) if host else None
+    values = {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     ours = {key: value for key, value in values.items() if key not in os.environ}
     os.environ.update(ours)
     try:

@@ -8,6 +8,7 @@ does itself runs against the clock.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 import threading
 import time
@@ -30,6 +31,7 @@ _RETRY_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
 _WAKING_SECONDS = 0.5
 _ANSWER_SECONDS = 20.0
+_BACKLOG = 2048  # as torch has it
 
 
 class Deadline:
@@ -134,8 +136,24 @@ def interface_to(host: str, port: int) -> str | None:
     return None
 
 
+def literal(host: str) -> str | None:
+    """`host` if it is an address, the loopback's for `localhost`; None for another name, which may mean
+    one address on this machine and another elsewhere."""
+    if host == "localhost":
+        return LOOPBACK
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return None
+
+
 def meet(
-    host: str, port: int, role: Literal["host", "guest", "first"], deadline: Deadline
+    host: str,
+    port: int,
+    role: Literal["host", "guest", "first"],
+    deadline: Deadline,
+    *,
+    listen: str | None = None,
 ) -> TCPStore:
     """The store at `host:port`.
 
@@ -145,6 +163,7 @@ def meet(
         role: `"host"` serves the store, `"guest"` connects to it, `"first"` serves it if `host` is
             this machine and nobody serves it yet.
         deadline: by which the store has to answer.
+        listen: the one address of this machine at which a host is reached; None: all of them.
 
     Raises:
         LaunchError: the port is taken, or nothing (or something else) answers in time.
@@ -159,9 +178,7 @@ def meet(
     wait = timedelta(seconds=max(1.0, deadline.left))
     if role == "host":
         try:
-            if port and not is_free(port):
-                raise OSError(errno.EADDRINUSE, "address in use")
-            return TCPStore(host, port, is_master=True, timeout=wait, wait_for_workers=False)
+            return _serve(host, port, listen, wait)
         except (DistError, OSError) as error:
             if not last_resort:
                 raise LaunchError(
@@ -183,6 +200,26 @@ def meet(
         raise LaunchError(_not_a_store(host, port, answer))
     store.set_timeout(wait)
     return store
+
+
+def _serve(host: str, port: int, listen: str | None, wait: timedelta) -> TCPStore:
+    """A store of this process. torch's own socket would listen on all interfaces."""
+    from torch.distributed import TCPStore
+
+    if listen is None:
+        if port and not is_free(port):
+            raise OSError(errno.EADDRINUSE, "address in use")
+        return TCPStore(host, port, is_master=True, timeout=wait, wait_for_workers=False)
+    family = socket.AF_INET6 if ":" in listen else socket.AF_INET
+    listener = socket.create_server((listen, port), family=family, backlog=_BACKLOG)
+    return TCPStore(
+        listen,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=wait,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def gather_at(store: Store, place: str, world_size: int, deadline: Deadline) -> None:

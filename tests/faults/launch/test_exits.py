@@ -140,7 +140,9 @@ from anybatch.errors import Stopped
 from anybatch.launch import run_command
 early_signals.end_with_status_75()
 try:
-    run_command(["devices"], 1, nodes=2, rendezvous=sys.argv[2])
+    run_command(
+        ["devices"], 1, nodes=2, rendezvous=sys.argv[2], secret="of these machines"
+    )
 except Stopped as stopped:
     sys.exit(stopped.exit_status)
 """

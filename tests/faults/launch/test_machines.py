@@ -25,9 +25,9 @@ SECONDS = 120.0
 AGENT = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1] + "/temporary"
-from anybatch.launch import call, council, elastic
+from anybatch.launch import call, elastic, heartbeat
 from tests.faults.launch.ranks import until_finished
-council.SILENT_SECONDS = elastic.SILENT_SECONDS = 5.0
+heartbeat.SILENT_SECONDS = 5.0
 elastic.LAST_CALL_SECONDS = 3.0
 elastic._PULSE_SECONDS = 1
 folder, place, ranks, least, most = sys.argv[1:]
@@ -64,7 +64,11 @@ def start(tmp_path: Path, place: str) -> Iterator[Callable[..., Agent]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "ANYBATCH_RENDEZVOUS_SECRET": "of these machines",
+            },
             start_new_session=True,
         )
         agents.append(agent)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from anybatch.errors import InputError, NoPlanFits, PeerLost, Stopped, Stuck
 from anybatch.launch import first_failure
-from anybatch.launch.exits import End, Told, Turn, Verdict, first, judge, read, write_word
+from anybatch.launch.exits import End, Verdict, Word, first, judge, read, write_word
 
 SECOND = 10**9
 KILLED = -signal.SIGKILL
@@ -31,18 +32,20 @@ def good(rank: int) -> End:
 
 
 def judged(
-    *told: Told | None,
-    turn: Turn | None = None,
+    *words: Word | None,
     failures: int = 0,
     restarts: int = 1,
     nodes: tuple[int, int] = (1, 4),
 ) -> Verdict:
     least, most = nodes
-    return judge(told, turn, failures=failures, restarts=restarts, least=least, most=most)
+    return judge(words, failures=failures, restarts=restarts, least=least, most=most)
 
 
-def failed(bad: End) -> Told:
-    return Told(done=False, first=bad)
+def told(first: End | None = None, **more: Any) -> Word:
+    return Word(told=True, first=first, **more)
+
+
+DONE = told(done=True)
 
 
 # --------------------------------------------------------------------------------------- one's own end
@@ -102,7 +105,7 @@ def test_a_death_without_a_word_is_mended_unless_its_status_speaks(
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_what_a_rank_says_counts_from_when_it_failed(
+def test_what_a_rank_says_counts_from_when_it_told(
     status: int, error: BaseException | None, mended: bool, what: str, word: Path
 ):
     first_failure.forget()
@@ -167,8 +170,25 @@ def test_a_death_comes_before_what_its_peers_felt_of_it(word: Path):
     assert first([peers, read_end(word, KILLED, ended=None)]) == peers
 
 
-def test_an_end_travels():
-    assert End.loads(end(when=3, rank=2).dumps()) == end(when=3, rank=2)
+def test_a_death_that_is_seen_late_comes_before_what_its_peers_felt_of_it(word: Path):
+    felt = replace(end(when=SECOND, mended=True), what="PeerLost: rank 3 is gone")
+    killed = read_end(word, KILLED)
+    assert first([felt, killed]) == killed
+    assert first([felt, good(1)]) == felt
+    assert first([felt, read_end(word, KILLED, ended=None)]) == felt
+    noted = replace(
+        felt, when=2 * SECOND, rank=1, spoke=False
+    )  # it was ended before it could say so
+    assert first([felt, noted]) == felt
+
+
+def test_what_machines_say_travels():
+    word = Word(done=True, turn="grow", turned=5, first=end(when=3, rank=2))
+    assert Word.loads(word.dumps(beat=7).encode()) == replace(word, beat=7)
+    assert Word.loads(Word().dumps(beat=0).encode()) == Word()
+    assert Word.loads(b"") is None
+    for verdict in (Verdict(True, 2, end(when=3), (1,)), Verdict(False, 0)):
+        assert Verdict.loads(verdict.dumps().encode()) == verdict
 
 
 # --------------------------------------------------------------------------------------------- the rule
@@ -176,7 +196,7 @@ def test_an_end_travels():
 
 def test_the_earliest_of_all_machines_is_the_cause():
     late, early = end(when=2, mended=True), end(when=1, rank=5)
-    verdict = judged(failed(late), Told(done=False), failed(early))
+    verdict = judged(told(late), told(), told(early))
     assert verdict.cause == early
     assert not verdict.again
     assert first([good(0), late, early]) == early
@@ -191,44 +211,49 @@ def test_the_earliest_of_all_machines_is_the_cause():
 
 @pytest.mark.parametrize(("failures", "again"), [(0, True), (1, True), (2, False)])
 def test_as_often_as_was_said(failures: int, again: bool):
-    verdict = judged(failed(end(mended=True)), failures=failures, restarts=2)
+    verdict = judged(told(end(mended=True)), failures=failures, restarts=2)
     assert verdict == Verdict(again, failures + 1, end(mended=True))
 
 
 def test_all_done_is_the_end():
-    assert judged(Told(done=True), Told(done=True)) == Verdict(False, 0)
+    assert judged(DONE, DONE) == Verdict(False, 0)
 
 
 def test_a_rank_that_dies_when_others_are_done_starts_all_again():
-    assert judged(Told(done=True), failed(end(mended=True))).again
+    assert judged(DONE, told(end(mended=True))).again
 
 
 def test_a_machine_that_is_silent_is_the_cause_of_what_others_say():
-    verdict = judged(failed(end(rank=1)), None, Told(done=False))
+    verdict = judged(told(end(rank=1)), None, told())
     assert verdict == Verdict(True, 1, end(rank=1), gone=(1,))
-    assert not judged(failed(end(rank=1)), None, restarts=0).again
+    assert not judged(told(end(rank=1)), None, restarts=0).again
 
 
-GROW = Turn("grow", 0, when=5)
-LEAVE = Turn("leave", 1, when=5)
+GROW = {"turn": "grow", "turned": 5}
+LEAVES = Word(turn="leave", turned=5)
 
 
 @pytest.mark.parametrize("after", [end(when=5, status=75), end(when=9), None])
 def test_ranks_that_stopped_for_a_new_machine_start_again_at_no_cost(after: End | None):
-    verdict = judged(Told(False, after), Told(False, end(when=6)), turn=GROW, restarts=0)
+    verdict = judged(told(after, **GROW), told(end(when=6)), restarts=0)
     assert verdict.again
     assert verdict.failures == 0
 
 
 def test_what_failed_before_a_machine_came_counts():
-    assert not judged(failed(end(when=4)), Told(False), turn=GROW).again
-    verdict = judged(failed(end(when=4, mended=True)), Told(False), turn=GROW)
+    assert not judged(told(end(when=4), **GROW), told()).again
+    verdict = judged(told(end(when=4, mended=True), **GROW), told())
     assert verdict == Verdict(True, 1, end(when=4, mended=True))
 
 
+def test_the_first_to_see_a_machine_come_is_heard():
+    late = told(end(when=6, mended=True), turn="grow", turned=7)
+    assert judged(told(**GROW), late, restarts=0).again
+
+
 def test_nobody_starts_again_for_a_machine_when_the_work_is_done():
-    assert not judged(Told(True), Told(True), turn=GROW).again
-    assert judged(Told(True), Told(False), turn=GROW).again
+    assert not judged(told(done=True, **GROW), DONE).again
+    assert judged(told(done=True, **GROW), told()).again
 
 
 @pytest.mark.parametrize(
@@ -237,6 +262,5 @@ def test_nobody_starts_again_for_a_machine_when_the_work_is_done():
 def test_the_others_go_on_without_a_machine_that_leaves_if_they_are_enough(
     nodes: tuple[int, int], again: bool
 ):
-    stopped = failed(end(when=6, status=75))
-    verdict = judged(stopped, None, turn=LEAVE, nodes=nodes, restarts=0)
+    verdict = judged(told(end(when=6, status=75)), LEAVES, nodes=nodes, restarts=0)
     assert verdict == Verdict(again, 0, end(when=6, status=75))

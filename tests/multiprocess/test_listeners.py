@@ -1,0 +1,207 @@
+"""On one machine nothing listens beyond the loopback, however the ranks are started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from tests.multiprocess import listeners
+from tests.ports import free_port
+
+SECONDS = 240.0
+MODULE = "tests.multiprocess.listeners"
+FILE = listeners.__file__
+
+CALL = f"""
+import sys
+from anybatch.launch import call
+from {MODULE} import survey
+call(survey, sys.argv[1], ranks=2, rendezvous=sys.argv[2] if sys.argv[2:] else None)
+"""
+
+COMMAND = f"""
+import sys
+from anybatch.launch import run_command
+sys.exit(run_command(sys.argv[1:], 2, module="{MODULE}"))
+"""
+
+TASK = f"""
+import sys
+import torch
+from torch import distributed, nn
+import anybatch as ab
+from {MODULE} import write
+
+def task(folder):
+    def loss(model, batch):
+        x, y = batch
+        if distributed.is_initialized():
+            write(folder, distributed.get_rank())
+        return ((model(x) - y) ** 2).sum(), len(y)
+
+    return ab.Task(
+        model=lambda: nn.Linear(3, 1), loss=loss,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
+        train=[(torch.ones(3), torch.ones(1))] * 8, global_batch=4, epochs=1,
+    )
+
+if __name__ == "__main__":
+    ab.train(task(sys.argv[1]), ranks=2, trial=False, progress=False)
+"""
+
+
+def run(command: list[str], folder: Path, **environment: str) -> None:
+    """Run to the end, as the process from which ranks look down."""
+    done = start(command, folder, environment)
+    output, errors = done.communicate(timeout=SECONDS)
+    assert done.returncode == 0, output + errors
+
+
+def start(
+    command: list[str], folder: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    # `exec`: the shell's number is known before the command begins, and stays its own.
+    clean = {k: v for k, v in os.environ.items() if not k.endswith("SOCKET_IFNAME")}
+    return subprocess.Popen(
+        ["/bin/sh", "-c", f'export {listeners.ROOT}=$$; exec "$@"', "sh", *command],
+        cwd=folder,
+        env={**clean, "OMP_NUM_THREADS": "1", **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def check(folder: Path, num_servers: int, num_ranks: int = 2) -> None:
+    """What `num_ranks` saw: their own sockets and `num_servers` stores, at the loopback alone."""
+    paths = sorted(folder.glob("[01].json"))
+    assert len(paths) == num_ranks
+    for path in paths:
+        found = json.loads(path.read_text())
+        assert set(found) == {"127.0.0.1"}, found
+        assert len(found) >= 2 + num_servers, found
+
+
+@pytest.mark.parametrize("rendezvous", [[], [f"{os.uname().nodename}:29400"]], ids=["", "named"])
+def test_ranks_of_a_call(rendezvous: list[str], tmp_path: Path):
+    run([sys.executable, "-c", CALL, str(tmp_path), *rendezvous], tmp_path)
+    check(tmp_path, num_servers=1)
+
+
+def test_ranks_of_a_command(tmp_path: Path):
+    run([sys.executable, "-c", COMMAND, str(tmp_path)], tmp_path)
+    check(tmp_path, num_servers=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        lambda folder: [
+            "-m",
+            "anybatch",
+            "train",
+            "own.py",
+            "--ranks",
+            "2",
+            "-s",
+            f"folder={folder}",
+        ],
+        lambda folder: ["own.py", str(folder)],
+    ],
+    ids=["anybatch train", "ab.train"],
+)
+def test_ranks_that_train(words: Callable[[Path], list[str]], tmp_path: Path):
+    (tmp_path / "own.py").write_text(TASK)
+    run([sys.executable, *words(tmp_path)], tmp_path)
+    check(tmp_path, num_servers=1)
+
+
+def by_hand(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
+def by_name(rank: int) -> dict[str, str]:
+    local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    return {**by_hand(rank), **local, "MASTER_ADDR": os.uname().nodename}
+
+
+def by_slurm(rank: int) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": os.uname().nodename,
+    }
+
+
+def by_mpi(rank: int) -> dict[str, str]:
+    local = {"MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2"}
+    return {"PMI_RANK": str(rank), "PMI_SIZE": "2", **local}
+
+
+@pytest.mark.parametrize(
+    ("variables", "rendezvous", "num_servers"),
+    [
+        (by_hand, None, 1),
+        (by_name, None, 1),
+        (by_slurm, None, 1),
+        (by_mpi, None, 1),
+        (by_hand, "tcp://127.0.0.1:{port}", 1),
+        (by_hand, "file://{folder}/meeting", 0),
+    ],
+    ids=["env", "env with a name", "Slurm", "MPI", "tcp", "file"],
+)
+def test_ranks_that_others_started(
+    variables: Callable[[int], dict[str, str]],
+    rendezvous: str | None,
+    num_servers: int,
+    tmp_path: Path,
+):
+    port = free_port()
+    where = [] if rendezvous is None else [rendezvous.format(port=port, folder=tmp_path)]
+    code = """
+import os, subprocess, sys
+ranks = [subprocess.Popen([*sys.argv[1:]], env={**os.environ, **one}) for one in ENVIRONMENTS]
+sys.exit(max(rank.wait() for rank in ranks))
+""".replace("ENVIRONMENTS", repr([{**variables(n), "MASTER_PORT": str(port)} for n in (0, 1)]))
+    run([sys.executable, "-c", code, sys.executable, FILE, str(tmp_path), *where], tmp_path)
+    check(tmp_path, num_servers)
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_listen_at_the_loopback_whatever_torchrun_does(tmp_path: Path):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    code = f"""
+import sys
+from {MODULE} import survey
+import os
+os.environ["{listeners.ROOT}"] = str(os.getpid())
+survey(sys.argv[1])
+"""
+    (tmp_path / "rank.py").write_text(code)
+    run([sys.executable, *torchrun, str(tmp_path / "rank.py"), str(tmp_path)], tmp_path)
+    assert set(json.loads((tmp_path / "0.json").read_text())) == {"127.0.0.1"}
+
+
+def test_ranks_of_mpirun(tmp_path: Path):
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
+    # mpirun's own daemon listens where its administrator says: each rank looks at itself alone.
+    code = f"import os; os.environ['{listeners.ROOT}'] = str(os.getpid()); "
+    code += f"from {MODULE} import survey; survey({str(tmp_path)!r})"
+    command = ["mpirun", "--oversubscribe", "-n", "2", sys.executable, "-c", code]
+    may = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    run(command, tmp_path, **may)
+    for path in tmp_path.glob("*.json"):
+        assert set(json.loads(path.read_text())) == {"127.0.0.1"}
