@@ -151,6 +151,7 @@ def train(
     sharding: Sharding | None = None,
     balance: Balancing | None = None,
     compile: Compile = False,
+    rehearsal: bool | None = None,
     trial: bool | None = None,
     resume: bool = False,
     checkpoint_every: int | str | None = DEFAULT_EVERY,
@@ -180,8 +181,8 @@ def train(
             and the address `HOST:PORT` of one of them where they meet; each makes the same call, with
             the same secret in the environment variable `ANYBATCH_RENDEZVOUS_SECRET`.
         parallel: how the ranks share a step, see `plans.Parallel`; None: chosen.
-        precision, micro_batch, recompute, chunked_loss, exchange, sharding, balance, compile: see
-            `plan`.
+        precision, micro_batch, recompute, chunked_loss, exchange, sharding, balance, compile,
+            rehearsal: see `plan`.
         trial: whether the plan, and choices that are predicted to be nearly as fast, are tried before
             the first step, see `Session`. None: unless `plan` is given.
         resume: go on with the run in `out`, from its newest intact checkpoint; at the beginning where
@@ -225,6 +226,7 @@ def train(
         sharding=sharding,
         balance=balance,
         compile=compile,
+        rehearsal=rehearsal,
     )
     given = [f"{name}={value!r}" for name, value in options.given().items()]
     if plan is not None and given:
@@ -265,6 +267,7 @@ class PlanOptions:
     sharding: Sharding | None = None
     balance: Balancing | None = None
     compile: Compile = False
+    rehearsal: bool | None = None
 
     def given(self) -> dict[str, Any]:
         """What is not as it is by default, by name."""
@@ -320,7 +323,8 @@ def choose_plan(
     given = options.given()
     if out is not None and resumes:
         before = tell(last_plan(out) if leads() else None)[0]
-        if before is not None and serves_again(before, task, ranks=ranks, **given):
+        asked = {name: value for name, value in given.items() if name != "rehearsal"}
+        if before is not None and serves_again(before, task, ranks=ranks, **asked):
             return before
     return make_plan(task, ranks=ranks, **given)
 

@@ -147,6 +147,15 @@ Devices: TypeAlias = Annotated[
     int | None,
     typer.Option("--devices", metavar="N", help="Devices, or processes on a CPU. Default: 1."),
 ]
+Rehearsal: TypeAlias = Annotated[
+    bool | None,
+    typer.Option(
+        "--rehearsal/--no-rehearsal",
+        help="Run passes of the plan here, undone, and plan by what they take. Default: where it takes"
+        " seconds.",
+    ),
+]
+
 Why: TypeAlias = Annotated[bool, typer.Option("--why", help="Show every plan that was rejected.")]
 
 

@@ -21,6 +21,7 @@ from anybatch.cli.options import (
     ParallelName,
     PrecisionName,
     RecomputeNames,
+    Rehearsal,
     Reproducible,
     Settings,
     ShardOver,
@@ -48,6 +49,7 @@ def plan(
     compile_if_faster: CompileIfFaster = False,
     reproducible: Reproducible = False,
     grain: Grain = None,
+    rehearsal: Rehearsal = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Save the plan, to be run.")
     ] = None,
@@ -86,6 +88,7 @@ def plan(
             chunked_loss=chunked_loss,
             compile=compile_of(compile, compile_if_faster),
             frontier=True,
+            rehearsal=rehearsal,
             watch=waiting,
         )
     member = find()

@@ -21,6 +21,7 @@ from anybatch.cli.options import (
     PrecisionName,
     Ranks,
     RecomputeNames,
+    Rehearsal,
     Reproducible,
     Settings,
     ShardOver,
@@ -47,6 +48,7 @@ def train(
     compile_if_faster: CompileIfFaster = False,
     reproducible: Reproducible = False,
     grain: Grain = None,
+    rehearsal: Rehearsal = None,
     ranks: Ranks = None,
     parallel: ParallelName = None,
     shard_over: ShardOver = None,
@@ -201,6 +203,7 @@ def train(
         sharding=parse_sharding(shard_over),
         balance=parse_balance(balance),
         compile=compile_of(compile, compile_if_faster),
+        rehearsal=rehearsal,
     )
     machines = parse_nodes(nodes)
     if plan_file is not None:

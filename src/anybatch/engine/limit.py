@@ -231,7 +231,7 @@ class ProcessLimit(Limit):
     def __init__(self, budget_bytes: int, counted_bytes: int = 0) -> None:
         self._budget = budget_bytes
         self._counted = counted_bytes
-        self.returns = False  # freed memory to the kernel
+        self.returns: bool = False  # freed memory to the kernel
         self._soft = 0
         self._passing = 0  # most empty addresses that came and went in a pass
         self._exempt = 0  # bytes taken while the limit was lifted, and kept
