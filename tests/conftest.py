@@ -18,6 +18,8 @@ import psutil
 import pytest
 from tests.crew import Crew
 
+from anybatch import planning
+
 try:
     import resource
 except ImportError:  # not on Windows
@@ -140,6 +142,19 @@ def environment_is_left_unchanged() -> Iterator[None]:
         else:
             os.environ[name] = old
     _fail_if(changes, "environment variables changed", "set them with monkeypatch.setenv")
+
+
+@pytest.fixture(autouse=True)
+def plans_are_predicted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process a plan that a trace predicts is not rehearsed, so that tests of the planner and
+    of what follows a plan depend on no measurement; but for tests marked `rehearsed`."""
+    if "rehearsed" not in request.keywords:
+        real = planning._is_rehearsed
+        monkeypatch.setattr(
+            planning,
+            "_is_rehearsed",
+            lambda task, plan, wanted: plan.prediction is None and real(task, plan, wanted),
+        )
 
 
 @pytest.fixture(autouse=True)

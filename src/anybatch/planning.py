@@ -20,8 +20,8 @@ from anybatch.compute.determinism import one_thread
 from anybatch.compute.precision import check_available, precision_notices
 from anybatch.data import is_map_style, num_samples_of
 from anybatch.driver import context_bytes
-from anybatch.engine.process import use_one_heap
-from anybatch.errors import InputError, PeerFailed
+from anybatch.engine.process import keep_freed_memory, return_freed_memory, use_one_heap
+from anybatch.errors import InputError, NoPlanFits, PeerFailed
 from anybatch.estimate import Subject, allocator_notices, few_collections, subject_of
 from anybatch.launch import find
 from anybatch.machine import Device, Machine
@@ -37,6 +37,7 @@ from anybatch.planner import (
 )
 from anybatch.plans import (
     Balancing,
+    Choice,
     Compile,
     Exchange,
     Link,
@@ -55,6 +56,7 @@ from anybatch.plans import (
 from anybatch.rank import REHEARSED_PASSES, can_rehearse
 from anybatch.session import Session, joined
 from anybatch.task import JointLoss, Task, check_task
+from anybatch.units import format_bytes
 
 _MOST_REHEARSED_SECONDS = 30.0
 """A try that is predicted to take longer is not made unless it is asked for."""
@@ -213,14 +215,18 @@ def plan(
         # As the run will compute, so that what is predicted is what is run.
         on_cpu = any(device.kind == "cpu" for device in devices)
         with one_thread() if is_reproducible and on_cpu else nullcontext():
-            if together:
-                made = by_rank_0(lambda: make(devices, link))
-            else:
-                made = make(devices, link)
+            try:
+                made = by_rank_0(lambda: make(devices, link)) if together else make(devices, link)
+            except NoPlanFits as error:
+                if machine is None and not together and rehearsal is not False:
+                    raise _measured_refusal(error, task, devices, lambda d: make(d, link)) from None
+                raise
             if machine is None and _is_rehearsed(task, made, rehearsal):
                 if watch is not None:
                     watch("rehearsal")
                 made = _rehearsed(task, made, is_fixed=micro_batch is not None)
+            else:
+                made = _returning(made)
     return made if exchange is None else made.exchanging(exchange)
 
 
@@ -295,13 +301,62 @@ def _refuse(why: Mapping[str, tuple[bool, object, str]], since: str) -> None:
 def _is_rehearsed(task: Task, plan: Plan, wanted: bool | None) -> bool:
     """Whether to rehearse `plan`; `wanted`: see `plan`. A stream may give each sample but once."""
     compiles = plan.kernels.compile or plan.kernels.compile_if_faster == "open"
-    if wanted is False or compiles or not can_rehearse(plan) or not is_map_style(task.train):
+    elsewhere = plan.num_ranks != (dist.get_world_size() if are_several() else 1)
+    if wanted is False or compiles or elsewhere:
+        return False
+    if not can_rehearse(plan) or not is_map_style(task.train):
         return False
     if wanted or plan.prediction is None:
         return True
     passes = min(REHEARSED_PASSES, plan.accumulation_steps)
     part = min(1.0, passes * plan.choice.micro_batch / plan.largest_amount)
     return plan.prediction.step_seconds * part <= _MOST_REHEARSED_SECONDS
+
+
+def _returning(plan: Plan) -> Plan:
+    """`plan`, which is not rehearsed, with freed memory returned where its budget is enforced on a CPU:
+    what is predicted is what is in use, without the holes that are left where it is kept."""
+    told = plan.prediction
+    if plan.device != "cpu" or not plan.enforced or told is None:
+        return plan
+
+    def returning(choice: Choice) -> Choice:
+        return choice.model_copy(update={"freed_memory": "returned"})
+
+    choice = returning(plan.choice)
+    changes = {
+        "choice": choice,
+        "ladder": tuple(map(returning, plan.ladder)),
+        "prediction": told.model_copy(update={"choice": choice}),
+    }
+    return plan.model_copy(update=changes)
+
+
+def _measured_refusal(
+    refused: NoPlanFits, task: Task, devices: Sequence[Device], make: Callable[..., Plan]
+) -> NoPlanFits:
+    """`refused`, with the least budget that a rehearsal measures in place of the predicted one, if that
+    is more."""
+    least = refused.least_bytes
+    if least is None or len(devices) > 1:
+        return refused
+    try:
+        enough = make([replace(devices[0], budget_bytes=least)])
+        if _is_rehearsed(task, enough, None):
+            _rehearsed(task, enough, is_fixed=False)
+    except NoPlanFits as measured:
+        if measured.least_bytes is None:
+            return refused
+        needs, budget = measured.least_bytes, devices[0].budget_bytes
+        _, line, predicted = str(refused).partition("\n")
+        return NoPlanFits(
+            f"no plan fits the budget of {format_bytes(budget)}: as measured on this device, give it at"
+            f" least {format_bytes(needs)} (--memory {-(-needs // (1 << 20))}MiB).{line}{predicted}",
+            least_bytes=needs,
+        )
+    except Exception:  # the user's code will raise it again, and tell
+        return refused
+    return refused
 
 
 def _rehearsed(task: Task, plan: Plan, is_fixed: bool) -> Plan:
@@ -455,10 +510,15 @@ def _measured_link(watch: Callable[[str], None] | None, held: bool) -> Link | No
             index
         )  # kept, and NCCL's buffers, which are counted beside it, are not there yet
         return measured_link(torch.device("cuda", index))
-    if held:
-        # Now, as the run will: what gloo frees would stay mapped, and the run use it beside its budget.
-        use_one_heap()
-    return measured_link(torch.device("cpu"))
+    if not held:
+        return measured_link(torch.device("cpu"))
+    # As the run will. What gloo frees would stay mapped, and the run would use it beside its budget.
+    use_one_heap()
+    return_freed_memory()
+    try:
+        return measured_link(torch.device("cpu"))
+    finally:
+        keep_freed_memory()
 
 
 def by_rank_0(make: Callable[[], Plan]) -> Plan:

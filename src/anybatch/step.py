@@ -46,7 +46,12 @@ from anybatch.compute import (
 )
 from anybatch.compute.averages import warn_of_statistics
 from anybatch.compute.building import check_needs_no_closure
-from anybatch.compute.ghost_norm import batch_norms, looks_across_samples
+from anybatch.compute.ghost_norm import (
+    batch_norms,
+    counting_buffers,
+    looks_across_samples,
+    written_since,
+)
 from anybatch.compute.precision import check_available
 from anybatch.compute.several_optimizers import as_one
 from anybatch.data import (
@@ -229,6 +234,12 @@ class Step:
         self._is_joint = isinstance(loss, JointLoss)
         self._limited = memory is not None
         wanted = parse_precision(precision)
+        if micro_batch is not None and (
+            isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1
+        ):
+            raise InputError(
+                f"micro_batch is {micro_batch!r}: give a whole number of at least 1, or leave it out."
+            )
         self._wishes = Wishes(
             wanted,
             micro_batch,
@@ -344,12 +355,16 @@ class Step:
         else:
             engine.grow()
         engine.wish = Wish.PLAN if self._largest > self._planned_for else Wish.NOTHING
+        before = counting_buffers(self._model) if self._num_steps == 0 else None
         with ExitStack() as whole, source.untouched_by_errors():
             done = engine.run(self._num_steps, source, _nothing, whole)
             assert isinstance(done, Committed)  # steps are left out only where it was asked for
             self._num_steps += 1
             self._is_outgrown = Wish.PLAN in done.wished
             self.plan = engine.plan
+        if before is not None and (len(source.ranges) > 1 or self._group.size > 1):
+            self._written |= dict.fromkeys(written_since(self._model, before))
+            warn_of_statistics(self._model, self._loss, [*self._written])
         return done, len(source.ranges)
 
     def _check_joined(self) -> None:
@@ -388,8 +403,6 @@ class Step:
             engine = self._set_up(plan, total, undo)
             if self._wishes.micro_batch is None:
                 self._confirm(engine, batch)
-            if group.size > 1 or engine.plan.choice.micro_batch < self._planned_for:
-                warn_of_statistics(self._model, self._loss, [*self._written])
             self._undo = undo.pop_all()
         if self._verbose and group.rank == 0:
             print(_described(engine.plan), file=sys.stderr)  # noqa: T201
@@ -438,13 +451,13 @@ class Step:
     def _confirm(self, engine: Transactions, batch: Any, fits: bool = True) -> None:
         """Between two steps: follow the plan for one piece if passes show that it fits on every rank,
         and otherwise one that cuts. All ranks call it. `fits`: whether it may fit on this one."""
-        group = self._group
+        group, tells = self._group, self._num_steps > 0
         size = self._planned_for
         fits = together(group, lambda: fits and self._fits_whole(engine, batch, size))
         if all(group.exchange(fits)):
             self._plans = group.exchange(self._own)
             plan, _ = _agreed_plan(group, self._plans)
-            engine.follow(plan, step_number(self._num_steps), "it fits in one piece")
+            engine.follow(plan, step_number(self._num_steps), "it fits in one piece", tells)
             return
         if self._is_whole:
             self._ghost = self._largest_ghost(engine, batch, size)
@@ -465,11 +478,11 @@ class Step:
         self._plans = group.exchange(self._own)
         plan, _ = _agreed_plan(group, self._plans)
         reason = "the batch does not fit in one piece"
-        engine.follow(plan, step_number(self._num_steps), reason)
+        engine.follow(plan, step_number(self._num_steps), reason, tells)
         if group.size == 1:
             found = self._rehearsed(engine, batch)
             self._own, self._plans = found, (found,)
-            engine.follow(found, step_number(self._num_steps), "it was rehearsed")
+            engine.follow(found, step_number(self._num_steps), "it was rehearsed", tells)
 
     def _cut_from_now_on(self, batch: Any) -> None:
         """Memory ran out in a batch that BatchNorm normalises as a whole."""

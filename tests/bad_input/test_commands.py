@@ -148,7 +148,7 @@ WORDS = [
     Bad(
         "compress-unknown",
         "",
-        ("compress is 'int8'", "bf16, fp16, powersgd"),
+        ("compress is 'int8'", "bf16, fp16"),
         "train task.py --compress int8",
     ),
     Bad("local-steps-0", "", ("local-steps is 0", "at least 1"), "train task.py --local-steps 0"),

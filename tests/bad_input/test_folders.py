@@ -115,7 +115,7 @@ def test_weights_that_find_no_room_leave_no_part_of_them(
     outcome = command("train", "task.py", "--out", str(place))
     assert outcome.status == 2
     check_told(outcome.err, (str(place / "model.safetensors"), "is there room"))
-    assert tree(place).keys() == {"plan.json", "events.jsonl"}
+    assert tree(place).keys() == {"plan.json", "events.jsonl", "report.html"}
 
 
 def test_folders_that_were_made_for_a_bad_input_are_taken_away_again(

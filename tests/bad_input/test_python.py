@@ -247,7 +247,7 @@ def test_every_error_is_what_code_without_anybatch_would_catch():
 
 
 def test_training_again_with_the_least_memory_that_was_named_works():
-    one = task(model=lambda: nn.Linear(3, 400_000), loss=lambda m, b: m(b[0]).square().mean())
+    one = task(model=lambda: nn.Linear(3, 4_000_000), loss=lambda m, b: m(b[0]).square().mean())
     with pytest.raises(ab.NoPlanFits) as caught:
         ab.plan(one, memory="8MiB")
     least = caught.value.least_bytes

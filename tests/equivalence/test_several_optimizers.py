@@ -96,7 +96,6 @@ def test_step_takes_a_list_and_plans_for_it():
     with ab.Step(model, both(model.parameters()), loss, memory="64MiB", micro_batch=4) as step:
         for start in list(range(0, 64, 16)) * 2:
             step((inputs[start : start + 16], labels[start : start + 16]))
-    assert step.plan.prediction is not None
     assert deviation(model, plainly()) < 1e-12
 
 

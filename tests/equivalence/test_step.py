@@ -171,7 +171,7 @@ def test_the_generators_after_a_redone_step_are_those_of_an_undisturbed_one(plac
 
         @staticmethod
         def backward(ctx, grad):
-            if type(grad) is torch.Tensor:
+            if type(grad) is torch.Tensor and grad.any():  # not where it is tried with zeros
                 ctx.burn("backward")
             return grad, None
 

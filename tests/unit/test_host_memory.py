@@ -19,7 +19,6 @@ from anybatch.control_group import Group, group_here
 from anybatch.host_memory import host_memory
 from anybatch.machine import Machine
 from anybatch.planner.enforcement import budget_notices
-from anybatch.planner.ranks import Layout
 from anybatch.threads import num_cores
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -212,7 +211,7 @@ def test_a_budget_beyond_what_is_free_is_warned_of():
     subject: Any = SimpleNamespace(compiled=False)
     for budget, num_told in ((here.free_bytes // 2, 0), (here.free_bytes + 1, 1)):
         device = replace(here, budget_bytes=budget, limit="a limit of ours")
-        told = [n for n in budget_notices(subject, device, Layout(), limited=True) if "free" in n]
+        told = [n for n in budget_notices(subject, device, limited=True) if "free" in n]
         assert len(told) == num_told
         assert all("(a limit of ours)" in notice and "--memory" in notice for notice in told)
 

@@ -48,7 +48,7 @@ from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised_norm import Exchange
 from anybatch.data.microbatch import samples_left
 from anybatch.plans import Choice, KernelChoices
-from anybatch.side_effects import untouched
+from anybatch.side_effects import code_of, untouched
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
 
 
@@ -204,11 +204,11 @@ class Replica:
         self._ghosts.exchange = exchange
 
     def loss_untouched(self) -> AbstractContextManager[None]:
-        """Around passes that do not count: what the loss keeps between its calls is as before them. The
-        model and its gradients are for the caller to put back."""
+        """Around passes that do not count: what the loss, the model's code and hooks keep is then as
+        before them. Parameters, buffers and gradients are for the caller to put back."""
         model = self.model
         own = (*model.modules(), *model.parameters(), *model.buffers(), *self.parameters)
-        return untouched(self.loss_as_given, aside=True, but=own)
+        return untouched(self.loss_as_given, *code_of(model), aside=True, but=own)
 
     @property
     def kernels(self) -> KernelChoices:

@@ -233,8 +233,7 @@ class ProcessLimit(Limit):
         self._counted = counted_bytes
         self.returns: bool = False  # freed memory to the kernel
         self._soft = 0
-        self._passing = 0  # most empty addresses that came and went in a pass
-        self._exempt = 0  # bytes taken while the limit was lifted, and kept
+        self._empty = 0  # most addresses that were empty at the peak of a pass
         self._beside = self._most_beside = 0  # bytes for other processes: now, and so far
         self._script = ScriptBytes(0)
         self._measured_passes: Counter[Hashable] = Counter()
@@ -249,6 +248,7 @@ class ProcessLimit(Limit):
         trim()
         self._meter = CpuMeter(self._counted)
         there = status("VmData")
+        self._empty = _empty_addresses()
         self._script = ScriptBytes(there)
         self._set(there + self._budget - self._counted)
         _follow_holders()
@@ -275,15 +275,15 @@ class ProcessLimit(Limit):
     def _measured(self, shape: Hashable) -> Iterator[None]:
         self._meter.begin_lap()
         empty, others = _empty_addresses(), _other_addresses()
-        with _let_go(), new_peak_of_addresses():
-            size = status("VmPeak")
-            yield
+        with _let_go():
+            with new_peak_of_addresses():
+                size = status("VmPeak")
+                yield
             grown = status("VmPeak") - size - max(0, _other_addresses() - others)
-        kept = max(0, _empty_addresses() - empty)
-        passing = max(0, grown - self._meter.lap_growth() - kept)
+        at_peak = empty + grown - self._meter.lap_growth()
         for limit in _DATA.holders:
-            limit.allow(kept, passing)
-        used = self._meter.lap_bytes() - self._exempt
+            limit.allow(at_peak)
+        used = self._meter.lap_bytes()
         if used > self._budget:
             self._meter.drop_lap()
             raise OverBudget(used, self._budget)
@@ -302,14 +302,14 @@ class ProcessLimit(Limit):
         its processes wherever the program is."""
         return _BESIDE.entered(_DATA.before)
 
-    def allow(self, kept: int, passing: int) -> None:
-        """Do not count so many addresses that stay empty, nor so many that come and go in a pass."""
-        more, self._passing = max(0, passing - self._passing), max(passing, self._passing)
-        self._set(self._soft + kept + more)
+    def allow(self, empty: int) -> None:
+        """Do not count so many addresses, which were empty at the peak of a pass."""
+        more = max(0, empty - self._empty)
+        self._empty += more
+        self._set(self._soft + more)
 
     def exempt(self, num_bytes: int) -> None:
         """Count so many bytes no more."""
-        self._exempt += num_bytes
         self._set(self._soft + num_bytes)
 
     def grow_beside(self, taken: int) -> None:

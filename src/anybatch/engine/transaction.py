@@ -201,11 +201,11 @@ class Transactions:
             whole.callback(_raise, error)
             return self._committed
 
-    def follow(self, plan: Plan, step: int, reason: str) -> None:
-        """From `step` on, follow `plan`, and none of those that were left before; all ranks do. Told,
-        if its choice is another."""
+    def follow(self, plan: Plan, step: int, reason: str, tells: bool = True) -> None:
+        """From `step` on, follow `plan`, and none of those that were left before; all ranks do. An
+        event `tells` of it, if its choice is another."""
         self._ladder = Ladder()
-        self._change(plan, step, reason, tells=plan.choice != self.plan.choice)
+        self._change(plan, step, reason, tells=tells and plan.choice != self.plan.choice)
 
     def grow(self) -> bool:
         """Between two steps: take the plan again that ran out of memory, if it is time to, and there is

@@ -13,6 +13,9 @@ from anybatch.units import format_bytes, format_seconds
 
 _MOST_TRIES = 8
 
+_LEAST_ADVISED = 1 << 20
+"""Nothing is advised for a model that takes less."""
+
 
 def nothing_fits(searched: Sequence[tuple[Costs, Sequence[Recompute]]]) -> NoPlanFits:
     """The error that names the least budget under which some choice would fit, of all ways of all costs
@@ -36,7 +39,7 @@ def nothing_fits(searched: Sequence[tuple[Costs, Sequence[Recompute]]]) -> NoPla
         f"no plan fits the budget of {budget}: the leanest ({leanest.describe()}{_divided(costs)}) is"
         f" predicted to need {format_bytes(peak)}, at {seconds} per step. Give it at least"
         f" {format_bytes(least)} (--memory {-(-least // (1 << 20))}MiB)."
-        f"{smaller}{_knobs(leanest, costs)}",
+        f"{smaller}{_knobs(leanest, costs) if peak >= _LEAST_ADVISED else ''}",
         least_bytes=least,
     )
 

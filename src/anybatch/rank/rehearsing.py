@@ -272,10 +272,11 @@ class Rehearsing:
             )
             return NoPlanFits(told)
         peak, choice = self._least
-        least = budget_for(peak, self._kind)
+        # Another process measures a little more or less.
+        least = budget_for(peak + reserve_of(peak, self._kind), self._kind)
         told += (
             f"the leanest was measured to need {format_bytes(peak)} ({choice.describe()}). Give it at"
-            f" least {format_bytes(least)}."
+            f" least {format_bytes(least)} (--memory {-(-least // (1 << 20))}MiB)."
         )
         return NoPlanFits(told, least_bytes=least)
 

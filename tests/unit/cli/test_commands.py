@@ -324,7 +324,7 @@ def test_a_fault_of_anybatch_keeps_its_traceback(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("global_batch", "memory"),
-    [("1", "6MiB"), ("1797", "5MiB"), ("100000", "6MiB")],
+    [("1", "12MiB"), ("1797", "12MiB"), ("100000", "12MiB")],
 )
 def test_digits_with_any_batch_runs_or_names_the_memory_it_needs(
     global_batch: str, memory: str, folder: Path

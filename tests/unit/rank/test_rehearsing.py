@@ -208,10 +208,9 @@ def test_the_least_budget_that_is_named_is_one_under_which_it_fits():
         rehearsed(plan, peak_of, task)
     named = refused.value.least_bytes
     needs = least + (1 << 20) + 2 * PARAMETERS
-    assert named - reserve_of(named, "cpu") >= needs
-    assert named - 1 - reserve_of(named - 1, "cpu") < needs
+    assert needs + 2 * reserve_of(needs, "cpu") <= named < 1.1 * needs
     found, _ = rehearsed(plan.model_copy(update={"budget_bytes": named}), peak_of, task)
-    assert found.choice.micro_batch == 1
+    assert found.prediction.peak_bytes <= named - reserve_of(named, "cpu")
 
 
 def test_a_fixed_choice_is_measured_and_not_changed():
