@@ -367,7 +367,7 @@ def _rehearsed(task: Task, plan: Plan, is_fixed: bool) -> Plan:
     """
     with Session(replace(task, num_workers=0), plan) as session:
         found = session.rehearsed(is_fixed)
-    return plan if found is None else as_measured(found, plan)
+    return _returning(plan) if found is None else as_measured(found, plan)
 
 
 def serves_again(

@@ -35,6 +35,7 @@ def train(rank, size, budget):
     group = Shard((1.0,) * size, CPU) if size > 1 else SingleDevice()
     limit = ProcessLimit(budget)
     meter = limit.enter()
+    limit.follow("returned")  # what is gathered comes and goes
     try:
         torch.manual_seed(0)
         model = group.build(BUILD) if isinstance(group, Shard) else BUILD()
