@@ -85,7 +85,7 @@ def train(how: str, bad_rank: int, epochs: int = 1000) -> tuple[int, int]:
         epochs=epochs,
     )
     with joined():
-        plan = ab.plan(task, micro_batch=8)
+        plan = ab.plan(task, micro_batch=8, rehearsal=False)
         with ab.Session(task, plan) as session:
             return member.attempt, len(list(session.steps()))
 

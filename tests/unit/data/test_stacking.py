@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from anybatch.data import AT_ONCE, Piece, map_leaves, open_fetch
-from anybatch.data.stacking import Unlike, stacked
+from anybatch.data import Piece, map_leaves, open_fetch
+from anybatch.data.stacking import AT_ONCE, Unlike, stacked
 
 
 class Pair(NamedTuple):
