@@ -280,6 +280,7 @@ def run_rank(rank: int, task: Task, micro_batch: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     for failing_pass in (0, 4 * rank):
         row(replace(task, model=partial(Network, failing_pass)), micro_batch - 10 * rank, (1, 2))
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -290,8 +291,7 @@ def main() -> None:
     task = Task(Network, loss, adamw, data, global_batch=64, epochs=2, clip_norm=1.0)
     micro_batch = plan(task, budget_bytes=60_000)
     print("ranks  micro-batch  losses, the same in every row (micro-batch: of the last rank)")
-    row(task, task.global_batch)
-    row(task, micro_batch)
+    _ = row(task, task.global_batch), row(task, micro_batch)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run_rank, (task, micro_batch, f"{folder}/store"), nprocs=2)
 

@@ -145,16 +145,18 @@ def environment_is_left_unchanged() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def plans_are_predicted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def plans_are_predicted(request: pytest.FixtureRequest) -> Iterator[None]:
     """In this process a plan that a trace predicts is not rehearsed, so that tests of the planner and
     of what follows a plan depend on no measurement; but for tests marked `rehearsed`."""
-    if "rehearsed" not in request.keywords:
-        real = planning._is_rehearsed
-        monkeypatch.setattr(
-            planning,
-            "_is_rehearsed",
-            lambda task, plan, wanted: plan.prediction is None and real(task, plan, wanted),
-        )
+    real = planning._is_rehearsed
+    with pytest.MonkeyPatch.context() as patch:
+        if "rehearsed" not in request.keywords:
+            patch.setattr(
+                planning,
+                "_is_rehearsed",
+                lambda task, plan, wanted: plan.prediction is None and real(task, plan, wanted),
+            )
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -145,7 +145,7 @@ def digits_pinned():
 def spikes(where):
     """Memory that the operating system refuses in the middle of a pass over a known shape."""
     at = range(5, 1000, 3)  # the first two passes over a shape are measured instead
-    spike = {"at": at, where: 5 * MIB}
+    spike = {"at": at, where: 8 * MIB}
     task, budget = mlp(256, spike, steps=7), 40 * MIB
     return compared(task, mlp(256, steps=7), plan=by_hand(task, 128, budget))
 
@@ -180,7 +180,7 @@ class Branching(nn.Module):
 def untraced():
     """Planned by passes over real samples."""
     task = dataclasses.replace(mlp(8192), model=Branching)
-    plan = ab.plan(task, memory="64MiB")
+    plan = ab.plan(task, memory="256MiB")
     assert plan.prediction is not None
     found = compared(task, dataclasses.replace(mlp(8192), model=Branching), plan=plan)
     return found | {"predicted": plan.prediction.peak_bytes, "method": plan.prediction.method}

@@ -71,6 +71,10 @@ if sys.platform != "win32":
     import resource
 
 
+_SLACK_BYTES = 16 << 20
+"""Addresses beyond the budget that the kernel does not refuse: libraries reserve some at any time that
+they do not fill. What is in use is measured."""
+
 _PASSES = 2
 """Passes of each shape that run with the limit lifted and are measured."""
 
@@ -333,7 +337,7 @@ class ProcessLimit(Limit):
 
     def _set(self, soft: int) -> None:
         self._soft = soft
-        _DATA.hold(self, soft + self._script.num_bytes)
+        _DATA.hold(self, soft + self._script.num_bytes + _SLACK_BYTES)
 
 
 @contextmanager
