@@ -2,7 +2,7 @@
 
     python examples/existing_script.py
 
-Model, optimizer, data and loop stay those of the script. The loader gives batches of 2048 samples,
+Model, optimizer, data and loop stay those of the script. The loader gives batches of 8192 samples,
 of which the memory holds a part at a time.
 """
 
@@ -20,9 +20,9 @@ def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> ab
 
 
 torch.manual_seed(0)
-inputs = torch.randn(8192, 64)
+inputs = torch.randn(32768, 64)
 targets = inputs[:, :8].square().sum(dim=1)
-loader = DataLoader(TensorDataset(inputs, targets), batch_size=2048, shuffle=True)
+loader = DataLoader(TensorDataset(inputs, targets), batch_size=8192, shuffle=True)
 
 model = torch.nn.Sequential(
     torch.nn.Linear(64, 512),
@@ -33,7 +33,7 @@ model = torch.nn.Sequential(
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
-with ab.Step(model, optimizer, loss, memory="16MiB", clip_norm=5.0) as step:  # <-
+with ab.Step(model, optimizer, loss, memory="64MiB", clip_norm=5.0) as step:  # <-
     for epoch in range(5):
         for batch in loader:
             outcome = step(batch)  # <- was: zero_grad, loss, backward, clip, optimizer.step

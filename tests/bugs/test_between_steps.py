@@ -30,7 +30,7 @@ from anybatch.events import Event, OutOfMemory
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is held by Linux only")
 
 MIB = 1 << 20
-BUDGET = 16
+BUDGET = 64
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 
 
@@ -52,7 +52,7 @@ class Greedy:
         return model(batch).square().mean() + 0 * len(taken(self.num_mib))
 
 
-def assert_held(step: ab.Step, loss: Greedy, free_mib: int = 28) -> None:
+def assert_held(step: ab.Step, loss: Greedy, free_mib: int = 64) -> None:
     """That a step has its budget and no more, but for what the heap has free."""
     loss.num_mib = BUDGET - 4
     step(X)
@@ -97,7 +97,7 @@ def test_memory_that_is_made_between_steps_and_dropped_in_them_widens_no_budget(
             step(X)
             handed.append(taken(BUDGET))
         step(X)
-        assert_held(step, loss, 28 + BUDGET)  # what was dropped last is there to be used again
+        assert_held(step, loss, 64 + BUDGET)  # what was dropped last is there to be used again
 
 
 def leave_free_heaps() -> None:
@@ -128,7 +128,7 @@ def test_heaps_of_threads_that_have_ended_widen_no_budget():
         for _ in range(3):
             step(X)
         for _ in range(2):  # what those heaps had free is there to be used, once
-            assert_held(step, loss, 28 + 64)
+            assert_held(step, loss, 64 + 64)
             step(X)
 
 

@@ -22,7 +22,7 @@ task = ab.Task(
     last="wrap",
     steps=2,
 )
-result = ab.train(task, memory="6MiB")
+result = ab.train(task, memory="64MiB")
 assert result.plan.enforced
 print(result.ended.samples_seen, result.plan.accumulation_steps)
 """

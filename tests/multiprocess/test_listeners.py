@@ -17,6 +17,7 @@ from tests.ports import free_port
 SECONDS = 240.0
 MODULE = "tests.multiprocess.listeners"
 FILE = listeners.__file__
+REPOSITORY = Path(__file__).parents[2]
 
 CALL = f"""
 import sys
@@ -71,7 +72,12 @@ def start(
     return subprocess.Popen(
         ["/bin/sh", "-c", f'export {listeners.ROOT}=$$; exec "$@"', "sh", *command],
         cwd=folder,
-        env={**clean, "OMP_NUM_THREADS": "1", **(environment or {})},
+        env={
+            **clean,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(REPOSITORY),  # `tests` is imported in each process
+            **(environment or {}),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

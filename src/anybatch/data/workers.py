@@ -439,8 +439,10 @@ class _Beginning:
         # Under "forkserver" this is the server, which ends with the process that trains.
         watched = begin(partial(self._watch, os.getppid()))
         threading.stack_size(self._stack_bytes)
-        if watched is None:
-            os._exit(1)  # none to send batches either; a death is told in a sentence
+        # Batches are sent by two threads, and Python waits for ever for one that is refused memory. A
+        # death is told in a sentence.
+        if watched is None or not has_room(2, self._stack_bytes):
+            os._exit(1)
 
     def _watch(self, parent: int) -> None:
         while os.getppid() == parent:

@@ -11,6 +11,7 @@ depend on what the process has done already.
 glibc keeps freed memory for reuse, which is fast and leaves holes, or returns it to the kernel, which
 costs a page fault for each page of each later block. Which of them is part of the plan
 (`Choice.freed_memory`); the last budget that ends leaves glibc as a process with large blocks has it.
+What is kept counts. So before a pass that would not have room beside it, it is returned once.
 
 The generator of oneDNN's kernels does not survive being refused memory (see `anybatch.oom`; some
 kernels then jump to address zero). Kernels are generated when a shape is computed for the first time.
@@ -54,6 +55,7 @@ from anybatch.data import map_leaves
 from anybatch.driver import release_unused
 from anybatch.engine.meter import CpuMeter, CudaMeter, Meter
 from anybatch.engine.process import (
+    filled_addresses,
     keep_freed_memory,
     new_peak_of_addresses,
     return_freed_memory,
@@ -228,19 +230,22 @@ class ProcessLimit(Limit):
         budget_bytes: what training may add.
         counted_bytes: part of the budget that is in the process already, such as the parameters of a
             model that was built before.
+        reserve_bytes: part of the budget that freed memory which is kept does not fill.
     """
 
     is_ours: bool = True
 
-    def __init__(self, budget_bytes: int, counted_bytes: int = 0) -> None:
+    def __init__(self, budget_bytes: int, counted_bytes: int = 0, reserve_bytes: int = 0) -> None:
         self._budget = budget_bytes
         self._counted = counted_bytes
+        self._room = budget_bytes - reserve_bytes
         self.returns: bool = False  # freed memory to the kernel
         self._soft = 0
         self._empty = 0  # most addresses that were empty at the peak of a pass
         self._beside = self._most_beside = 0  # bytes for other processes: now, and so far
         self._script = ScriptBytes(0)
         self._measured_passes: Counter[Hashable] = Counter()
+        self._growth: dict[Hashable, int] = {}  # of a pass that begins with nothing kept
 
     def enter(self) -> Meter:
         """See `Limit`."""
@@ -253,7 +258,7 @@ class ProcessLimit(Limit):
         self._meter = CpuMeter(self._counted)
         there = status("VmData")
         self._empty = _empty_addresses()
-        self._script = ScriptBytes(there)
+        self._script = ScriptBytes(filled_addresses())
         self._set(there + self._budget - self._counted)
         _follow_holders()
         return self._meter
@@ -273,7 +278,10 @@ class ProcessLimit(Limit):
     def first_pass(self, kind: object, batch: Any) -> AbstractContextManager[None]:
         """See `Limit`."""
         shape = kind, shapes_of(batch)
-        return self._measured(shape) if self._measured_passes[shape] < _PASSES else nullcontext()
+        is_measured = self._measured_passes[shape] < _PASSES
+        if is_measured or self._meter.used_bytes() + self._growth[shape] > self._room:
+            trim()
+        return self._measured(shape) if is_measured else nullcontext()
 
     @contextmanager
     def _measured(self, shape: Hashable) -> Iterator[None]:
@@ -284,7 +292,9 @@ class ProcessLimit(Limit):
                 size = status("VmPeak")
                 yield
             grown = status("VmPeak") - size - max(0, _other_addresses() - others)
-        at_peak = empty + grown - self._meter.lap_growth()
+        growth = self._meter.lap_growth()
+        self._growth[shape] = max(growth, self._growth.get(shape, 0))
+        at_peak = empty + grown - growth
         for limit in _DATA.holders:
             limit.allow(at_peak)
         used = self._meter.lap_bytes()
@@ -327,12 +337,12 @@ class ProcessLimit(Limit):
     def rest(self) -> None:
         """What is taken from now on is the script's."""
         self._meter.rest()
-        self._script.rest(status("VmData"))
+        self._script.rest(filled_addresses())
 
     def resume(self) -> None:
         """It is so no more."""
         self._meter.resume()
-        self._script.resume(status("VmData"))
+        self._script.resume(filled_addresses())
         self._set(self._soft)
 
     def _set(self, soft: int) -> None:
@@ -494,7 +504,7 @@ def make_limit(plan: Plan, device: torch.device, counted: Iterable[object] = ())
         return Unlimited(device, tunes)
     if device.type == "cuda":
         return CudaLimit(device, plan.budget_bytes, tunes)
-    return ProcessLimit(plan.budget_bytes, held_bytes(counted))
+    return ProcessLimit(plan.budget_bytes, held_bytes(counted), plan.reserve_bytes)
 
 
 def held_bytes(owners: Iterable[object]) -> int:

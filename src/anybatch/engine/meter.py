@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from anybatch.driver import beside_bytes, release_unused
-from anybatch.engine.process import free_in_heap, reset_peak, status
+from anybatch.engine.process import filled_addresses, free_in_heap, reset_peak, status
 from anybatch.engine.script_bytes import ScriptBytes
 
 
@@ -84,7 +84,7 @@ class CpuMeter(Meter):
         self._files = status("RssFile") if self._exact else 0
         there = self._process.memory_info().rss
         self._baseline = there - counted_bytes
-        self._script = ScriptBytes(there)
+        self._script = ScriptBytes(self._filled())
         self._highest = 0
         self._lap_start = there
 
@@ -97,11 +97,11 @@ class CpuMeter(Meter):
     def rest(self) -> None:
         """From now on the process is its script's: what is taken, and kept, does not count."""
         self.peak_bytes()
-        self._script.rest(self._own_bytes())
+        self._script.rest(self._filled())
 
     def resume(self) -> None:
         """It is no more."""
-        self._script.resume(self._own_bytes())
+        self._script.resume(self._filled())
         reset_peak()
 
     def used_bytes(self) -> int:
@@ -140,6 +140,10 @@ class CpuMeter(Meter):
     def _most_own_bytes(self) -> int:
         """Since the lap began; without the kernel's peak those of now."""
         return status("VmHWM") - self._code_bytes() if self._exact else self._own_bytes()
+
+    def _filled(self) -> int:
+        """What grows by what the script takes, and not by the pages of free memory that it uses."""
+        return filled_addresses() if self._exact else self._own_bytes()
 
     def _own_bytes(self) -> int:
         return self._process.memory_info().rss - self._code_bytes()

@@ -138,8 +138,14 @@ class _MallInfo(ctypes.Structure):
     ]
 
 
+def filled_addresses() -> int:
+    """Addresses of data and of shared memory, without those that the heap has free (Linux). `trim` does
+    not change it."""
+    return status("VmData") - (free_in_heap() or 0) + status("RssShmem")
+
+
 def trim() -> None:
-    """Give back what the heap keeps free at its top (glibc)."""
+    """Give back the pages that the heap keeps free (glibc)."""
     trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

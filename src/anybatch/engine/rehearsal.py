@@ -103,6 +103,7 @@ class Rehearsal:
         finally:
             self._replica.switch(after, before)
             self._limit.follow(after.freed_memory)
+            trim()
         if isinstance(found, MemoryFailure):
             self._thread.recover(found, self._limit)
             return None

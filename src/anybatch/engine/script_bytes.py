@@ -1,6 +1,6 @@
 """Script bytes: what the script of a process has taken between two steps, and keeps.
 
-Of what a process holds the kernel tells one sum. So what it grows by while the script has it is the
+Of what a process holds one sum is known. So what it grows by while the script has it is the
 script's. That is not the whole truth, since either side may free what the other took: a batch that is
 made between two steps and dropped in one, activations that a hook saved and the script throws away. A
 plain sum would drift by so much with each step, without an end. So what was the script's once stays so,
@@ -14,7 +14,7 @@ from typing import final
 
 @final
 class ScriptBytes:
-    """See the module. Bytes of either kind: of addresses, or resident ones.
+    """See the module.
 
     Args:
         start: what the process holds when its budget begins to count.
