@@ -24,11 +24,8 @@ _SECONDS = 10.0
 """A thread that has not begun by then is not waited for."""
 
 SMALL_STACK_BYTES = 1 << 20
-"""Enough for Python's own code."""
-
-_STACK_BYTES = 8 << 20
-"""The default on Linux, which a limit on memory counts in full, though hardly a page of it is ever
-written to."""
+"""Enough for Python's own code. The default is 8 MiB on Linux, which a limit on memory counts in full,
+though hardly a page of it is ever written to."""
 
 _FIRST_BYTES = 1 << 20
 """What new threads ask for before they run: an arena of Python's, a little of the heap."""
@@ -71,10 +68,10 @@ def small_stacks() -> Iterator[int]:
         threading.stack_size(before)
 
 
-def has_room(num_threads: int, stack_bytes: int = SMALL_STACK_BYTES) -> bool:
-    """Whether the operating system has memory for so many threads with such stacks, under whatever
-    limit the process is. `stack_bytes`: 0 stands for the default."""
-    size = num_threads * (stack_bytes or _STACK_BYTES) + _FIRST_BYTES
+def has_room(num_threads: int) -> bool:
+    """Whether the operating system has memory for so many threads with small stacks, under whatever
+    limit the process is."""
+    size = num_threads * SMALL_STACK_BYTES + _FIRST_BYTES
     try:
         if sys.platform == "win32":
             mmap.mmap(-1, size).close()

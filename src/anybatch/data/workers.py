@@ -63,8 +63,12 @@ Beside = Callable[[], AbstractContextManager[None]]
 """Makes what stands around the start and the end of processes: inside, no budget refuses them memory,
 nor this process what it takes to speak to them."""
 
-_PID, _REQUEST, _LOADED, _WIDTH = 0, 1, 2, 3
+_PID, _REQUEST, _LOADED, _REFUSED, _WIDTH = 0, 1, 2, 3, 4
 _NONE = -1
+_REFUSED_MEMORY = (
+    "a worker process that loads samples, which is under no budget, was refused memory ({}): use fewer"
+    " num_workers, or num_workers=0"
+)
 _NO_THREAD = "can't start new thread"  # as Python says it
 
 
@@ -179,10 +183,7 @@ class WorkerPool:
             if not (is_memory_error(error) and str(error).startswith("Caught ")):
                 raise
             # torch puts the worker's whole traceback into the text; what was refused is at its end.
-            raise MemoryError(
-                "a worker process that loads samples, which is under no budget, was refused memory"
-                f" ({str(error).splitlines()[-1]}): use fewer num_workers, or num_workers=0"
-            ) from error
+            raise MemoryError(_REFUSED_MEMORY.format(str(error).splitlines()[-1])) from error
         self._asked.pop(self._num_waited_for, None)
         self._num_waited_for += 1
         if isinstance(batch, _Failure):
@@ -218,8 +219,10 @@ class WorkerPool:
         except RuntimeError as error:
             if is_memory_error(error) or not str(error).startswith("DataLoader worker"):
                 raise
-            sentence = self._told(error)
+            sentence, is_refused = self._told(error), self._board.is_refused
             self._end()
+            if is_refused:
+                raise MemoryError(_REFUSED_MEMORY.format("it could not start a thread")) from error
             raise DataError(sentence) from error
         except (ConnectionError, EOFError, FileNotFoundError) as error:
             # A batch is fetched from the memory of its worker, which may have died since it said that
@@ -307,9 +310,18 @@ class _Board:
         """Something that changes when any of them gets on."""
         return [*self.requests, *self._cells[_LOADED::_WIDTH]]
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether one was refused memory, and has ended."""
+        return 1 in self._cells[_REFUSED::_WIDTH]
+
     def enter(self, worker: int) -> None:
         """Called in a worker that begins."""
         self._cells[_WIDTH * worker + _PID] = os.getpid()
+
+    def refuse(self, worker: int) -> None:
+        """Called in a worker that ends since it was refused memory."""
+        self._cells[_WIDTH * worker + _REFUSED] = 1
 
     def begin(self, worker: int, request: int) -> None:
         """Called in the worker, with `_NONE` at the end of a request."""
@@ -428,7 +440,8 @@ class _Requests(Iterable[Any]):
 class _Beginning:
     """Run in a worker when it starts: enters it on the board, and lets it end when its parent has.
     torch's workers look only between two batches, so one that hangs would outlive a parent that was
-    killed. `stack_bytes`: of the threads of the data set, and of the queue, which pickles batches."""
+    killed. It ends, too, where a thread that is to send batches was refused memory, which Python would
+    wait for without end. `stack_bytes`: of the threads of the data set, and of the queue, which pickles batches."""
 
     def __init__(self, board: _Board, stack_bytes: int) -> None:
         self._board = board
@@ -437,16 +450,23 @@ class _Beginning:
     def __call__(self, worker: int) -> None:
         self._board.enter(worker)
         # Under "forkserver" this is the server, which ends with the process that trains.
-        watched = begin(partial(self._watch, os.getppid()))
+        watched = begin(partial(self._watch, worker, os.getppid()))
         threading.stack_size(self._stack_bytes)
-        # Batches are sent by two threads, and Python waits for ever for one that is refused memory. A
-        # death is told in a sentence.
-        if watched is None or not has_room(2, self._stack_bytes):
-            os._exit(1)
+        if watched is None:
+            os._exit(1)  # none to send batches either; a death is told in a sentence
 
-    def _watch(self, parent: int) -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_SECONDS)
+    def _watch(self, worker: int, parent: int) -> None:
+        starting: set[threading.Thread] = set()
+        try:
+            while os.getppid() == parent:
+                time.sleep(_PARENT_SECONDS)
+                before = starting
+                starting = {thread for thread in threading.enumerate() if thread.ident is None}
+                if starting & before:
+                    self._board.refuse(worker)
+                    break
+        except MemoryError:
+            self._board.refuse(worker)
         os._exit(1)
 
 

@@ -116,6 +116,20 @@ def unpicklable(samples):
     return lambda: samples
 
 
+def test_a_worker_whose_thread_is_refused_memory_ends_with_a_sentence(loader):
+    class Refused(Numbers):
+        """`Thread.start` waits for a thread that was refused memory before it ran."""
+
+        def __getitem__(self, index):
+            threading._start_new_thread = lambda *_: 0
+            threading.Thread(target=print).start()
+
+    each = loader(Refused(8))
+    each.begin(0, whole(4))
+    with pytest.raises(MemoryError, match=r"refused memory \(it could not start a thread\)"):
+        next(each.next_step().micro_batches)
+
+
 def test_a_batch_that_is_lost_on_its_way_is_not_waited_for_without_end(loader, monkeypatch):
     monkeypatch.setattr(workers, "DEADLINE_SECONDS", 1.0)
     each = loader(Numbers(10), num_workers=1, collate=unpicklable)
