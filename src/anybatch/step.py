@@ -25,9 +25,10 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -68,8 +69,11 @@ from anybatch.data.generators import Borrowed
 from anybatch.engine import (
     Ambient,
     Committed,
+    Evaluation,
+    Measured,
     MicroBatch,
     Rehearsed,
+    Together,
     Transactions,
     Waiting,
     at_work,
@@ -101,7 +105,14 @@ from anybatch.plans import (
 from anybatch.rank import REHEARSED_PASSES
 from anybatch.rank.rehearsing import Rehearsing
 from anybatch.side_effects import code_of
-from anybatch.task import JointLoss, LossFunction, check_shapes, loss_fault, parameters_in
+from anybatch.task import (
+    JointLoss,
+    LossFunction,
+    MetricsOfTask,
+    check_shapes,
+    loss_fault,
+    parameters_in,
+)
 from anybatch.units import format_bytes, format_seconds
 
 _LEAST_QUARTERED = 8
@@ -325,6 +336,45 @@ class Step:
             part_grad_norm=done.part_grad_norm,
         )
 
+    @at_work()
+    def evaluate(self, batches: Iterable[Any], metrics: MetricsOfTask | None = None) -> Measured:
+        """The loss and metrics over `batches`, in evaluation mode and without gradients, under the
+        budget: batches are cut to what fits. After the first step; all ranks call it.
+
+        A script that evaluates by itself between two steps may go on to: that is under no budget on a
+        CPU.
+
+        Args:
+            batches: as steps take them, of this rank; iterated anew where memory runs out, so a
+                `DataLoader` or a list, and no iterator.
+            metrics: see `Task`.
+
+        Raises:
+            InputError: there was no step yet, or `batches` can be iterated once only.
+            NoPlanFits: there is no room to evaluate a single sample.
+            PeerFailed: another rank raised an error.
+        """
+        engine = self._engine
+        if engine is None:
+            raise InputError(
+                "there is no plan to evaluate under yet: it is made in the first call of Step."
+            )
+        if iter(batches) is batches:
+            raise InputError(
+                f"evaluate was given a {type(batches).__name__}, which can be iterated once, and"
+                " evaluation begins again where memory runs out: give a DataLoader or a list."
+            )
+        with self._replica.to_be_evaluated():
+            found, engine.plan = self._evaluation.means(
+                engine.plan,
+                self._num_steps,
+                partial(_cut_batches, batches, self._device),
+                self._loss,
+                metrics,
+                Together(self._largest),
+            )
+        return found
+
     def close(self) -> None:
         """Leave the model and the process as they were found, but for the training; each part of them,
         whatever is raised while another is left."""
@@ -446,6 +496,16 @@ class Step:
             commit_bytes=to_reserve(plan),
         )
         undo.callback(engine.close)
+        self._evaluation = Evaluation(
+            self._replica,
+            group,
+            device=self._device,
+            thread=engine.thread,
+            crossing=engine.crossing,
+            limit=self._limit,
+            meter=self._meter,
+            sink=self._emit,
+        )
         return engine
 
     def _confirm(self, engine: Transactions, batch: Any, fits: bool = True) -> None:
@@ -854,6 +914,13 @@ class _Pieces:
             del piece
             self._copies.passed()
 
+    def first_samples(self, most: int) -> tuple[Any, int] | None:
+        """See `engine.Source`."""
+        size = min(most, self.size)
+        if not size:
+            return None
+        return to_device(slice_batch(self._batch, 0, size), self._device), size
+
     @contextmanager
     def untouched_by_errors(self) -> Iterator[None]:
         """Around the step: where an error ends it, the batch is as before."""
@@ -881,6 +948,18 @@ class _Pieces:
     def leave_out(self, bad: Sequence[Bad]) -> int:
         """Never asked for: which samples are trained on is the script's to say."""
         raise NotImplementedError
+
+
+def _cut_batches(
+    batches: Iterable[Any], device: torch.device, size: int
+) -> Iterator[tuple[Any, int]]:
+    """`batches` on the device, in pieces of at most `size` samples, each with its number of them."""
+    for batch in batches:
+        whole = batch_size(batch)
+        for start in range(0, whole, size):
+            stop = min(start + size, whole)
+            piece = batch if stop - start == whole else slice_batch(batch, start, stop)
+            yield to_device(piece, device), stop - start
 
 
 def _described(plan: Plan) -> str:

@@ -223,8 +223,12 @@ class Task:
         epochs, steps, samples: length of training; exactly one of them.
         schedule: factor for the learning rate as a function of `Progress` (samples or steps), so it
             does not depend on the number of ranks.
-        scheduler: instead of `schedule`: optimizer to a torch `LRScheduler`, stepped once per global
-            step; a `ReduceLROnPlateau` after each evaluation (see `valid`), by its loss.
+        scheduler: instead of `schedule`: optimizer to a torch `LRScheduler`, stepped as
+            `scheduler_interval` says; a `ReduceLROnPlateau` after each evaluation (see `valid`), by its
+            loss.
+        scheduler_interval: `"epoch"` or `"step"`: whether the scheduler takes its step at the end of
+            each epoch or after each global step. To be given with any scheduler but
+            `ReduceLROnPlateau`.
         parameters: module to parameter groups, where the optimizer's options differ among them;
             default: all parameters that require a gradient.
         clip_norm: largest 2-norm of the mean gradient of the global batch, or None.
@@ -272,6 +276,7 @@ class Task:
     samples: int | None = None
     schedule: Schedule | None = None
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    scheduler_interval: Literal["epoch", "step"] | None = None
     parameters: Callable[[nn.Module], Parameters] | None = None
     clip_norm: float | None = None
     collate: Callable[[list[Any]], Any] | None = None
@@ -468,6 +473,8 @@ def _faults(task: Task) -> Iterable[str]:
             )
     if task.schedule is not None and task.scheduler is not None:
         yield "schedule and scheduler are both given; give one of them"
+    if task.scheduler_interval not in ("epoch", "step", None):
+        yield f"scheduler_interval is {task.scheduler_interval!r}; give {listed(['epoch', 'step'])}"
 
     yield from _whole(task, "global_batch", least=1)
     for name in ("epochs", "steps", "samples", "ghost_batch", "evaluate_every"):

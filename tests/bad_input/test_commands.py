@@ -441,7 +441,7 @@ LOSSES = [
     ),
     Bad(
         "inf-at-one-sample",
-        "def loss(model, batch): return ab.Loss((model(batch[0]) / (batch[1] != Y[17])).sum(), 1)\n",
+        a_loss("return ab.Loss((model(batch[0]) / (batch[1] != Y[17])).sum(), len(batch[1]))"),
         ("sample 17", "loss of step 2 inf", "bad_data='skip'"),
         "train task.py --micro-batch 1",
         record=True,

@@ -210,10 +210,12 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.parametrize("interval", ["step", "epoch"])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_with_any_scheduler(tmp_path, name):
+def test_with_any_scheduler(tmp_path, name, interval):
     def task():
-        return dataclasses.replace(tokens(), schedule=None, scheduler=SCHEDULERS[name])
+        changes = {"scheduler": SCHEDULERS[name], "scheduler_interval": interval}
+        return dataclasses.replace(tokens(), schedule=None, **changes)
 
     wanted, _ = trained(task(), plan_of(task(), 1))
     trained(task(), plan_of(task(), 1), tmp_path, until=5)

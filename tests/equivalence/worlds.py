@@ -72,6 +72,7 @@ def task_of(world: World) -> ab.Task:
         scheduler=(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9))
         if world.schedule == "torch"
         else None,
+        scheduler_interval="step" if world.schedule == "torch" else None,
         ghost_batch=world.ghost_batch,
         seed=world.seed,
     )

@@ -213,6 +213,7 @@ def test_a_scheduler_goes_on_through_a_step_that_is_left_out():
         epochs=1,
         schedule=None,
         scheduler=scheduler,
+        scheduler_interval="step",
     )
     ran = run(task, plan_of(task, 12), seen)
     assert len(ran.losses) == 3

@@ -211,3 +211,24 @@ def test_ranks_of_mpirun(tmp_path: Path):
     run(command, tmp_path, **may)
     for path in tmp_path.glob("*.json"):
         assert set(json.loads(path.read_text())) == {"127.0.0.1"}
+
+
+def test_the_two_processes_of_doctor(tmp_path: Path):
+    code = f"""
+import os
+os.environ[{listeners.ROOT!r}] = str(os.getpid())
+from anybatch.doctor import ranks
+from {MODULE} import write
+add_up = ranks._add_up
+
+def watched(rank, store):
+    found = add_up(rank, store)
+    write({str(tmp_path)!r}, 0)
+    return found
+
+ranks._add_up = watched
+found = ranks.look_pair()
+assert found["fault"] == "", found
+"""
+    run([sys.executable, "-c", code], tmp_path)
+    assert set(json.loads((tmp_path / "0.json").read_text())) == {"127.0.0.1"}

@@ -29,17 +29,20 @@ _ARITHMETIC = ("AddBackward", "SubBackward", "MulBackward", "DivBackward", "ToCo
 _FEW = 5  # targets in a row that are 0, 1, 2, ... by chance
 
 
-def warn_of_reduction(function: LossFunction, returned: Any, num_samples: int) -> None:
+def warn_of_reduction(function: LossFunction, returned: Any, num_samples: int) -> bool:
     """Warn, once for each loss function, of a sum that is taken for a mean, and the other way round; of
     a mean that weighs classes or leaves targets out; of samples that are told from one another; and of
     what looks like a metric in the place of the weight.
 
     The first two are seen only in what one of torch's loss functions returned as it is; the others also
-    where terms were added and scaled. All else is left to `verify`. Of one sample, mean and sum may
-    well be the same. Waits for the device, where targets or a weight are there to be looked at.
+    where terms were added and scaled. All else is left to `loss_check`, and to `verify`. Of one sample,
+    mean and sum may well be the same. Waits for the device, where targets or a weight are there to be
+    looked at.
+
+    Returns whether it warned.
     """
     if num_samples < 2:
-        return
+        return False
     plain = isinstance(returned, Tensor)
     total = returned if plain else _sum_of(returned)
     reduction = getattr(getattr(total, "grad_fn", None), "_saved_reduction", None)
@@ -68,12 +71,23 @@ def warn_of_reduction(function: LossFunction, returned: Any, num_samples: int) -
         sentence = next(filter(None, told), None)
     if sentence:
         warn_of(function, sentence)
+    return sentence is not None
 
 
 def warn_of(function: LossFunction, sentence: str) -> None:
     """Warn, once, of what is true of a loss function: `sentence`, of which it is the subject."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     _warn(f"the loss function {name!r} {sentence}", *_place_of(function))
+
+
+def warn_of_no_gradient(function: LossFunction, step: int) -> None:
+    """Warn of a gradient of exactly zero in the first update, of number `step`."""
+    warn_of(
+        function,
+        f"has a gradient of exactly zero in step {step}, so nothing is learned from it: look for"
+        " .detach(), a comparison or rounding in place of a number, a part that is multiplied by zero,"
+        " or a contrastive loss of one sample alone.",
+    )
 
 
 def _sum_of(returned: Any) -> Any:

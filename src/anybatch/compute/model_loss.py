@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from anybatch.compute.loss import widened
+from anybatch.compute.loss_check import is_coarse
 from anybatch.compute.modes import evaluating
 from anybatch.errors import DataError, InputError, listed
 from anybatch.task import Loss
@@ -212,7 +213,7 @@ def _asked(model: nn.Module, inputs: dict[str, Any], labels: Tensor, ignored: in
     if last < 2:
         return counting
     num = 3 if counting == "all" else 2
-    close = _ALIKE_IN_HALF if _is_coarse(model, labels.device) else _ALIKE
+    close = _ALIKE_IN_HALF if is_coarse(model, labels.device) else _ALIKE
     wanted = (num * several + single) / (num + 1)
     if math.isclose(together, wanted, rel_tol=close):
         return counting
@@ -265,11 +266,6 @@ def _with_another(inputs: Mapping[str, Any]) -> dict[str, Any]:
         return torch.cat([value, another])
 
     return {name: doubled(name, value) for name, value in inputs.items()}
-
-
-def _is_coarse(model: nn.Module, device: torch.device) -> bool:
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return torch.is_autocast_enabled(device.type) or any(torch.finfo(d).eps > 1e-5 for d in dtypes)
 
 
 def _ignored(model: nn.Module) -> int:

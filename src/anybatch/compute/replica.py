@@ -39,6 +39,7 @@ from anybatch.compute.loss import (
     read_loss,
     widened,
 )
+from anybatch.compute.loss_check import check_adds_up, comparable, is_coarse
 from anybatch.compute.low_bit_optimizers import check_whole, rehearse
 from anybatch.compute.modes import with_modes
 from anybatch.compute.optimizer_update import Updater
@@ -46,7 +47,7 @@ from anybatch.compute.outside_gradients import OutsideGradients
 from anybatch.compute.outside_norms import NormsOutside
 from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised_norm import Exchange
-from anybatch.data.microbatch import samples_left
+from anybatch.data.microbatch import map_leaves, samples_left
 from anybatch.plans import Choice, KernelChoices
 from anybatch.side_effects import code_of, untouched
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
@@ -86,6 +87,7 @@ class Replica:
         self._is_loss_known = self.is_joint  # whether what it returns was looked at
         self._derives = False  # whether the loss needs gradients in evaluation
         self._outside = NormsOutside(model, loss)
+        self._device = device
         self._host = host or torch.device("cpu")
         warn_of_hooks(model, loss)  # before there are any of anybatch's own
         with ExitStack() as undo:  # what was put on the model comes off if the rest fails
@@ -371,6 +373,41 @@ class Replica:
             found = read_loss(returned, left, training=False)
         return replace(found, sum=found.sum.detach())
 
+    def check_loss(self, batch: Any, num_samples: int) -> None:
+        """Look at whether the loss adds up over the samples of `batch`, which has so many; see
+        `loss_check`. A joint loss, which does not have to, and the losses of anybatch, which do, are
+        passed over. Buffers and random numbers are for the caller to put back.
+
+        Warns, or raises `LossError`, as `check_adds_up` does.
+        """
+        own = self.loss_as_given
+        ours = (getattr(own, "__module__", None) or "").startswith("anybatch.")
+        compiled = self._kernels.compile or kernel_choices.is_compiled(self.model)
+        if self._joint is not None or ours or compiled:  # each new shape would be compiled
+            return
+        plain = False
+
+        def noting(model: nn.Module, piece: Any) -> Any:
+            nonlocal plain
+            returned = own(model, piece)
+            plain = isinstance(returned, Tensor)
+            return returned
+
+        def evaluate(piece: Any, size: int) -> tuple[Loss, bool]:
+            found = self.evaluate(noting, map_leaves(piece, _copied), size)
+            return found, plain
+
+        def explained(piece: Any, size: int) -> bool:
+            with torch.enable_grad(), self._numerics.region(), chunked_loss.active(self._chunked):
+                return warn_of_reduction(own, own(self.model, map_leaves(piece, _copied)), size)
+
+        with self._numerics.region():
+            coarse = is_coarse(self.model, self._device)
+        with self.loss_untouched(), comparable(self.model) as are_comparable:
+            if are_comparable:
+                told = check_adds_up(own, evaluate, explained, batch, num_samples, coarse)
+                self._is_loss_known |= told
+
     def gradient_is_finite(self, loss: LossFunction, batch: Any) -> bool:
         """Whether that of one batch by itself is. The model is in evaluation mode already; the sums of
         gradients are not touched, nor does any rank hear of it."""
@@ -526,3 +563,8 @@ def _own(gradient: Tensor) -> Tensor:
 def _values(gradients: Sequence[Tensor]) -> list[Tensor]:
     """What norms are of: a sparse gradient counts with the rows that came up several times added up."""
     return [g.coalesce()._values() if g.is_sparse else g for g in gradients]
+
+
+def _copied(leaf: Any) -> Any:
+    """A loss may write to its batch."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

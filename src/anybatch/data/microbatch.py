@@ -84,6 +84,15 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
     return _sliced(batch, size, start, stop, has_records(batch, size))
 
 
+def doubled(batch: Any) -> Any:
+    """`batch`, and all of its samples once more, as the same structure; a copy.
+
+    Raises `DataError` as `batch_size` does.
+    """
+    size = batch_size(batch)
+    return _doubled(batch, size, has_records(batch, size))
+
+
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """`batch` cut into consecutive pieces of `sizes`, views of it; one piece is the batch itself.
 
@@ -276,6 +285,19 @@ def _sliced(node: Any, size: int, start: int, stop: int, beside: bool) -> Any:
     if is_samples(node, size, beside):
         return node[start:stop] if type(node) in (list, tuple) else type(node)(node[start:stop])
     return rebuilt(node, [_sliced(value, size, start, stop, beside) for _, value in parts])
+
+
+def _doubled(node: Any, size: int, beside: bool) -> Any:
+    if isinstance(node, Tensor):
+        return torch.cat([node, node]) if node.ndim else node
+    if isinstance(node, np.ndarray):
+        return np.concatenate([node, node]) if node.ndim else node
+    parts = parts_of(node)
+    if not parts or not _has_samples(node):
+        return node
+    if is_samples(node, size, beside):
+        return type(node)([*node, *node])
+    return rebuilt(node, [_doubled(value, size, beside) for _, value in parts])
 
 
 def is_samples(node: Any, size: int, beside: bool = False) -> bool:

@@ -441,7 +441,8 @@ class _Beginning:
     """Run in a worker when it starts: enters it on the board, and lets it end when its parent has.
     torch's workers look only between two batches, so one that hangs would outlive a parent that was
     killed. It ends, too, where a thread that is to send batches was refused memory, which Python would
-    wait for without end. `stack_bytes`: of the threads of the data set, and of the queue, which pickles batches."""
+    wait for without end. `stack_bytes`: of the threads of the data set, and of the queue, which pickles
+    batches."""
 
     def __init__(self, board: _Board, stack_bytes: int) -> None:
         self._board = board

@@ -150,10 +150,9 @@ def _first(peer: subprocess.Popen[str]) -> Facts:
             "interface": "",
             "fault": f"this machine does not reach itself at 127.0.0.1: {fault}",
         }
-    from torch.distributed import TCPStore
+    from anybatch.launch.network import LOOPBACK, Deadline, meet
 
-    wait = timedelta(seconds=_PAIR_SECONDS)
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=wait, wait_for_workers=False)
+    store = meet(LOOPBACK, 0, "host", Deadline(_PAIR_SECONDS), listen=LOOPBACK)
     assert peer.stdin is not None
     peer.stdin.write(f"{store.port}\n")
     peer.stdin.flush()
@@ -166,13 +165,11 @@ def _first(peer: subprocess.Popen[str]) -> Facts:
 
 def second() -> None:
     """The second process."""
-    from torch.distributed import TCPStore
+    from anybatch.launch.network import LOOPBACK, Deadline, meet
 
     line = sys.stdin.readline()
     if line:  # else the first is gone
-        wait = timedelta(seconds=_PAIR_SECONDS)
-        is_first = {"is_master": False, "wait_for_workers": False}
-        _add_up(1, TCPStore("127.0.0.1", int(line), timeout=wait, **is_first))
+        _add_up(1, meet(LOOPBACK, int(line), "guest", Deadline(_PAIR_SECONDS)))
 
 
 def _add_up(rank: int, store: Store) -> tuple[float, str]:

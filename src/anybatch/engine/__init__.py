@@ -4,6 +4,7 @@ from anybatch.engine.balance import Balance as Balance
 from anybatch.engine.blame import OneByOne as OneByOne
 from anybatch.engine.compile_trial import CompileTrial as CompileTrial
 from anybatch.engine.evaluation import Evaluation as Evaluation
+from anybatch.engine.evaluation import Measured as Measured
 from anybatch.engine.evaluation import Together as Together
 from anybatch.engine.garbage import SetAside as SetAside
 from anybatch.engine.learning_rate import LearningRate as LearningRate

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch.optim import Optimizer
@@ -28,7 +29,7 @@ class LearningRate:
 
     Args:
         optimizer: whose groups have the rates.
-        schedule, scheduler: see `Task`.
+        schedule, scheduler, interval: see `Task`.
         evaluates: whether there will be evaluations, by which a `ReduceLROnPlateau` goes.
 
     Attributes:
@@ -42,12 +43,16 @@ class LearningRate:
         optimizer: Optimizer,
         schedule: Schedule | None = None,
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        interval: Literal["epoch", "step"] | None = None,
         evaluates: bool = False,
     ) -> None:
         self._groups = optimizer.param_groups
         self._schedule = schedule
         self._base = [float(group["lr"]) for group in self._groups if "lr" in group]
-        self._scheduler = _checked_scheduler(scheduler(optimizer), evaluates) if scheduler else None
+        self._interval = interval
+        self._scheduler = None
+        if scheduler is not None:
+            self._scheduler = _checked_scheduler(scheduler(optimizer), interval, evaluates)
         self.evaluated: list[float] = []
 
     @property
@@ -67,9 +72,11 @@ class LearningRate:
             else:
                 group["lr"] = base * factor
 
-    def after_update(self) -> None:
-        """Let a torch scheduler take its step."""
-        if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
+    def after_update(self, num_epochs: int) -> None:
+        """Let a torch scheduler take its steps. With the update, so many epochs have ended."""
+        if self._scheduler is None or isinstance(self._scheduler, ReduceLROnPlateau):
+            return
+        for _ in range(num_epochs if self._interval == "epoch" else 1):
             self._scheduler.step()
 
     def after_evaluation(self, loss: float) -> None:
@@ -78,12 +85,15 @@ class LearningRate:
             self._scheduler.step(loss)
             self.evaluated.append(loss)
 
-    def skip(self, steps: int, evaluated: Sequence[float] = ()) -> None:
-        """Go on as after so many steps, and evaluations with these losses."""
+    def skip(self, steps: int, epochs: int, evaluated: Sequence[float] = ()) -> None:
+        """Go on as after so many steps, with which so many epochs have ended, and evaluations with
+        these losses."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the optimizer takes none meanwhile
-            for _ in range(steps if self._scheduler is not None else 0):
-                self.after_update()
+            for _ in range(steps if self._interval == "step" else 0):
+                self.after_update(0)
+            if self._interval == "epoch":
+                self.after_update(epochs)
         for loss in evaluated:
             self.after_evaluation(loss)
 
@@ -110,7 +120,7 @@ def _checked_factor(factor: object, progress: Progress) -> float:
     return float(factor)
 
 
-def _checked_scheduler(scheduler: object, evaluates: bool) -> LRScheduler:
+def _checked_scheduler(scheduler: object, interval: str | None, evaluates: bool) -> LRScheduler:
     if not isinstance(scheduler, LRScheduler):
         raise InputError(
             f"the scheduler function returned a value of type {type(scheduler).__name__}: return a"
@@ -128,4 +138,10 @@ def _checked_scheduler(scheduler: object, evaluates: bool) -> LRScheduler:
                 f"the scheduler function returned a ReduceLROnPlateau with mode={scheduler.mode!r}, but"
                 " it goes by the loss of evaluations, which is the lower the better: give mode='min'."
             )
+    elif interval is None:
+        raise InputError(
+            f"the scheduler function returned a {type(scheduler).__name__}, which counts the calls of"
+            " its step(): say whether that is once per epoch (scheduler_interval='epoch', as in torch's"
+            " own examples) or once per global step (scheduler_interval='step', as in transformers')."
+        )
     return scheduler

@@ -62,6 +62,11 @@ class Source(Protocol):
         """The micro-batches that were kept, all of which have been given."""
         ...
 
+    def first_samples(self, most: int) -> tuple[Any, int] | None:
+        """The first samples of this rank as one batch on the device, at most so many, and their number;
+        None: they are not at hand before their passes."""
+        ...
+
     def describe(self, number: int) -> str:
         """The samples of micro-batch `number` of the last attempt, in words."""
         ...

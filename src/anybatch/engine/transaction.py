@@ -26,8 +26,11 @@ from functools import partial
 import torch
 
 from anybatch.compute import Replica
+from anybatch.compute.averages import warn_of_no_gradient
 from anybatch.compute.joint import Ask
+from anybatch.compute.loss_check import LOOKED_AT
 from anybatch.data import Bad, BadSamples, told_samples
+from anybatch.data.generators import Borrowed
 from anybatch.driver import release_unused
 from anybatch.engine.compute_timer import ComputeTimer
 from anybatch.engine.growth import Growth
@@ -162,6 +165,7 @@ class Transactions:
         self._step = 0  # the number of the step that was run last; 0: none was
         self._has_updated = False
         self._is_applied = False  # the update of the attempt that is under way
+        self._is_loss_checked = False
         self._committed: Committed | None = None  # what came of the step that was run last
         self._is_tidy = device.type != "cuda"  # see `_reserve`
 
@@ -371,6 +375,8 @@ class Transactions:
         choice = self.plan.choice
         with self._timer.running():
             for number, (micro, ask) in enumerate(self._passes(staged)):
+                if not self._is_loss_checked and micro.num_samples:
+                    self._check_loss(micro, staged.source)
                 measured = self._is_measured(micro, staged)
                 if micro.grain is not None:
                     self._randomness.begin_grain(self._index, micro.grain)
@@ -394,6 +400,28 @@ class Transactions:
                 del micro, ask  # so that they are gone while the next one is loaded
                 self.thread.look()
                 replica.phase = "loading"
+
+    def _check_loss(self, micro: MicroBatch, source: Source) -> None:
+        """Before the first pass of a step that is cut: whether the loss adds up over its samples."""
+        is_cut = not micro.last or self._group.size > 1
+        meets = self._group.lockstep or self.plan.norms != "ghosts"  # others would wait in a pass
+        if not is_cut or meets:
+            return
+        self._is_loss_checked = True
+        others = [self._device] if self._device.type == "cuda" else []
+        try:
+            with (
+                self._limit.lifted(),
+                self._meter.aside(),
+                torch.random.fork_rng(others),
+                Borrowed(),
+            ):
+                # Of one or two samples little can be seen; a few fit without gradients.
+                few = min(LOOKED_AT, max(4, micro.num_samples))
+                found = source.first_samples(few) or (micro.batch, micro.num_samples)
+                self._replica.check_loss(*found)
+        finally:
+            self._buffers.put_back()
 
     def _passes(self, staged: Staged) -> Iterator[tuple[MicroBatch, Ask | None]]:
         source, choice = staged.source, self.plan.choice
@@ -434,6 +462,8 @@ class Transactions:
         scale = replica.loss_scale
         if scale is None and not math.isfinite(norm):
             return _Steep(norm)
+        if norm == 0.0 and not self._has_updated and self._group.rank == 0:
+            warn_of_no_gradient(replica.loss_as_given, self._step)
         self._randomness.begin_update(self._index)
         before_update()
         if replica.apply():

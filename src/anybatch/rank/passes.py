@@ -215,6 +215,9 @@ class GlobalStep:
         """See `Source`."""
         return self._given.num_samples
 
+    def first_samples(self, most: int) -> None:
+        """See `engine.Source`."""
+
     def once_more(self) -> Iterator[MicroBatch]:
         """See `Source`. Samples are fetched once, and wait in the host's memory, as they were before a
         pass wrote to them."""

@@ -438,7 +438,11 @@ class Rank:
         undo.callback(group.close)
         together(group, lambda: group.adopt(self._replica))
         self._rates = LearningRate(
-            self._replica.optimizer, task.schedule, task.scheduler, task.valid is not None
+            self._replica.optimizer,
+            task.schedule,
+            task.scheduler,
+            task.scheduler_interval,
+            evaluates=task.valid is not None,
         )
         self._steps, self._loader = open_training(
             task,
@@ -593,10 +597,10 @@ class Rank:
         idle: float,
     ) -> tuple[StepDone, bool]:
         """The step that is committed, told and in all books; and whether the shares are others now."""
-        self._advance(data)
+        num_epochs = self._advance(data)
         self.wished = done.wished
         rate = self._rates.current
-        self._rates.after_update()
+        self._rates.after_update(num_epochs)
         seconds, waited = time.perf_counter() - begun, reading + source.waited_seconds
         self._record.took(seconds, waited, max(0.0, idle), source.kept.num_samples)
         if self._group.size > 1 and not self._group.diverges:  # else ranks meet now and then only
@@ -674,15 +678,17 @@ class Rank:
         assert self._skips is not None
         with self._failing_together():
             self._skips.pass_over(step_number(data.index), data.epoch, num_kept, reason)
-        self._rates.skip(1)
-        self._advance(data)
+        self._rates.skip(1, self._advance(data))
         with self._failing_together():
             self._skips.done(data.num_samples, data.epoch, data.epoch_end)
         self._evaluate_if_due(data)
 
-    def _advance(self, data: StepData) -> None:
+    def _advance(self, data: StepData) -> int:
+        """The step of `data` is done. How many epochs have ended with it."""
+        before = self._position.epoch
         self._loader.commit()
         self._position.advance(data)
+        return self._position.epoch - before
 
     def _evaluate_if_due(self, data: StepData) -> None:
         if self._task.valid is None:

@@ -233,7 +233,7 @@ class TrainingState:
         facts = Facts.of(found)
         self._replica.filled()
         self._replica.load_scaler_state(facts.scaler)
-        self._rates.skip(facts.step, facts.evaluated)
+        self._rates.skip(facts.step, facts.epoch, facts.evaluated)
         for options, group in zip(facts.groups, self._replica.optimizer.param_groups, strict=False):
             for name, value in options.items():
                 _set_option(group, name, value)

@@ -21,6 +21,8 @@ from anybatch.errors import LossError, NoPlanFits
 from anybatch.events import OutOfMemory, Replanned, StepDone
 from anybatch.plans import Choice, Recompute
 
+pytestmark = pytest.mark.usefixtures("losses_are_not_checked")
+
 KIND = {"dtype": torch.float64}
 ERRORS = {
     "cuda": lambda: torch.OutOfMemoryError(

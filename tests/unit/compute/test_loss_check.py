@@ -1,0 +1,277 @@
+"""Losses that do not add up over samples are told before the first update of a step that is cut."""
+
+# ruff: noqa: NPY002 - user code draws from the old generators
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.compute.averages import _warn
+from anybatch.data.microbatch import doubled
+from anybatch.errors import LossError
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(24, 6, generator=GENERATOR)
+LABELS = torch.randint(2, (24,), generator=GENERATOR)
+R = torch.randn(24, generator=GENERATOR)
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+def build() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Sequential(
+            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 2)
+        )
+
+
+def trained(loss: Any, micro_batch: int, model: nn.Module | None = None) -> list[str]:
+    """What one step warns of."""
+    _warn.cache_clear()
+    model = build() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"micro_batch": micro_batch, "verbose": False}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        with ab.Step(model, optimizer, loss, **options, ghost_batch=micro_batch) as step:
+            step((X, LABELS, R))
+    return [str(one.message) for one in told if "the loss function" in str(one.message)]
+
+
+def summed(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def mean(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def pair(model: nn.Module, batch: Batch) -> ab.Loss:
+    logits = model(batch[0])
+    right = (logits.argmax(1) == batch[1]).sum()
+    total = F.cross_entropy(logits, batch[1], reduction="sum")
+    return ab.Loss(total, len(logits), metrics={"accuracy": right, "own": (right, len(logits))})
+
+
+def mean_with_a_penalty(model: nn.Module, batch: Batch) -> Tensor:
+    return mean(model, batch) + 0.1 * penalty(model)
+
+
+def penalty(model: nn.Module) -> Tensor:
+    return torch.stack([p.abs().sum() for p in model.parameters()]).sum()
+
+
+def noisy_mean(model: nn.Module, batch: Batch) -> Tensor:
+    return (model(batch[0]) + torch.randn(len(batch[0]), 2)).square().mean()
+
+
+def in_place(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch[0].mul_(0.5)).square().mean()
+
+
+@pytest.mark.parametrize("micro_batch", [8, 2])
+@pytest.mark.parametrize("loss", [mean, pair, mean_with_a_penalty, noisy_mean])
+def test_nothing_is_said_of_what_adds_up(loss: Callable[[nn.Module, Batch], Any], micro_batch: int):
+    assert trained(loss, micro_batch) == []
+
+
+def plain_sum(model: nn.Module, batch: Batch) -> Tensor:
+    return 2 * summed(model, batch)
+
+
+def autoencoder(model: nn.Module, batch: Batch) -> Tensor:
+    """A public VAE's loss: noise, and a sum over everything."""
+    found = model(batch[0])
+    return (found + torch.randn_like(found) - 1).square().sum() + found.exp().sum()
+
+
+def weight_of_one(model: nn.Module, batch: Batch) -> ab.Loss:
+    return ab.Loss(summed(model, batch), 1)
+
+
+def mean_as_sum(model: nn.Module, batch: Batch) -> ab.Loss:
+    return ab.Loss(2 * mean(model, batch), len(batch[0]))
+
+
+@pytest.mark.parametrize("micro_batch", [8, 2, 1])
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (plain_sum, "the loss is a sum over the samples"),
+        (autoencoder, "the loss is a sum over the samples"),
+        (weight_of_one, "the weight of the loss does not add up: it is 1 for"),
+        (mean_as_sum, "the sum of the loss is a mean"),
+    ],
+)
+def test_a_loss_of_the_wrong_kind_is_refused_before_anything_is_trained(
+    loss: Callable[[nn.Module, Batch], Any], told: str, micro_batch: int
+):
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(LossError, match=told):
+        trained(loss, micro_batch, model)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def sum_with_a_penalty(model: nn.Module, batch: Batch) -> ab.Loss:
+    return ab.Loss(summed(model, batch) + 0.1 * penalty(model), len(batch[0]))
+
+
+def mean_metric(model: nn.Module, batch: Batch) -> ab.Loss:
+    sure = model(batch[0]).softmax(1).amax(1).mean()
+    return ab.Loss(summed(model, batch), len(batch[0]), metrics={"sure": sure})
+
+
+def dice(model: nn.Module, batch: Batch) -> Tensor:
+    found, wanted = model(batch[0]).softmax(1)[:, 1], batch[1].float()
+    return 1 - (2 * (found * wanted).sum() + 1) / (found.sum() + wanted.sum() + 1)
+
+
+def correlation(model: nn.Module, batch: Batch) -> Tensor:
+    z, y = model(batch[0])[:, 0], batch[2] - batch[2].mean()
+    z = z - z.mean()
+    return 1 - (z * y).sum() / (z.norm() * y.norm() + 1e-6)
+
+
+def root(model: nn.Module, batch: Batch) -> Tensor:
+    return (model(batch[0])[:, 0] - batch[2]).square().mean().sqrt()
+
+
+def normalised(model: nn.Module, batch: Batch) -> ab.Loss:
+    a = (batch[2] - batch[2].mean()) / (batch[2].std(correction=0) + 1e-8)
+    return ab.Loss((-model(batch[0]).log_softmax(1)[:, 0] * a).sum(), len(a))
+
+
+def contrastive(model: nn.Module, batch: Batch) -> Tensor:
+    found = F.normalize(model(batch[0]), dim=1)
+    return F.cross_entropy(10 * found @ found.T, torch.arange(len(found)))
+
+
+def batch_hard(model: nn.Module, batch: Batch) -> Tensor:
+    distances = torch.cdist(model(batch[0]), model(batch[0]))
+    same = batch[1][:, None] == batch[1]
+    return (distances * same).amax(1).mean() - (distances + 10.0 * same).amin(1).mean()
+
+
+def counted(model: nn.Module, batch: Batch) -> Tensor:
+    """A mean over those that count."""
+    each = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return (each * (batch[2] > 0)).sum() / (batch[2] > 0).sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("micro_batch", [8, 2, 1])
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (sum_with_a_penalty, "adds a term to its sum that does not depend on the samples"),
+        (mean_metric, "gives a metric 'sure' that is a mean"),
+        (dice, "does not add up over samples"),
+        (correlation, "does not add up over samples"),
+        (root, "does not add up over samples"),
+        (normalised, "does not add up over samples"),
+        (contrastive, r"does not add up over samples|tells the samples of a pass"),
+        (batch_hard, "does not add up over samples"),
+        (counted, "does not add up over samples"),
+    ],
+)
+def test_what_depends_on_the_cut_is_told_once(
+    loss: Callable[[nn.Module, Batch], Any], told: str, micro_batch: int
+):
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+    found = [one for one in trained(loss, micro_batch, model) if "exactly zero" not in one]
+    assert len(found) == 1
+    assert any(part in found[0] for part in told.split("|"))
+
+
+def test_one_piece_is_as_the_script_has_it():
+    assert trained(plain_sum, 24) == []
+    assert trained(dice, 24) == []
+
+
+def constant(model: nn.Module, batch: Batch) -> Tensor:
+    return (0 * model(batch[0])).mean()
+
+
+@pytest.mark.parametrize("micro_batch", [24, 8])
+def test_a_gradient_of_zero_is_told(micro_batch: int):
+    (told,) = trained(constant, micro_batch)
+    assert "has a gradient of exactly zero in step 1" in told
+
+
+def test_looking_leaves_no_trace():
+    """Weights, running statistics and random numbers are those of a loop by hand."""
+    draws: list[list[float]] = []
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.num_calls = build(), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.num_calls += 1
+            return self.inner(x)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return (model(batch[0].mul_(0.5)) + torch.randn(8, 2) * np.random.rand()).square().mean()
+
+    def numbers() -> list[float]:
+        return [random.random(), np.random.rand(), float(torch.rand(()))]
+
+    def seed() -> None:
+        random.seed(3), np.random.seed(3), torch.manual_seed(3)
+
+    results: list[list[Tensor]] = []
+    for by_hand in (True, False):
+        model, x = Counting(), X.clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seed()
+        if by_hand:
+            for start in range(0, 24, 8):
+                (loss(model, (x[start : start + 8], LABELS, R)) / 3).backward()
+            optimizer.step()
+        else:
+            options = {"micro_batch": 8, "ghost_batch": 8, "verbose": False}
+            with ab.Step(model, optimizer, loss, **options) as step:
+                step((x, LABELS, R))
+        draws.append(numbers())
+        assert model.num_calls == 3
+        results.append([*model.state_dict().values(), x])
+    assert draws[0] == draws[1]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_task_is_looked_at_too():
+    task = ab.Task(
+        model=lambda: nn.Linear(6, 2),
+        loss=plain_sum,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train=torch.utils.data.TensorDataset(X, LABELS, R),
+        global_batch=24,
+        steps=1,
+    )
+    with pytest.raises(LossError, match="the loss is a sum over the samples"):
+        ab.train(task, micro_batch=8, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("batch", "twice"),
+    [
+        ((X[:2], [1, 2], 3), lambda got: len(got[0]) == 4 and got[1] == [1, 2, 1, 2]),
+        ({"x": X[:3].numpy(), "name": "a"}, lambda got: got["x"].shape == (6, 6)),
+        ([{"x": 1}, {"x": 2}], lambda got: got == [{"x": 1}, {"x": 2}] * 2),
+    ],
+)
+def test_batches_are_doubled(batch: Any, twice: Callable[[Any], bool]):
+    assert twice(doubled(batch))
