@@ -8,7 +8,6 @@ smallest of those that the run trained, and an optimizer that remembers nothing.
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from anybatch.compute.building import copy_of
 from anybatch.compute.determinism import one_thread
 from anybatch.errors import InputError
 from anybatch.estimate import Subject, few_collections, subject_of
@@ -170,7 +170,7 @@ def held_still(task: Task) -> Task:
 
 def _frozen(task: Task) -> nn.Module:
     model = task.model
-    made = copy.deepcopy(model) if isinstance(model, nn.Module) else task.checked_model(model())
+    made = copy_of(model) if isinstance(model, nn.Module) else task.checked_model(model())
     trained = [p for p in parameters_in(task.parameters_of(made)) if p.requires_grad]
     smallest = min(trained, key=lambda param: param.numel())
     for param in made.parameters():

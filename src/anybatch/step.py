@@ -62,9 +62,9 @@ from anybatch.data import (
     batch_size,
     ghosts,
     micro_batches,
-    slice_batch,
     to_device,
 )
+from anybatch.data import slice_batch as slice_samples
 from anybatch.data.generators import Borrowed
 from anybatch.engine import (
     Ambient,
@@ -197,6 +197,9 @@ class Step:
         sinks: readers of the events of recovery; those of rank 0 are called. Without one a change of
             plan is a warning.
         verbose: whether rank 0 prints the plan to standard error in the first call.
+        count_samples, slice_batch: for batches that do not show their samples in dim 0 (graphs, time
+            first, objects): the number of samples in a batch, and `(batch, start, stop)` to a batch of
+            those from `start` to `stop`. Both or neither.
 
     Attributes:
         plan: how this rank runs its batches; None before the first call.
@@ -220,6 +223,8 @@ class Step:
         compile: Compile = False,
         sinks: Sequence[Sink] = (),
         verbose: bool = True,
+        count_samples: Callable[[Any], int] | None = None,
+        slice_batch: Callable[[Any, int, int], Any] | None = None,
     ) -> None:
         optimizer = as_one(optimizer)
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
@@ -259,6 +264,12 @@ class Step:
             compile=compile,
             shapes_vary=True,
         )
+        if (count_samples is None) != (slice_batch is None):
+            raise InputError(
+                "count_samples and slice_batch go together: give both, or neither for batches with the"
+                " samples in dim 0."
+            )
+        self._cutting = _Cutting(count_samples or batch_size, slice_batch or slice_samples)
         self._clip_norm = clip_norm
         self._ghost_batch = ghost_batch
         self._verbose = verbose
@@ -368,7 +379,7 @@ class Step:
             found, engine.plan = self._evaluation.means(
                 engine.plan,
                 self._num_steps,
-                partial(_cut_batches, batches, self._device),
+                partial(_cut_batches, batches, self._device, self._cutting),
                 self._loss,
                 metrics,
                 Together(self._largest),
@@ -637,6 +648,7 @@ class Step:
             whole,
             self._check_up_to_date,
             self._copies,
+            self._cutting,
         )
 
     def _normalising(self) -> list[bool]:
@@ -701,7 +713,7 @@ class Step:
 
     def _first_plan(self, batch: Any) -> Plan | None:
         """A plan for this rank's part; None if there is nothing in it."""
-        size = 0 if batch is None else batch_size(batch)
+        size = 0 if batch is None else self._cutting.count(batch)
         if size:
             self._own, self._planned_for = self._untraced(batch, size), size
         return self._own
@@ -846,6 +858,14 @@ class Step:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _Cutting:
+    """How batches are cut: the number of samples in one, and those from a first to an end."""
+
+    count: Callable[[Any], int]
+    cut: Callable[[Any, int, int], Any]
+
+
 class _Pieces:
     """This rank's part of a global batch, collated, as the samples of one step."""
 
@@ -857,8 +877,10 @@ class _Pieces:
         is_whole: bool,
         check: Callable[[], None],
         copies: BatchCopies,
+        cutting: _Cutting,
     ) -> None:
         copies.forget()
+        self._cutting = cutting
         self._copies = copies
         self._batch = batch
         self._device = device
@@ -876,14 +898,14 @@ class _Pieces:
     def size(self) -> int:
         """Number of samples; 0 where they cannot be counted: the step itself will tell why."""
         with suppress(DataError):
-            return 0 if self._batch is None else batch_size(self._batch)
+            return 0 if self._batch is None else self._cutting.count(self._batch)
         return 0
 
     def micro_batches(self, choice: Choice, keep: bool = False) -> Iterator[MicroBatch]:
         """See `engine.Source`."""
         self._check()
         ghost = self._ghost
-        whole = 0 if self._batch is None else batch_size(self._batch)
+        whole = 0 if self._batch is None else self._cutting.count(self._batch)
         size = max(choice.micro_batch, whole if self._is_whole else min(ghost or 1, whole))
         if ghost and size % ghost and size < whole:
             size = max(ghost, size // ghost * ghost)
@@ -905,7 +927,7 @@ class _Pieces:
             piece = (
                 self._batch
                 if len(part) == whole
-                else slice_batch(self._batch, part.start, part.stop)
+                else self._cutting.cut(self._batch, part.start, part.stop)
             )
             self._copies.keep(piece)
             piece = to_device(piece, self._device, non_blocking=True)
@@ -919,7 +941,7 @@ class _Pieces:
         size = min(most, self.size)
         if not size:
             return None
-        return to_device(slice_batch(self._batch, 0, size), self._device), size
+        return to_device(self._cutting.cut(self._batch, 0, size), self._device), size
 
     @contextmanager
     def untouched_by_errors(self) -> Iterator[None]:
@@ -951,14 +973,14 @@ class _Pieces:
 
 
 def _cut_batches(
-    batches: Iterable[Any], device: torch.device, size: int
+    batches: Iterable[Any], device: torch.device, cutting: _Cutting, size: int
 ) -> Iterator[tuple[Any, int]]:
     """`batches` on the device, in pieces of at most `size` samples, each with its number of them."""
     for batch in batches:
-        whole = batch_size(batch)
+        whole = cutting.count(batch)
         for start in range(0, whole, size):
             stop = min(start + size, whole)
-            piece = batch if stop - start == whole else slice_batch(batch, start, stop)
+            piece = batch if stop - start == whole else cutting.cut(batch, start, stop)
             yield to_device(piece, device), stop - start
 
 

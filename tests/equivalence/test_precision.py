@@ -274,7 +274,7 @@ def test_micro_batches_are_added_up_in_float32():
 
     task = ab.Task(
         model=One,
-        loss=lambda m, b: ab.Loss(m(b[0]).sum(), 1),
+        loss=lambda m, b: ab.Loss(m(b[0]).sum(), len(b[0])),
         optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
         train=TensorDataset(torch.tensor([[1024.0]] + [[1.0]] * 64)),
         global_batch=65,

@@ -37,6 +37,7 @@ def is_running(process):
         return False
 
 
+@pytest.mark.usefixtures("losses_are_not_checked")  # whose hooks find everything as before
 def test_a_worker_that_is_killed_while_the_rank_computes_is_missed(monkeypatch):
     monkeypatch.setattr(workers, "DEADLINE_SECONDS", 2 * SECONDS)
     before = set(workers_here())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anybatch.compute.several_optimizers import as_one, parts_of
@@ -29,6 +30,26 @@ def place(model: nn.Module, device: torch.device) -> nn.Module:
             " they have no values: build the model on the CPU, or give a function that does."
         )
     return model.to(device)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A copy of `model` with parameters of its own. Tensors that its modules compute from parameters,
+    and keep as attributes until they compute them anew (the old `weight_norm`, pruning), are copied
+    without their graph, which `copy.deepcopy` refuses.
+
+    Raises `InputError` for what torch.jit has compiled, whose copies share their parameters.
+    """
+    memo: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"{name or 'the model'!r} is compiled by torch.jit, and such a module cannot be copied:"
+                " build the model without torch.jit.script for this."
+            )
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(model, memo)
 
 
 def optimizer_for(task: Task, model: nn.Module) -> Any:

@@ -223,7 +223,7 @@ class _Parts:
         a, b, both = self.first, self.second, self.together
         surplus = a.total + b.total - both.total
         missing = 2 * both.total - twice.total
-        if not both.is_plain and abs(surplus - missing) <= 0.05 * abs(surplus):
+        if not both.is_plain and abs(surplus - missing) <= 0.01 * abs(surplus):
             return (
                 f"adds a term to its sum that does not depend on the samples ({surplus:.6g}: a penalty"
                 " on the parameters, say). It is added once for each micro-batch, so its share of the"

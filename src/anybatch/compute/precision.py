@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from anybatch.errors import InputError
@@ -89,6 +91,8 @@ class Numerics:
         self.scaler: torch.amp.GradScaler | None = (
             torch.amp.GradScaler(device.type) if scaled else None
         )
+        if self._format.weights is not None:
+            _check_halvable(model, precision, self._format.masters)
         try:
             if precision == "fp8":
                 self._undo.append(_float8(model))
@@ -179,6 +183,28 @@ class Numerics:
         self._undo.append(partial(_restore, param, copy, before))
         # By way of the master, so that rounding is that of `publish`.
         param.data = (param if copy is None else copy).data.to(dtype)
+
+
+def _check_halvable(model: nn.Module, precision: Precision, keep: bool) -> None:
+    """Raises `InputError` if a part of `model` cannot compute with weights in half precision; `keep`:
+    its buffers stay as they are."""
+    format = "bf16" if precision.startswith("bf16") else "fp16"
+    for name, module in model.named_modules():
+        spectral = isinstance(module, _SpectralNorm) or any(
+            isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()
+        )
+        why = None
+        if spectral and keep:
+            why = "is a spectral norm, which multiplies weights with vectors of float32"
+        elif isinstance(module, _Orthogonal) and not keep:
+            why = "is an orthogonal parametrization, which is computed in float32 at least"
+        elif not keep and any(param.is_complex() for param in module.parameters(recurse=False)):
+            why = f"has complex parameters, and there are no complex numbers of {format}"
+        if why is not None:
+            raise InputError(
+                f"precision {precision} keeps weights in half precision, and {name or 'the model'!r}"
+                f" {why}: use {format}, which leaves the weights in float32."
+            )
 
 
 def check_available(precision: Precision, device: Device) -> None:

@@ -122,12 +122,21 @@ def naming_blocks() -> Iterator[None]:
     """Around a pass, forward and backward: torch reports that a second run saved other tensors, but not
     of which block.
 
-    Raises `NotRepeated` in its place.
+    Raises `NotRepeated` in its place, and `InputError` for a block that differentiates by torch.func,
+    which cannot be recomputed.
     """
     _latest.clear()
     try:
         yield
-    except CheckpointError as error:
+    except RuntimeError as error:
+        if "don't yet support saved tensor hooks" in str(error) and detect_fake_mode() is None:
+            raise InputError(
+                "a block that is recomputed differentiates by torch.func (grad, vjp, jacrev, hessian),"
+                " and torch cannot do both: train without recompute (recompute='none'), or name other"
+                " blocks."
+            ) from error
+        if not isinstance(error, CheckpointError):
+            raise
         if not _latest:  # a checkpoint of the model's own
             raise
         raise NotRepeated(_told(_latest[-1])) from error

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from anybatch.compute import chunked_loss, kernel_choices, no_cache, recompute
 from anybatch.compute.averages import warn_of_attached, warn_of_hooks, warn_of_reduction
 from anybatch.compute.buckets import Buckets, check_dense, norm_of
-from anybatch.compute.ghost_norm import GhostBatches
+from anybatch.compute.ghost_norm import GhostBatches, batch_norms
 from anybatch.compute.indices import naming_ids
 from anybatch.compute.joint import Ask, Comparison, Joint, naming_divided
 from anybatch.compute.loss import (
@@ -47,7 +47,8 @@ from anybatch.compute.outside_gradients import OutsideGradients
 from anybatch.compute.outside_norms import NormsOutside
 from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised_norm import Exchange
-from anybatch.data.microbatch import map_leaves, samples_left
+from anybatch.data.batch_copies import copied
+from anybatch.data.microbatch import samples_left
 from anybatch.plans import Choice, KernelChoices
 from anybatch.side_effects import code_of, untouched
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
@@ -393,13 +394,17 @@ class Replica:
             plain = isinstance(returned, Tensor)
             return returned
 
+        norms = batch_norms(self.model).values()
+
         def evaluate(piece: Any, size: int) -> tuple[Loss, bool]:
-            found = self.evaluate(noting, map_leaves(piece, _copied), size)
+            found = self.evaluate(noting, copied(piece), size)
+            if any(norm.training for norm in norms):
+                raise RuntimeError("the loss function has put BatchNorm into training mode")
             return found, plain
 
         def explained(piece: Any, size: int) -> bool:
             with torch.enable_grad(), self._numerics.region(), chunked_loss.active(self._chunked):
-                return warn_of_reduction(own, own(self.model, map_leaves(piece, _copied)), size)
+                return warn_of_reduction(own, own(self.model, copied(piece)), size)
 
         with self._numerics.region():
             coarse = is_coarse(self.model, self._device)
@@ -563,8 +568,3 @@ def _own(gradient: Tensor) -> Tensor:
 def _values(gradients: Sequence[Tensor]) -> list[Tensor]:
     """What norms are of: a sparse gradient counts with the rows that came up several times added up."""
     return [g.coalesce()._values() if g.is_sparse else g for g in gradients]
-
-
-def _copied(leaf: Any) -> Any:
-    """A loss may write to its batch."""
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

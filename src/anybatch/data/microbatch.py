@@ -15,6 +15,8 @@ A list or tuple can be read in two ways: as a *structure*, whose members are par
   or tuples otherwise: a structure;
 - strings, numbers, 0-dim tensors and other objects: samples.
 
+A sparse or nested tensor and a `PackedSequence` are cut like others, into copies.
+
 Members that are None do not count. Where the usual reading contradicts the rest of the batch and
 the other does not, the other is taken: in `(images, targets)`, a tuple of N images `[3, H, W]`
 beside N dicts is a list of N samples, not a structure of batch size 3. That holds for 3 images too,
@@ -32,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from anybatch.errors import DataError
 
@@ -41,7 +44,8 @@ _KIND_MEMBERS = 8  # what tells a pair from a sequence; token lists are long
 
 REMEDY = (
     "every part must have the samples on dim 0, or as the members of a list; what does not belong"
-    " to single samples goes into a 0-dim tensor, a number or an object"
+    " to single samples goes into a 0-dim tensor, a number or an object; of other batches (graphs, time"
+    " first) Step is told by count_samples and slice_batch"
 )
 
 
@@ -52,7 +56,7 @@ def batch_size(batch: Any) -> int:
     samples.
     """
     if isinstance(batch, Tensor) and batch.dim():
-        return len(batch)
+        return num_rows(batch)
     sizes = _sizes(batch)
     if sizes:
         return min(sizes, key=lambda size: sizes[size])
@@ -139,6 +143,8 @@ def map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
 
 def parts_of(node: Any) -> list[Part] | None:
     """The parts of a container, each with the index that reaches it; None for a leaf."""
+    if isinstance(node, PackedSequence):
+        return None
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", value) for key, value in node.items()]
     if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -182,8 +188,8 @@ def rebuilt(node: Any, values: list[Any]) -> Any:
 
 
 def _sizes(node: Any) -> dict[int, int]:
-    if isinstance(node, Tensor | np.ndarray):
-        return {len(node): 0} if node.ndim else {}
+    if isinstance(node, Tensor | np.ndarray | PackedSequence):
+        return {num_rows(node): 0} if _has_samples(node) else {}
     parts = parts_of(node)
     if not parts:
         return {}
@@ -212,7 +218,32 @@ def _common(values: Any) -> dict[int, int]:
     return common or {}
 
 
+def num_rows(leaf: Any) -> int:
+    """Samples in a tensor or array with such, or a `PackedSequence`."""
+    if isinstance(leaf, PackedSequence):
+        return int(leaf.batch_sizes[0])
+    return int(leaf.size(0)) if isinstance(leaf, Tensor) else len(leaf)
+
+
+def _rows(leaf: Any, start: int, stop: int) -> Any:
+    """Of a tensor or array with samples, or a `PackedSequence`, those from `start` to `stop`."""
+    if isinstance(leaf, PackedSequence):
+        padded, lengths = pad_packed_sequence(leaf)
+        some = lengths[start:stop]
+        return pack_padded_sequence(padded[:, start:stop], some, enforce_sorted=False)
+    if not isinstance(leaf, Tensor):
+        return leaf[start:stop]
+    if leaf.is_nested:
+        return torch.nested.as_nested_tensor(list(leaf.unbind()[start:stop]), layout=leaf.layout)
+    if leaf.layout is torch.strided:
+        return leaf[start:stop]
+    some = leaf.to_sparse_coo().narrow_copy(0, start, stop - start)
+    return some if leaf.layout is torch.sparse_coo else some.to_sparse(layout=leaf.layout)
+
+
 def _has_samples(node: Any) -> bool:
+    if isinstance(node, PackedSequence):
+        return True
     if isinstance(node, Tensor | np.ndarray):
         return node.ndim > 0
     parts = parts_of(node)
@@ -277,8 +308,8 @@ def has_records(batch: Any, size: int) -> bool:
 
 
 def _sliced(node: Any, size: int, start: int, stop: int, beside: bool) -> Any:
-    if isinstance(node, Tensor | np.ndarray):
-        return node[start:stop] if node.ndim else node
+    if isinstance(node, Tensor | np.ndarray | PackedSequence):
+        return _rows(node, start, stop) if _has_samples(node) else node
     parts = parts_of(node)
     if not parts or not _has_samples(node):
         return node
@@ -313,9 +344,9 @@ def is_samples(node: Any, size: int, beside: bool = False) -> bool:
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, int]]:
     """Every part that has samples, with its path and its size."""
-    if isinstance(node, Tensor | np.ndarray):
-        if node.ndim:
-            yield path, len(node)
+    if isinstance(node, Tensor | np.ndarray | PackedSequence):
+        if _has_samples(node):
+            yield path, num_rows(node)
     elif _is_sequence(node) and len(node) and _readings(node)[0]:
         yield path, len(node)
     else:

@@ -5,21 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.data.microbatch import batch_size, has_records, is_samples, parts_of, rebuilt
+from anybatch.errors import DataError
+
+
+class NoSizes(Exception):
+    """Of a batch none of another size can be made: it does not show how many samples it has, or is of
+    a kind that has no empty one."""
 
 
 def resized(batch: Any, num_samples: int) -> Any:
     """`batch` with `num_samples` samples: tensors are new and empty, samples in lists repeat.
 
-    Raises `DataError` as `batch_size` does.
+    Raises `NoSizes` if that cannot be done.
     """
-    size = batch_size(batch)
+    try:
+        size = batch_size(batch)
+    except DataError as error:
+        raise NoSizes(str(error)) from error
     return _resized(batch, size, num_samples, has_records(batch, size))
 
 
 def _resized(node: Any, size: int, wanted: int, beside: bool) -> Any:
+    odd = isinstance(node, Tensor) and (node.layout is not torch.strided or node.is_nested)
+    if odd or isinstance(node, PackedSequence):
+        raise NoSizes(f"a {type(node).__name__} of another size cannot be made of one")
     if isinstance(node, Tensor):
         if node.dim() and len(node) == size:
             return node.new_empty((wanted, *node.shape[1:]))

@@ -25,7 +25,7 @@ from anybatch.oom import is_memory_error
 from anybatch.parallel import Group
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Staged:
     """What this rank has staged in one attempt.
 
@@ -34,11 +34,13 @@ class Staged:
         source: its samples.
         totals: sums over the micro-batches.
         numbers: of the micro-batches that are in the totals, in that order.
+        in_float16: the loss function added up in float16.
     """
 
     step: int
     source: Source
     totals: Totals
+    in_float16: bool = False
     numbers: array[int] = field(default_factory=lambda: array("q"))
 
 
@@ -160,6 +162,12 @@ class Judge:
         )
         if self._blame is None:  # none was tried
             who = ""
+        if math.isinf(value) and staged.in_float16:
+            raise LossError(
+                f"the {what} of step {staged.step} is {value}{where}: the loss function adds up in"
+                " float16, whose largest number is 65,504. Add up in float32 (loss.float().sum())."
+                " Nothing of the step was kept."
+            )
         raise LossError(
             f"the {what} of step {staged.step} is {value}{where}{wrong}{who}:"
             f" {_too_fast(staged.step)}a division by zero or a logarithm of zero in the loss is the"

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -48,7 +48,12 @@ class LearningRate:
     ) -> None:
         self._groups = optimizer.param_groups
         self._schedule = schedule
-        self._base = [float(group["lr"]) for group in self._groups if "lr" in group]
+        self._base = [_rate_of(group) for group in self._groups]
+        if schedule is not None and any(map(math.isnan, self._base)):
+            raise InputError(
+                f"the schedule multiplies the learning rate, and {type(optimizer).__name__} has none"
+                " (lr=None: it chooses its own): give it one, or leave schedule out."
+            )
         self._interval = interval
         self._scheduler = None
         if scheduler is not None:
@@ -58,7 +63,7 @@ class LearningRate:
     @property
     def current(self) -> float:
         """The rate of the first group."""
-        return float(self._groups[0].get("lr", float("nan")))
+        return _rate_of(self._groups[0])
 
     def before_update(self, progress: Progress) -> None:
         """Set the rates of the coming update."""
@@ -96,6 +101,12 @@ class LearningRate:
                 self.after_update(epochs)
         for loss in evaluated:
             self.after_evaluation(loss)
+
+
+def _rate_of(group: Mapping[str, Any]) -> float:
+    """The learning rate of a parameter group; NaN where the optimizer chooses its own."""
+    rate = group.get("lr")
+    return math.nan if rate is None else float(rate)
 
 
 def _asked(schedule: Schedule, progress: Progress) -> object:

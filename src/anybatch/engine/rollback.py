@@ -89,5 +89,13 @@ class SavedBuffers:
             else:
                 buffer, copy = saved
                 # Through .data: a graph that is about to be dropped may have saved this version.
-                buffer.data.copy_(copy)
+                _once(buffer.data, buffer).copy_(_once(copy, buffer))
                 module._buffers[name] = buffer
+
+
+def _once(values: Tensor, like: Tensor) -> Tensor:
+    """A view of `values` in which each place in the memory of `like` (expanded, say) is once."""
+    for dim, stride in enumerate(like.stride()):
+        if stride == 0 and like.size(dim) > 1:
+            values = values.narrow(dim, 0, 1)
+    return values

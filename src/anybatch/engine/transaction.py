@@ -387,6 +387,7 @@ class Transactions:
                 ):
                     loss = replica.accumulate(micro.batch, micro.num_samples, micro.ghosts, ask)
                 if micro.num_samples:
+                    staged.in_float16 |= loss.sum.dtype == torch.float16
                     staged.totals.add(loss, part=micro.part)
                     if measured and (norm := group.sum_norm(replica, micro.last)) is not None:
                         staged.totals.add_part(norm, loss.weight, micro.part)

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from anybatch.data import batch_size, is_map_style, parts_of
+from anybatch.data import is_map_style, parts_of
+from anybatch.data.microbatch import samples_left
+from anybatch.estimate.template import NUM_SAMPLES
 from anybatch.task import JointLoss, Task
 
 
@@ -33,7 +36,7 @@ class Samples:
 
 def samples_of(task: Task, batch: Any) -> Samples:
     """What the samples of `task` take, by a `batch` of it."""
-    sample_bytes = sum(_blocks(batch)) // batch_size(batch)
+    sample_bytes = sum(_blocks(batch)) // samples_left(batch, NUM_SAMPLES)
     return Samples(
         held_bytes=0 if is_map_style(task.train) else task.global_batch * sample_bytes,
         waiting_bytes=sample_bytes if isinstance(task.loss, JointLoss) else 0,
@@ -46,6 +49,10 @@ def _blocks(node: Any) -> Iterator[int]:
     if parts is not None:
         for _, part in parts:
             yield from _blocks(part)
+    elif isinstance(node, Tensor) and node.is_nested:
+        yield sum(one.nbytes for one in node.unbind())
+    elif isinstance(node, Tensor) and node.layout is not torch.strided:
+        yield node.to_sparse_coo()._nnz() * (node.element_size() + 8 * node.dim())  # and indices
     elif isinstance(node, Tensor):
         yield node.untyped_storage().nbytes()
     elif isinstance(node, np.ndarray):

@@ -27,7 +27,9 @@ from anybatch.data.cut import positions
 from anybatch.errors import DataError
 from anybatch.task import Task
 
-_NUM_SAMPLES = 2
+NUM_SAMPLES = 2
+"""That a template has, where there are as many."""
+
 _MOST_BAD = 100  # samples passed over, where that is asked for, in search of two to plan by
 
 _FIRST, _MOST = 8, 64
@@ -45,7 +47,10 @@ def template_of(task: Task) -> tuple[Any, int]:
     while True:
         try:
             batch, looked_at = _first_batch(task, gaps)
-            batch_size(batch)
+            if (
+                task.collate is None
+            ):  # another one may well make batches that do not show their size
+                batch_size(batch)
             return batch, looked_at
         except BadSamples as error:
             if task.bad_data == "stop" or len(gaps) >= _MOST_BAD:
@@ -57,7 +62,7 @@ def _first_batch(task: Task, gaps: Sequence[int]) -> tuple[Any, int]:
     """See `template_of`; without the samples at `gaps` (indices)."""
     data, looked_at = task.train, 0
     if is_map_style(data):
-        part = range(min(_NUM_SAMPLES, len(data) - len(gaps)))
+        part = range(min(NUM_SAMPLES, len(data) - len(gaps)))
         if not part:
             raise DataError(f"every training sample of task {task.name!r} is bad: mend the data.")
         fetch = open_fetch(data, task.collate, task.seed)
@@ -73,7 +78,7 @@ def _first_batch(task: Task, gaps: Sequence[int]) -> tuple[Any, int]:
             return fetch([Piece(0, indices)]), looked_at
         except BadSamples as error:
             raise BadSamples(str(error), error.at(indices.tolist())) from error.__cause__
-    batches = evaluation_batches(data, task.collate, _NUM_SAMPLES, seed=task.seed, gaps=gaps)
+    batches = evaluation_batches(data, task.collate, NUM_SAMPLES, seed=task.seed, gaps=gaps)
     batch, _ = next(batches, (None, 0))
     if batch is None:
         raise DataError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.compute import Replica, chunked_loss
-from anybatch.compute.building import optimizer_for
+from anybatch.compute.building import copy_of, optimizer_for
 from anybatch.compute.float64 import InDoubles
 from anybatch.compute.held_still import calm
 from anybatch.compute.joint import Ask, Rows
@@ -121,7 +120,7 @@ class Runs:
 
     def _own_model(self) -> nn.Module:
         """A copy of the model in `dtype`; what is complex, in the complex one of that precision."""
-        return copy.deepcopy(self.model)._apply(partial(in_precision, dtype=self.dtype))
+        return copy_of(self.model)._apply(partial(in_precision, dtype=self.dtype))
 
     def deviation_when(self, calmed: Sequence[str], loss: LossFunction | None = None) -> float:
         """The deviation with random draws held still, and with some modules in evaluation mode or

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from anybatch.compute.building import copy_of
 from anybatch.data import micro_batches
 from anybatch.errors import InputError
 from anybatch.estimate import identify
@@ -100,7 +100,7 @@ def _runs_of(task: Task, plan: Plan, wanted: int) -> Runs:
     """What is run to prove `plan`, on at most `wanted` samples."""
     if wanted < 2:
         raise InputError(f"samples is {wanted}: a proof cuts the sample, so give at least 2.")
-    model = copy.deepcopy(task.build_model()).cpu()
+    model = copy_of(task.build_model()).cpu()
     plan.check_fits(identify(task, model))
     sample, ghost = sample_of(task, wanted), plan.task.ghost_batch
     pieces = _cut(sample.size, plan.choice.micro_batch, ghost)
@@ -143,7 +143,7 @@ def _notes(runs: Runs, whole: Sequence[Tensor], drawn: bool) -> Iterator[str]:
 
 def _by_group(runs: Runs, parts: Sequence[Tensor], whole: Sequence[Tensor]) -> dict[str, float]:
     """Deviation by the part of the model that holds a parameter: its block, or its first name."""
-    model = copy.deepcopy(runs.model)
+    model = copy_of(runs.model)
     wanted = list(parameters_in(runs.task.parameters_of(model)))
     names = {id(p): name for name, p in model.named_parameters()}
     members: dict[str, list[int]] = defaultdict(list)

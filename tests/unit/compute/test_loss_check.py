@@ -79,8 +79,19 @@ def in_place(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch[0].mul_(0.5)).square().mean()
 
 
+def pseudo_labels(model: nn.Module, batch: Batch) -> ab.Loss:
+    """Switches modes by itself, so BatchNorm normalises over each pass."""
+    model.eval()
+    with torch.no_grad():
+        labels = model(batch[0]).argmax(1)
+    model.train()
+    return ab.Loss(F.cross_entropy(model(batch[0] + 0.1), labels, reduction="sum"), len(labels))
+
+
 @pytest.mark.parametrize("micro_batch", [8, 2])
-@pytest.mark.parametrize("loss", [mean, pair, mean_with_a_penalty, noisy_mean])
+@pytest.mark.parametrize(
+    "loss", [mean, pair, mean_with_a_penalty, noisy_mean, in_place, pseudo_labels]
+)
 def test_nothing_is_said_of_what_adds_up(loss: Callable[[nn.Module, Batch], Any], micro_batch: int):
     assert trained(loss, micro_batch) == []
 
