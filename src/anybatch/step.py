@@ -137,9 +137,11 @@ class Outcome:
         peak_bytes: most memory that steps have used so far, on this rank, above what was in use before
             the first call (the model and the optimizer count).
         part_weight, part_grad_norm: see `events.StepDone`.
+        outputs: what the loss handed out for each sample (`Loss.outputs`), in the order of the batch,
+            on the CPU.
 
-    With several ranks, all but `num_micro_batches`, `seconds` and `peak_bytes` are over all ranks, and
-    the same on each.
+    With several ranks, all but `num_micro_batches`, `seconds`, `peak_bytes` and `outputs` are over all
+    ranks, and the same on each.
     """
 
     step: int
@@ -152,6 +154,7 @@ class Outcome:
     peak_bytes: int = 0
     part_weight: float | None = None
     part_grad_norm: float | None = None
+    outputs: Any = None
 
 
 class Step:
@@ -197,6 +200,8 @@ class Step:
         sinks: readers of the events of recovery; those of rank 0 are called. Without one a change of
             plan is a warning.
         verbose: whether rank 0 prints the plan to standard error in the first call.
+        keep_grad: whether `param.grad` is there between two calls: the mean gradient of the last step,
+            as the update had it (clipped). Else it is None.
         count_samples, slice_batch: for batches that do not show their samples in dim 0 (graphs, time
             first, objects): the number of samples in a batch, and `(batch, start, stop)` to a batch of
             those from `start` to `stop`. Both or neither.
@@ -223,6 +228,7 @@ class Step:
         compile: Compile = False,
         sinks: Sequence[Sink] = (),
         verbose: bool = True,
+        keep_grad: bool = False,
         count_samples: Callable[[Any], int] | None = None,
         slice_batch: Callable[[Any, int, int], Any] | None = None,
     ) -> None:
@@ -269,6 +275,7 @@ class Step:
                 "count_samples and slice_batch go together: give both, or neither for batches with the"
                 " samples in dim 0."
             )
+        self._keep_grad = keep_grad
         self._cutting = _Cutting(count_samples or batch_size, slice_batch or slice_samples)
         self._clip_norm = clip_norm
         self._ghost_batch = ghost_batch
@@ -345,6 +352,7 @@ class Step:
             peak_bytes=self._meter.peak_bytes(),
             part_weight=done.part_weight,
             part_grad_norm=done.part_grad_norm,
+            outputs=done.outputs,
         )
 
     @at_work()
@@ -490,6 +498,7 @@ class Step:
             return replica
 
         self._replica = together(group, make)
+        self._replica.keeps_gradients = self._keep_grad
         with self._limit.lifted():  # a compiler is no part of training
             together(group, self._replica.rehearse)
         undo.callback(group.close)

@@ -49,11 +49,14 @@ class Loss:
             zero is allowed for a micro-batch without a single counted element, negative is not.
         metrics: further sums worth reporting, by name: a number or scalar tensor (weighed by
             `weight`), or a pair (sum, weight) of its own.
+        outputs: what else a `Step` is to hand out: tensors or lists with one entry for each sample, in
+            any nesting. `Outcome.outputs` has those of the whole batch, on the CPU.
     """
 
     sum: Tensor
     weight: Tensor | float
     metrics: Mapping[str, Tensor | float | Sum] = field(default_factory=dict)
+    outputs: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -420,9 +420,10 @@ DATA_SETS = [
         ("type int", "no samples", "return tensors from collate"),
     ),
     Bad(
-        "parts-disagree",
+        "parts-disagree-in-a-proof",
         "CHANGES = dict(collate=lambda s: dict(x=torch.zeros(len(s), 3), y=torch.zeros(len(s) + 1)))\n",
-        ("disagree", "batch['x'] has 2", "batch['y'] has 3", "dim 0"),
+        ("disagree", "batch['x'] has", "batch['y'] has", "dim 0"),
+        "verify task.py",
     ),
     Bad(
         "single-sample-to-verify",

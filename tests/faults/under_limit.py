@@ -139,7 +139,7 @@ def planned_but_pinned():
 
 def digits_pinned():
     task = partial(digits, global_batch=512, epochs=1)
-    return compared(task(), task(), memory="44MiB", micro_batch=512)
+    return compared(task(), task(), memory="28MiB", micro_batch=512)
 
 
 def spikes(where):

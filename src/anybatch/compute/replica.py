@@ -48,7 +48,7 @@ from anybatch.compute.outside_norms import NormsOutside
 from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised_norm import Exchange
 from anybatch.data.batch_copies import copied
-from anybatch.data.microbatch import samples_left
+from anybatch.data.microbatch import map_leaves, samples_left
 from anybatch.plans import Choice, KernelChoices
 from anybatch.side_effects import code_of, untouched
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
@@ -66,7 +66,10 @@ class Replica:
         updater: runs its step.
         loss_scale: the factor of fp16 loss scaling, or None where there is none.
         phase: what is being done, for the report of a failure.
+        keeps_gradients: those of an update are there until the next step begins.
     """
+
+    keeps_gradients: bool = False
 
     def __init__(
         self,
@@ -345,7 +348,8 @@ class Replica:
                 self._outside_gradients.note(total)
             # A pass that is only run because other ranks run one adds nothing.
             total.backward(seed if num_samples else torch.zeros_like(seed))
-        return Loss(loss.sum.detach(), loss.weight, loss.metrics)
+        outputs = None if loss.outputs is None else map_leaves(loss.outputs, _detached)
+        return Loss(loss.sum.detach(), loss.weight, loss.metrics, outputs)
 
     def region(self) -> AbstractContextManager[Any]:
         """Where forward passes run, in the precision of the plan."""
@@ -465,7 +469,7 @@ class Replica:
         return norm
 
     def apply(self) -> bool:
-        """Update the parameters and drop the gradients.
+        """Update the parameters and drop the gradients, or keep them until the next `drop`.
 
         Returns False, with every parameter as it was and the loss scale lowered, if gradients left
         the range of float16.
@@ -484,7 +488,8 @@ class Replica:
         self._numerics.publish()
         if self._outside_gradients is not None:
             self._outside_gradients.keep()
-        self.drop()
+        if not self.keeps_gradients:
+            self.drop()
         return True
 
     @property
@@ -568,3 +573,7 @@ def _own(gradient: Tensor) -> Tensor:
 def _values(gradients: Sequence[Tensor]) -> list[Tensor]:
     """What norms are of: a sparse gradient counts with the rows that came up several times added up."""
     return [g.coalesce()._values() if g.is_sparse else g for g in gradients]
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

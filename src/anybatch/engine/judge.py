@@ -12,7 +12,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 from anybatch.compute.lm_loss import wrong_target
 from anybatch.data import Bad, told_samples
@@ -35,12 +35,15 @@ class Staged:
         totals: sums over the micro-batches.
         numbers: of the micro-batches that are in the totals, in that order.
         in_float16: the loss function added up in float16.
+        outputs: of each of these micro-batches, if the loss hands any out, with its number of samples;
+            when all are done, those of the whole part.
     """
 
     step: int
     source: Source
     totals: Totals
     in_float16: bool = False
+    outputs: Any = None
     numbers: array[int] = field(default_factory=lambda: array("q"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from anybatch.data import Bad
 from anybatch.parallel import Wish
@@ -13,7 +14,8 @@ from anybatch.parallel.failures import RankReport
 @dataclass(frozen=True, slots=True)
 class Committed:
     """A step that was done. See `events.StepDone` for the fields. `agreed_seconds` is how long this
-    rank took until it knew that all had staged it, in the attempt that succeeded."""
+    rank took until it knew that all had staged it, in the attempt that succeeded; `outputs` are those
+    of this rank's part, see `Loss`."""
 
     loss: float
     weight: float
@@ -24,6 +26,7 @@ class Committed:
     agreed_seconds: float = 0.0
     part_weight: float | None = None
     part_grad_norm: float | None = None
+    outputs: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -29,7 +30,8 @@ from anybatch.compute import Replica
 from anybatch.compute.averages import warn_of_no_gradient
 from anybatch.compute.joint import Ask
 from anybatch.compute.loss_check import LOOKED_AT
-from anybatch.data import Bad, BadSamples, told_samples
+from anybatch.data import Bad, BadSamples, to_device, told_samples
+from anybatch.data.evaluation import join
 from anybatch.data.generators import Borrowed
 from anybatch.driver import release_unused
 from anybatch.engine.compute_timer import ComputeTimer
@@ -332,7 +334,9 @@ class Transactions:
                     self._ladder.committed()
                     if self._growth.is_due():
                         self._growth.add(self._step, self._meter.kept_bytes())
-                    self._committed = replace(done, agreed_seconds=agreed_seconds)
+                    self._committed = replace(
+                        done, agreed_seconds=agreed_seconds, outputs=staged.outputs
+                    )
                     whole.push(sure.pop_all())
                     return self._committed
             if done is None:
@@ -373,6 +377,7 @@ class Transactions:
             self._is_tidy = True
         replica.phase = "loading"
         choice = self.plan.choice
+        outputs: list[tuple[Any, int]] = []
         with self._timer.running():
             for number, (micro, ask) in enumerate(self._passes(staged)):
                 if not self._is_loss_checked and micro.num_samples:
@@ -389,6 +394,8 @@ class Transactions:
                 if micro.num_samples:
                     staged.in_float16 |= loss.sum.dtype == torch.float16
                     staged.totals.add(loss, part=micro.part)
+                    if loss.outputs is not None:
+                        outputs.append((to_device(loss.outputs, "cpu"), micro.num_samples))
                     if measured and (norm := group.sum_norm(replica, micro.last)) is not None:
                         staged.totals.add_part(norm, loss.weight, micro.part)
                     staged.numbers.append(number)
@@ -398,9 +405,11 @@ class Transactions:
                     group.part_staged(micro.part, self._buffers.held)
                     if not micro.last:
                         self._buffers.put_back_buffers()
-                del micro, ask  # so that they are gone while the next one is loaded
+                del micro, ask, loss  # so that they are gone while the next one is loaded
                 self.thread.look()
                 replica.phase = "loading"
+        if outputs:
+            staged.outputs = join(*zip(*outputs, strict=True), place="Loss.outputs")
 
     def _check_loss(self, micro: MicroBatch, source: Source) -> None:
         """Before the first pass of a step that is cut: whether the loss adds up over its samples."""

@@ -35,6 +35,8 @@ _MOST_BAD = 100  # samples passed over, where that is asked for, in search of tw
 _FIRST, _MOST = 8, 64
 """Samples that are looked at: to see whether they differ at all, and where they do."""
 
+_NO_BATCHES = (bool, int, float, str, bytes, type(None))
+
 
 def template_of(task: Task) -> tuple[Any, int]:
     """The first samples, or the largest, as one batch; and how many were looked at, if they differ in
@@ -47,9 +49,8 @@ def template_of(task: Task) -> tuple[Any, int]:
     while True:
         try:
             batch, looked_at = _first_batch(task, gaps)
-            if (
-                task.collate is None
-            ):  # another one may well make batches that do not show their size
+            # Another collate may well make batches that do not show their size.
+            if task.collate is None or isinstance(batch, _NO_BATCHES):
                 batch_size(batch)
             return batch, looked_at
         except BadSamples as error:

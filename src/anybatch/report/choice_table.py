@@ -80,11 +80,20 @@ def points_of(plan: Plan, points: Sequence[Point]) -> Grid:
     columns += [Column("peak", True), Column("budget", True)]
     cells.append(["" if p.peak_bytes is None else format_bytes(p.peak_bytes) for p in points])
     cells.append([_part(point.peak_bytes, plan.budget_bytes) for point in points])
-    told = plan.prediction
+    by = _seconds_of_plan(plan, points)
     columns += [Column("step", True), Column("vs plan", True)]
     cells.append([format_seconds(point.step_seconds) for point in points])
-    cells.append([compared(p.step_seconds, told and told.step_seconds) for p in points])
+    cells.append([compared(point.step_seconds, by) for point in points])
     return Grid(tuple(columns), list(zip(*cells, strict=True)))
+
+
+def _seconds_of_plan(plan: Plan, points: Sequence[Point]) -> float | None:
+    """A step of `plan`, as `points` were predicted: one that was rehearsed is told by its measured
+    time."""
+    for point in (*points, *plan.frontier):
+        if is_taken(point, plan):
+            return point.step_seconds
+    return plan.prediction and plan.prediction.step_seconds
 
 
 def with_plan(plan: Plan) -> list[FrontierPoint]:
@@ -101,7 +110,7 @@ def with_plan(plan: Plan) -> list[FrontierPoint]:
     return sorted(points, key=lambda point: point.peak_bytes)
 
 
-def is_taken(point: FrontierPoint, plan: Plan) -> bool:
+def is_taken(point: Point, plan: Plan) -> bool:
     """Whether `point` is what the plan has taken."""
     return (point.parallel or plan.parallel) == plan.parallel and _alike(point.choice, plan.choice)
 

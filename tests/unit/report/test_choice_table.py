@@ -1,0 +1,31 @@
+"""Times in a table are compared as they were predicted."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.report.choice_table import points_of, with_plan
+
+
+def test_the_row_of_a_plan_that_was_measured_is_equal_to_itself():
+    task = ab.Task(
+        model=lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1)),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train=list(torch.randn(512, 64)),
+        global_batch=512,
+        steps=2,
+    )
+    plan = ab.plan(task, memory="64MiB", frontier=True)
+    plan = plan.model_copy(update={"choice": plan.frontier[0].choice})
+    assert plan.prediction is not None
+    slower = plan.prediction.model_copy(
+        update={"step_seconds": 3 * plan.prediction.step_seconds, "rehearsed": True}
+    )
+    measured = plan.model_copy(update={"prediction": slower})
+    columns = [points_of(one, with_plan(one)) for one in (plan, measured)]
+    told = [[row[-1] for row in grid.rows] for grid in columns]
+    assert "=" in told[0]
+    assert told[1] == told[0]
