@@ -175,7 +175,7 @@ def warn_of_attached(function: LossFunction, returned: Any) -> None:
 
 def _attaches(node: Any) -> bool:
     """Whether the backward of a user's autograd function makes a gradient of zeros."""
-    if node._forward_cls.__module__.partition(".")[0] in ("torch", "anybatch"):
+    if str(node._forward_cls.__module__).partition(".")[0] in ("torch", "anybatch"):
         return False
     try:
         zeros = [

@@ -202,8 +202,9 @@ _SPECTRAL = (
     " depends a little on the micro-batch and the number of ranks."
 )
 _FOREIGN = (
-    "{names} keep{s} running statistics and is no BatchNorm of torch, so its result may depend on the"
-    " micro-batch and the number of ranks: anybatch verify shows whether it does."
+    "{names} keep{s} running statistics in a way that only torch's own BatchNorm is known to, so the"
+    " result may depend on the micro-batch and the number of ranks: anybatch verify shows whether it"
+    " does."
 )
 _WRITTEN = (
     "Every pass writes to the buffer{s} {names}: what is kept there (a queue, a codebook, a running"
@@ -241,7 +242,9 @@ def _why_it_depends(module: nn.Module, trains: bool) -> str | None:
     if isinstance(module, _SpectralNorm) or any(isinstance(h, SpectralNorm) for h in hooks):
         return _SPECTRAL
     running = any(name.startswith("running_") for name, _ in module.named_buffers(recurse=False))
-    return _FOREIGN if running or isinstance(module, _NormBase) else None
+    # Without a momentum they are constants, as in FrozenBatchNorm2d; what passes write shows by itself.
+    moves = running and hasattr(module, "momentum")
+    return _FOREIGN if moves or isinstance(module, _NormBase) else None
 
 
 def _some(names: Sequence[str]) -> str:

@@ -7,11 +7,12 @@ micro-batch. Values (not finite, negative weight) are looked at once, at the end
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from anybatch.errors import LossError
 from anybatch.task import Loss, LossFunction
@@ -72,12 +73,17 @@ def naming_lost_graphs() -> AbstractContextManager[None]:
 
 def leaving_gradients_alone(loss: LossFunction, parameters: Sequence[nn.Parameter]) -> LossFunction:
     """`loss`, watched: gradients are sums over passes. A function that clears them, as the body of a
-    training loop does, would leave those of the last pass, and nothing else would show it.
+    training loop does, would leave those of the last pass, and nothing else would show it. Nor would
+    gradients that a GradScaler of the script has scaled.
 
-    Raises `LossError` when it is called and does so, or adds to them.
+    Raises `LossError` when it is called and does so, adds to them, or scales.
     """
 
     def watched(model: nn.Module, batch: Any) -> Any:
+        with _scaling_refused():
+            return looked_after(model, batch)
+
+    def looked_after(model: nn.Module, batch: Any) -> Any:
         # Whatever clears one of them clears all.
         found = next(((p, p.grad) for p in parameters if p.grad is not None), None)
         if found is None:
@@ -94,6 +100,25 @@ def leaving_gradients_alone(loss: LossFunction, parameters: Sequence[nn.Paramete
         return returned
 
     return watched
+
+
+@contextmanager
+def _scaling_refused() -> Iterator[None]:
+    """Around a call of the loss function: it has no gradient scaler of its own."""
+    before = GradScaler.scale
+    GradScaler.scale = _refuse_scaling
+    try:
+        yield
+    finally:
+        GradScaler.scale = before
+
+
+def _refuse_scaling(self: GradScaler, outputs: Any) -> Any:
+    del self, outputs
+    raise LossError(
+        "the loss function scales the loss by a GradScaler, and nothing divides the gradient by that"
+        " again: return the loss as it is. With precision='fp16' anybatch scales and unscales."
+    )
 
 
 def _check_sum(value: Any, training: bool) -> None:
@@ -125,6 +150,11 @@ def _check_weight(value: Any) -> None:
                 "the weight of the loss requires a gradient, so it is no count, but another loss:"
                 " return the sum of the two, or anybatch.Loss(sum, weight) with weight.detach()."
             )
+    elif isinstance(value, Mapping):
+        raise LossError(
+            "the loss function returned a pair whose second member, the weight, is a dict: if it holds"
+            " metrics, return anybatch.Loss(sum, weight, metrics={...}), each of them a sum."
+        )
     elif isinstance(value, bool) or not isinstance(value, int | float):
         raise LossError(f"the weight of the loss is {_kind(value)}: {_REMEDY}.")
     elif not 0 <= value < math.inf:

@@ -108,7 +108,7 @@ def _modules_of(
 def _parts_of(value: Any) -> Mapping[str, Any]:
     """What a function names, what an object has, and what a collection holds."""
     if isinstance(value, types.FunctionType):
-        if value.__module__.partition(".")[0] == "torch":
+        if str(value.__module__).partition(".")[0] == "torch":  # it may be None
             return {}
         try:
             named = inspect.getclosurevars(value)
