@@ -6,7 +6,8 @@ Runs the tests marked `gpu`, the command line from doctor to export, and what `g
 writes what it found to gpu.json and gpu.md (in benchmarks/results), anew after each part. Ends within
 ten minutes on one GPU. What fails, hangs or ends its process is told in a sentence, and costs nothing
 but itself: each test file and each command has a process and a deadline of its own, and the process of
-the parts is started anew after a failure."""
+the parts is started anew after a failure. With `--only`, the rest of the folder's record stays where it
+is of the same GPU and torch."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests" / "gpu"
 SECONDS = 560.0
-TESTS_SECONDS, FILE_SECONDS, COMMAND_SECONDS, PART_SECONDS = 200.0, 90.0, 60.0, 90.0
+TESTS_SECONDS, FILE_SECONDS, COMMAND_SECONDS, PART_SECONDS = 240.0, 120.0, 60.0, 90.0
 """Most that all tests, one file of them, one command and one part may take."""
 MEASURE = (sys.executable, "-m", "benchmarks.gpu_parts")
 OUT_OF_TIME = "left out for want of time"
@@ -63,6 +64,24 @@ class Record:
     found: dict[str, Any] = field(default_factory=dict)
     took: dict[str, float] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path, device: str) -> Record:
+        """The one in `folder`, if it is of this device and this torch; an empty one otherwise."""
+        record = cls(device)
+        with contextlib.suppress(OSError, ValueError):
+            earlier = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))
+            if (earlier["device"], earlier["torch"]) == (device, record.torch):
+                record = cls(**earlier)
+        return record
+
+    def forget(self, name: str) -> None:
+        """What was found earlier of a test file (by its name), a command or a part."""
+        for what in (self.tests, self.commands, self.found, self.took):
+            what.pop(name.removeprefix("command "), None)
+        for failed in [one for one in self.failures if one.startswith((f"test {name}::", name))]:
+            del self.failures[failed]
+        self.left_out = [one for one in self.left_out if one != name]
 
     def write(self, folder: Path) -> None:
         """To gpu.json and gpu.md."""
@@ -100,10 +119,15 @@ def kill(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
-def run_tests(record: Record, until: float, env: dict[str, str]) -> None:
+def run_tests(
+    record: Record, until: float, env: dict[str, str], words: Sequence[str] | None
+) -> None:
     """The tests marked `gpu`, file by file."""
     until = min(until, time.monotonic() + TESTS_SECONDS)
     for file in sorted(TESTS.glob("test_*.py")):
+        if not _is_wanted(file.name, words):
+            continue
+        record.forget(file.name)
         left = until - time.monotonic()
         if left <= 0:
             record.tests[file.name] = OUT_OF_TIME
@@ -138,7 +162,9 @@ def failed_tests(output: str) -> Iterator[tuple[str, str]]:
             yield name.rpartition("/")[2], reason or "see the output"
 
 
-def run_commands(record: Record, until: float, env: dict[str, str]) -> None:
+def run_commands(
+    record: Record, until: float, env: dict[str, str], words: Sequence[str] | None
+) -> None:
     """The command line, from a look at the machine to exported weights."""
     with tempfile.TemporaryDirectory() as folder:
         run_folder = f"{folder}/run"
@@ -153,6 +179,9 @@ def run_commands(record: Record, until: float, env: dict[str, str]) -> None:
             "reproducible": f"train digits -s epochs=2 --reproducible --out {folder}/again",
         }
         for name, line in commands.items():
+            if not _is_wanted(f"command {name}", words):
+                continue
+            record.forget(f"command {name}")
             left = until - time.monotonic()
             if left <= 0:
                 record.left_out.append(f"command {name}")
@@ -187,6 +216,7 @@ def run_parts(
     while left and time.monotonic() < until:
         for name, result in measured(tuple(left), until, env, command):
             left.remove(name)
+            record.forget(name)
             if "found" in result:
                 record.found[name], record.took[name] = result["found"], result["took"]
                 print(f"{name}: {result['took']:.1f} s", flush=True)
@@ -196,6 +226,8 @@ def run_parts(
                 record.failures[name] = result["failed"]
                 print(f"{name}: {result['failed']}", flush=True)
             record.write(folder)
+    for name in left:
+        record.forget(name)
     record.left_out += left
 
 
@@ -314,41 +346,37 @@ def _of_cells(cells: list[dict[str, Any]]) -> list[str]:
     if not cells:
         return []
     accounts = list(dict.fromkeys(name for cell in cells for name in cell["measured_totals"]))
+    columns = ["peak", *accounts, "MemTracker", "Accelerate", "step ms", "elsewhere"]
     lines = [
-        "Most MiB by each account, predicted / measured. Errors of torch's MemTracker and of",
-        "Accelerate's estimator are against what was measured in tensors. Elsewhere: what a machine",
-        "without this GPU predicts of it, against the measured one: bytes in tensors, seconds.",
+        "Peak: MiB of the process, predicted / measured. Then the most by each account of the",
+        "allocator, as a machine without this GPU predicts it / measured. Errors of torch's MemTracker",
+        "and of Accelerate's estimator are against what was measured in tensors. Elsewhere: the time",
+        "that a machine without this GPU predicts, against the measured one.",
         "",
-        f"| model | variant | {' | '.join(accounts)} | MemTracker | Accelerate | step ms | elsewhere |",
-        f"|---|---|{'---:|' * (len(accounts) + 4)}",
+        f"| model | variant | {' | '.join(columns)} |",
+        f"|---|---|{'---:|' * len(columns)}",
     ]
     for cell in cells:
-        told, found = cell["predicted_totals"], cell["measured_totals"]
-        figures = [
+        told, found = cell.get("elsewhere_totals", {}), cell["measured_totals"]
+        peak = [cell[f"{kind}_bytes"] / 2**20 for kind in ("predicted", "measured")]
+        figures = [f"{peak[0]:.1f} / {peak[1]:.1f}"]
+        figures += [
             f"{told.get(name, 0) / 2**20:.1f} / {found.get(name, 0) / 2**20:.1f}"
             for name in accounts
         ]
         for key in ("mem_tracker_bytes", "accelerate_bytes"):
             figures.append(_error(cell.get(key), found.get("allocated"), 0))
-        seconds = [(cell.get(f"{kind}_seconds") or 0) * 1e3 for kind in ("predicted", "measured")]
-        figures.append(f"{seconds[0]:.1f} / {seconds[1]:.1f}")
-        there = cell.get("elsewhere_totals", {}).get("allocated")
-        figures.append(
-            f"{_error(there, found.get('allocated'), 2)},"
-            f" {_error(cell.get('elsewhere_seconds'), cell.get('measured_seconds'), 0)}"
-        )
+        seconds = [cell.get(f"{kind}_seconds") for kind in ("predicted", "measured")]
+        figures.append(" / ".join("-" if one is None else f"{one * 1e3:.1f}" for one in seconds))
+        figures.append(_error(cell.get("elsewhere_seconds"), cell.get("measured_seconds"), 0))
         lines.append(f"| {cell['model']} | {cell['variant']} | {' | '.join(figures)} |")
     lines.append("")
+    lines += _summary("peak", [(c["predicted_bytes"], c["measured_bytes"]) for c in cells])
     for name in accounts:
-        pairs = [(c["predicted_totals"].get(name), c["measured_totals"].get(name)) for c in cells]
-        lines += _summary(name, pairs)
-    lines += _summary(
-        "allocated, predicted elsewhere",
-        [
-            (c.get("elsewhere_totals", {}).get("allocated"), c["measured_totals"].get("allocated"))
-            for c in cells
-        ],
-    )
+        pairs = [
+            (c.get("elsewhere_totals", {}).get(name), c["measured_totals"].get(name)) for c in cells
+        ]
+        lines += _summary(f"{name}, predicted elsewhere", pairs)
     for name, key in (
         ("seconds", "predicted_seconds"),
         ("seconds, elsewhere", "elsewhere_seconds"),
@@ -405,7 +433,7 @@ def _of_host_memory(found: dict[str, Any] | None) -> list[str]:
     lines = [
         "What is kept for backward, predicted / measured:",
         "",
-        "| way | MiB in tensors | step ms |",
+        "| way | peak MiB | step ms |",
         "|---|---:|---:|",
     ]
     for way, one in found.items():
@@ -436,7 +464,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of the results")
     parser.add_argument(
-        "--only", nargs="+", metavar="WORD", help="parts with one of these in the name"
+        "--only",
+        nargs="+",
+        metavar="WORD",
+        help="test files, commands and parts with one of these in the name",
     )
     parser.add_argument("--seconds", type=float, default=SECONDS, help="after which all ends")
     given = parser.parse_args()
@@ -447,16 +478,14 @@ def main() -> int:
     # In a process that ends: what this one held on the device would be taken for the parts' own.
     name = "import torch; print(torch.cuda.get_device_name(0))"
     status, told = run([sys.executable, "-c", name], COMMAND_SECONDS, dict(os.environ))
-    record = Record(
-        device=told.strip().splitlines()[-1] if status == 0 and told.strip() else "CUDA"
-    )
+    device = told.strip().splitlines()[-1] if status == 0 and told.strip() else "CUDA"
+    record = Record.read(given.out, device) if given.only else Record(device)
     with tempfile.TemporaryDirectory() as cache:
         env = {**os.environ, "XDG_CACHE_HOME": cache}
-        if not given.only:
-            run_tests(record, until, env)
-            record.write(given.out)
-            run_commands(record, until, env)
-            record.write(given.out)
+        run_tests(record, until, env, given.only)
+        record.write(given.out)
+        run_commands(record, until, env, given.only)
+        record.write(given.out)
         names = [name for name in parts() if _is_wanted(name, given.only)]
         run_parts(record, names, until, env, given.out)
     record.write(given.out)

@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,14 @@ def can_run(name: str, variant: str) -> bool:
     return not is_half or cpu_computes_in(torch.bfloat16)
 
 
-def measure(name: str, variant: str) -> dict[str, Any]:
-    """One cell; called in a process of its own where the process is what is measured."""
+def measure(name: str, variant: str, steps: int | None = None) -> dict[str, Any]:
+    """One cell; called in a process of its own where the process is what is measured. `steps`: another
+    number of them."""
     import anybatch as ab
 
     task, plan = task_and_plan(name, variant)
+    if steps is not None:
+        task = replace(task, steps=steps)
     ended = ab.train(task, plan=plan, progress=False).ended
     return {
         "model": name,

@@ -9,9 +9,9 @@ from functools import cache
 
 import torch
 
-TYPICAL_CONTEXT_BYTES = 640 << 20
-"""Context and kernels: 256 to 670 MiB is what drivers of 2022 and later show (pull requests 86509 of
-PyTorch and 9413 of InvokeAI), by how many kernels are loaded, and when."""
+TYPICAL_CONTEXT_BYTES = 832 << 20
+"""Context and kernels: 828 MiB in runs on an H200 with CUDA 13 (benchmarks/results/gpu.md). Drivers of
+2022 and 2023 showed 256 to 670 MiB (pull requests 86509 of PyTorch and 9413 of InvokeAI)."""
 
 _LATER_BYTES = 128 << 20
 """Kernels are loaded when they are first used, and few are by the time that the context is measured."""
@@ -65,10 +65,19 @@ def beside_bytes(device: torch.device, later: int = 0) -> int:
 
 def release_unused(device: torch.device) -> None:
     """Let torch's allocator give back to the driver whatever segments nobody uses, so that what is
-    taken next does not depend on what was taken before."""
-    gc.collect()
+    taken next does not depend on what was taken before. Of reference cycles only young ones are looked
+    for: all of them took 0.2 s on the host of an H200."""
+    gc.collect(1)
     with torch.cuda.device(device):
         torch.cuda.empty_cache()
+
+
+def release_workspaces(device: torch.device) -> None:
+    """Let cuBLAS give up its workspaces on `device`, which it takes anew when it needs them, and
+    torch's allocator whatever nobody uses then. Those that a script's own passes took may lie in
+    segments of gigabytes, none of which could be given back."""
+    torch._C._cuda_clearCublasWorkspaces()
+    release_unused(device)
 
 
 def take_workspaces(device: torch.device) -> None:
@@ -83,6 +92,7 @@ def take_workspaces(device: torch.device) -> None:
         return torch.nn.functional.linear(weight, weight, weight[0])
 
     def again(_gradient: torch.Tensor) -> None:  # in backward's thread, as recompute does
+        torch.add(weight, 1)  # a first kernel: cuBLAS warns of a thread without a CUDA context
         forward()
 
     result = forward()

@@ -66,6 +66,7 @@ from anybatch.data import (
 )
 from anybatch.data import slice_batch as slice_samples
 from anybatch.data.generators import Borrowed
+from anybatch.driver import take_workspaces
 from anybatch.engine import (
     Ambient,
     Committed,
@@ -483,6 +484,7 @@ class Step:
         self._limit = make_limit(plan, self._device, counted=(self._model, self._optimizer))
         undo.callback(self._limit.leave)
         self._meter = self._limit.enter()
+        take_workspaces(self._device)
 
         def make() -> Replica:
             replica = Replica(
@@ -575,7 +577,7 @@ class Step:
     def _fits_whole(self, engine: Transactions, batch: Any, size: int) -> bool:
         """Whether a batch of `size` samples fits in one piece; then that is this rank's plan. A quarter
         of it is tried first: what would need far too much is not tried at all, and what needs little
-        only if a budget is enforced."""
+        on a CPU only if a budget is enforced."""
         plan = self._own
         if plan is None:  # this rank has no samples
             return True
@@ -584,17 +586,18 @@ class Step:
         fixed = used + sum(p.nbytes for p in self._replica.parameters if p.requires_grad)
         is_run = True
 
-        def rehearse(choice: Choice) -> Rehearsed | None:
+        def rehearse(choice: Choice, kernels: KernelChoices | None) -> Rehearsed | None:
             nonlocal is_run
-            if size >= _LEAST_QUARTERED:
+            if size >= _LEAST_QUARTERED and kernels is None:
                 part = self._run(engine, batch, choice, size // 4, most=1)
                 if part is None:
                     return None
                 about = fixed + max(0, part.peak_bytes - fixed) * size // (size // 4)
-                if about > _FAR * room or (not plan.enforced and about < room // 2):
+                needs_little = self._device.type == "cpu" and not plan.enforced
+                if about > _FAR * room or (needs_little and about < room // 2):
                     is_run = False
                     return replace(part, peak_bytes=about)
-            return self._run(engine, batch, choice, size, most=2)
+            return self._run(engine, batch, choice, size, most=2, kernels=kernels)
 
         found = Rehearsing(plan, self._replica, rehearse, used, is_fixed=True).plan()
         if found is not None and found.prediction is not None:
@@ -621,14 +624,21 @@ class Step:
         """The plan of `engine` as passes over `batch` confirm it. Raises `NoPlanFits`."""
         plan, used = engine.plan, self._meter.used_bytes()
 
-        def rehearse(choice: Choice) -> Rehearsed | None:
-            return self._run(engine, batch, choice, choice.micro_batch, REHEARSED_PASSES)
+        def rehearse(choice: Choice, kernels: KernelChoices | None) -> Rehearsed | None:
+            size = choice.micro_batch
+            return self._run(engine, batch, choice, size, REHEARSED_PASSES, kernels)
 
         found = Rehearsing(plan, self._replica, rehearse, used).plan()
         return plan if found is None else as_measured(found, plan)
 
     def _run(
-        self, engine: Transactions, batch: Any, choice: Choice, size: int, most: int
+        self,
+        engine: Transactions,
+        batch: Any,
+        choice: Choice,
+        size: int,
+        most: int,
+        kernels: KernelChoices | None = None,
     ) -> Rehearsed | None:
         """What passes of `size` samples of `batch` take, at most so many; nothing of them remains."""
         source = self._pieces(batch, size if self._is_whole and size < self._planned_for else None)
@@ -637,7 +647,7 @@ class Step:
         try:
             with Borrowed(), self._meter.aside():
                 return engine.rehearsal.run(
-                    self._num_steps, source, tried, engine.plan.choice, most
+                    self._num_steps, source, tried, engine.plan.choice, most, kernels
                 )
         finally:
             self._copies.put_back()

@@ -76,7 +76,7 @@ def test_a_vocabulary_of_256_000_words_takes_no_more_than_its_gradient():
     if torch.cuda.get_device_properties(0).total_memory < 40e9:
         pytest.skip("the plain loss, to compare with, needs 30 GB")
     cells = {cell["backend"]: cell for cell in vocabulary()}
-    assert cells["auto"]["extra_bytes"] <= 1_300_000_000
+    assert cells["auto"]["extra_bytes"] <= 1_400_000_000
     assert cells["plain"]["extra_bytes"] > 8 * cells["auto"]["extra_bytes"]
 
 

@@ -37,7 +37,7 @@ def test_other_processes_are_not_taken_for_this_one(
     told(process)
     assert driver.beside_bytes(torch.device("cuda", 0)) == beside
     monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
-    monkeypatch.setattr("anybatch.engine.meter.release_unused", lambda device: None)
+    monkeypatch.setattr("anybatch.engine.meter.release_workspaces", lambda device: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     assert CudaMeter(torch.device("cuda", 0)).beside_bytes == beside
 

@@ -45,8 +45,9 @@ PLAIN_LOGITS = 1 << 20
 """Up to so many logits `auto` is plain: chunks would save less than 12 MiB (three times the logits in
 float32), and the plain loss is the faster one (benchmarks/vocabulary/README.md)."""
 
-_CHUNK_BYTES = 16 << 20
-"""Logits of a chunk, in float32: large enough for the products, small enough for the caches."""
+_CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
+"""Logits of a chunk, in float32: large enough for the products, small enough for a CPU's caches; on
+CUDA, large enough that its kernels take longer than their launches (docs/log.md)."""
 _LEAST_TOKENS = {"cpu": 256, "cuda": 1024}
 """Every chunk of tokens reads the weight and adds to its gradient, so it should not be thin."""
 _LEAST_WORDS = 128
@@ -156,7 +157,7 @@ def chunked_cross_entropy(
         loss = aims.loss(_sum_of(job, job.in_chunks, None))
         return loss.sum if reduction == "sum" else loss.sum / loss.weight
     with torch.autocast(hidden.device.type, enabled=False):
-        losses = _each_by_vocabulary(job, words_per_chunk(len(hidden)))
+        losses = _each_by_vocabulary(job, job.words_per_chunk())
     return losses if aims.poison is None else losses * aims.poison
 
 
@@ -174,7 +175,7 @@ def wrong_target() -> str | None:
 def tokens_per_chunk(words: int, itemsize: int, device: str) -> int:
     """Tokens of a chunk by tokens, where nobody chose: of a vocabulary of so many words, with logits of
     `itemsize` bytes, on a kind of device."""
-    return max(_CHUNK_BYTES // (words * itemsize), _LEAST_TOKENS.get(device, 1024))
+    return max(_chunk_bytes(device) // (words * itemsize), _LEAST_TOKENS.get(device, 1024))
 
 
 @contextmanager
@@ -197,9 +198,13 @@ def few_chunks() -> Iterator[None]:
         _FEW.reset(token)
 
 
-def words_per_chunk(tokens: int) -> int:
-    """Words of a chunk by vocabulary, where nobody chose, for so many tokens."""
-    return max(_CHUNK_BYTES // (tokens * 4), _LEAST_WORDS)
+def words_per_chunk(tokens: int, device: str) -> int:
+    """Words of a chunk by vocabulary, where nobody chose, for so many tokens on a kind of device."""
+    return max(_chunk_bytes(device) // (tokens * 4), _LEAST_WORDS)
+
+
+def _chunk_bytes(device: str) -> int:
+    return _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,10 +295,18 @@ class _Job:
         bias = None if self.bias is None else self.bias.to(to)
         return self.hidden.to(to), self.weight.to(to), bias
 
+    @property
+    def device(self) -> str:
+        """The kind of device that it runs on, or stands for."""
+        return _STANDS_FOR.get() or self.weight.device.type
+
     def tokens_per_chunk(self) -> int:
         """By size, of logits in the dtype of the sums."""
-        device = _STANDS_FOR.get() or self.weight.device.type
-        return tokens_per_chunk(self.weight.size(0), self.aims.scale.element_size(), device)
+        return tokens_per_chunk(self.weight.size(0), self.aims.scale.element_size(), self.device)
+
+    def words_per_chunk(self) -> int:
+        """By size."""
+        return words_per_chunk(self.hidden.size(0), self.device)
 
 
 def _chosen(backend: Backend, job: _Job) -> Backend:
@@ -386,7 +399,7 @@ def _by_tokens(job: _Job, chunk: int | None) -> Tensor:
 
 def _by_vocabulary(job: _Job, chunk: int | None) -> Tensor:
     if chunk is None:
-        chunk = words_per_chunk(job.hidden.size(0))
+        chunk = job.words_per_chunk()
     return _each_by_vocabulary(job, chunk).sum()
 
 

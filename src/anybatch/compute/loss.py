@@ -80,23 +80,18 @@ def leaving_gradients_alone(loss: LossFunction, parameters: Sequence[nn.Paramete
     """
 
     def watched(model: nn.Module, batch: Any) -> Any:
-        with _scaling_refused():
-            return looked_after(model, batch)
-
-    def looked_after(model: nn.Module, batch: Any) -> Any:
         # Whatever clears one of them clears all.
-        found = next(((p, p.grad) for p in parameters if p.grad is not None), None)
-        if found is None:
-            return loss(model, batch)
-        param, gradient = found
-        version = gradient._version
-        returned = loss(model, batch)
-        if param.grad is not gradient or gradient._version != version:
-            raise LossError(
-                "the loss function changes the gradients, which are added up over all micro-batches:"
-                " it clears them (zero_grad()), or calls backward() itself, which anybatch does: return"
-                " the loss alone."
-            )
+        found = next(((p, p.grad, p.grad._version) for p in parameters if p.grad is not None), None)
+        with _scaling_refused():
+            returned = loss(model, batch)
+        if found is not None:
+            param, gradient, version = found
+            if param.grad is not gradient or gradient._version != version:
+                raise LossError(
+                    "the loss function changes the gradients, which are added up over all"
+                    " micro-batches: it clears them (zero_grad()), or calls backward() itself, which"
+                    " anybatch does: return the loss alone."
+                )
         return returned
 
     return watched

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, final
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from anybatch.side_effects import GENERATORS, rewinding
 
@@ -18,6 +19,13 @@ _MOST_BYTES = 64 << 10
 """Of a tensor that is an attribute."""
 
 _MISSING: Any = object()
+
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that every module has. A pass replaces none of them: parameters, buffers and hooks are in
+containers that stay."""
+
+_PLAIN = frozenset((bool, int, float, str, tuple, type(None)))
+_Tensor: Any = torch._C.TensorBase  # which is quicker to ask for than torch.Tensor
 
 
 @final
@@ -30,7 +38,7 @@ class ModuleState:
 
     def __init__(self, modules: Iterable[nn.Module], others: Iterable[Any] = ()) -> None:
         self._held = [(module, _states(module)) for module in modules]
-        own = [one for _, states in self._held for one in states.values()]
+        own = [one for _, had in self._held for one in had.values() if type(one) not in _PLAIN]
         found = {id(one): one for one in (*others, *own) if isinstance(one, GENERATORS)}
         self._generators = list(found.values())
         self._back = [rewinding(one) for one in self._generators]
@@ -57,13 +65,16 @@ class ModuleState:
 
 
 def _states(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if _is_state(value)}
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH
+        and (type(value) in _PLAIN or not isinstance(value, _Tensor) or _is_small(value))
+    }
 
 
-def _is_state(value: object) -> bool:
-    if not isinstance(value, Tensor):
-        return True
-    return value.grad_fn is None and value.numel() * value.itemsize <= _MOST_BYTES
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.grad_fn is None and tensor.numel() * tensor.itemsize <= _MOST_BYTES
 
 
 def _differs(module: nn.Module, then: dict[str, Any]) -> bool:

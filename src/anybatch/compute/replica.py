@@ -564,10 +564,12 @@ class Replica:
         return squares.sqrt()
 
 
-@torch.no_grad()
 def _own(gradient: Tensor) -> Tensor:
     """This rank's part of it, where it is divided over ranks."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    if not isinstance(gradient, DTensor):
+        return gradient
+    with torch.no_grad():
+        return gradient.to_local()
 
 
 def _values(gradients: Sequence[Tensor]) -> list[Tensor]:

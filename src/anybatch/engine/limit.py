@@ -65,6 +65,7 @@ from anybatch.engine.process import (
 )
 from anybatch.engine.script_bytes import ScriptBytes
 from anybatch.engine.shared_limit import SharedLimit
+from anybatch.errors import InputError
 from anybatch.host_memory import host_memory
 from anybatch.plans import FreedMemory, Plan
 from anybatch.units import format_bytes
@@ -196,10 +197,15 @@ class CudaLimit(Limit):
         self._fraction: SharedLimit[CudaLimit] | None = None
 
     def enter(self) -> Meter:
-        """See `Limit`."""
-        gc.collect()
+        """See `Limit`. Raises `InputError` if more than the budget is held already."""
         meter = CudaMeter(self._device)
         self._tuning = _Tuning(self._device, meter) if self._tunes else None
+        if meter.used_bytes() >= self._budget:
+            raise InputError(
+                f"this process holds {format_bytes(meter.used_bytes())} of {self._device} already, its"
+                f" CUDA context among it, and the budget is {format_bytes(self._budget)}: free what"
+                " the script has left there, or give more memory."
+            )
         _, total = torch.cuda.mem_get_info(self._device)
         fraction = (self._budget - meter.beside_bytes) / total
         index = self._device.index

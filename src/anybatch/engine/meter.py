@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 import psutil
 import torch
 
-from anybatch.driver import beside_bytes, release_unused
+from anybatch.driver import beside_bytes, release_unused, release_workspaces
 from anybatch.engine.process import filled_addresses, free_in_heap, reset_peak, status
 from anybatch.engine.script_bytes import ScriptBytes
 
@@ -161,7 +162,8 @@ class CudaMeter(Meter):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         torch.empty(1, device=device)  # creates the context, which counts
-        release_unused(device)
+        gc.collect()
+        release_workspaces(device)
         self.beside_bytes: int = beside_bytes(device)
         self._most = {"allocated": 0, "active": 0, "reserved": 0}
         torch.cuda.reset_peak_memory_stats(device)
@@ -193,7 +195,9 @@ class CudaMeter(Meter):
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def drop_lap(self) -> None:
-        """See `Meter`."""
+        """See `Meter`. What the lap's tensors left free in the allocator is given back, or it would
+        count as reserved from here on."""
+        release_unused(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def lap_bytes(self) -> int:

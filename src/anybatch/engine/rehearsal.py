@@ -8,7 +8,8 @@ in them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -30,6 +31,8 @@ from anybatch.parallel import Group
 from anybatch.plans import Choice, KernelChoices
 from anybatch.threads import Stopwatch
 
+_CUDA_PASSES, _CUDA_SECONDS = 10, 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
@@ -37,8 +40,9 @@ class Rehearsed:
 
     Attributes:
         seconds: per sample, or per one of the longest where they differ in length, with the time to
-            fetch them; of all passes but the first, which has no gradients to add to, if there were
-            more. Without the time for which a CPU that one rank has for itself was given to others.
+            fetch them; the median of all passes but the first, which has no gradients to add to, if
+            there were more. Without the time for which a CPU that one rank has for itself was given to
+            others.
         peak_bytes: most that was in use in any of them, above the baseline.
         fits: whether that was within the budget.
     """
@@ -76,6 +80,7 @@ class Rehearsal:
         self._timer = timer
         # Among several ranks, or with a device that is waited for, idling is not want of a core.
         self._alone_on_cpu = group.size == 1 and device.type == "cpu"
+        self._on_cuda = device.type == "cuda"
 
     def run(
         self,
@@ -86,9 +91,9 @@ class Rehearsal:
         most: int,
         kernels: KernelChoices | None = None,
     ) -> Rehearsed | None:
-        """Run the first passes of the step `index` under `choice`, at most so many, and leave the model
-        as `after` has it. With `kernels`, its blocks are compiled in these passes as they say, and
-        after them as before. None: memory ran out.
+        """Run the first passes of the step `index` under `choice`, at most so many (on CUDA some more),
+        and leave the model as `after` has it. `kernels`: those of these passes, and of no other. None:
+        memory ran out.
 
         Raises what the data, the model or the loss raises.
         """
@@ -121,6 +126,14 @@ class Rehearsal:
                 ask = nobody
         replica.accumulate(micro.batch, size, micro.ghosts, ask)
 
+    def _goes_on(self, seconds: Sequence[float], most: int) -> bool:
+        """Whether to run another pass. On CUDA the first ones load kernels and take memory from the
+        driver, so the median is of more of them."""
+        if len(seconds) < most:
+            return True
+        settles = self._on_cuda and most > 1
+        return settles and len(seconds) < _CUDA_PASSES and sum(seconds) < _CUDA_SECONDS
+
     def _passes(self, source: Source, choice: Choice, most: int) -> Rehearsed | MemoryFailure:
         """See `run`."""
         self._buffers.forget()
@@ -131,7 +144,7 @@ class Rehearsal:
             self._replica.drop()
             self._meter.begin_lap()
             passes = _again_and_again(source, choice)
-            for _ in range(most):
+            while self._goes_on([seconds for seconds, _ in each], most):
                 with self._timer.running():
                     micro = next(passes, None)
                     if micro is None or not micro.num_samples:
@@ -144,8 +157,8 @@ class Rehearsal:
                 del micro
             if not each:  # this rank has no samples
                 return Rehearsed(0.0, self._meter.lap_bytes())
-            seconds, amounts = zip(*(each[1:] or each), strict=True)
-            return Rehearsed(sum(seconds) / sum(amounts), self._meter.lap_bytes())
+            rates = [seconds / amount for seconds, amount in each[1:] or each]
+            return Rehearsed(statistics.median(rates), self._meter.lap_bytes())
         except OverBudget as error:
             return Rehearsed(math.inf, error.used_bytes, fits=False)
         except Exception as error:

@@ -200,7 +200,7 @@ def in_chunks(
             return _operations(head, tokens, words, device, kind, subject, chunked=True)
 
     if head.dtype in (torch.float16, torch.bfloat16):
-        size, most = words_per_chunk(tokens), words
+        size, most = words_per_chunk(tokens, kind), words
         one, two = (tokens, size), (tokens, 2 * size)
     else:
         size, most = tokens_per_chunk(words, _ITEM_BYTES, kind), tokens

@@ -1,8 +1,9 @@
 """Kernel rule: which kernels suit a model on a device, and why. See `plans.KernelChoices`.
 
-Nothing here is weighed against anything: what is chosen costs no memory worth counting and no result,
-and it is known when it pays. On CUDA the kernels for convolutions that use tensor cores work on
-channels-last tensors, and torch would lay out every image anew around them. On a CPU oneDNN has a
+What is chosen costs no memory worth counting and no result. On CUDA the kernels for convolutions that
+use tensor cores work on channels-last tensors, and torch would lay out every image anew around them.
+Where launches take longer than kernels that is the slower way (resnet18 with 64 images of 64 x 64 in
+float32 on an H200: 17 ms for 11), so a rehearsal times both. On a CPU oneDNN has a
 layout of its own, which is known to no caller, so nothing is chosen there. Traces for other devices run
 in the layout that is chosen (`estimate.layout`).
 """
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 
 from anybatch.estimate import Convolutions, Subject, convolutions_of
 from anybatch.plans import Compile, KernelChoices, Plan
+from anybatch.units import format_seconds
 
 
 def with_kernels(plan: Plan, subject: Subject, compiled: Compile, shapes_vary: bool) -> Plan:
@@ -32,6 +34,21 @@ def with_kernels(plan: Plan, subject: Subject, compiled: Compile, shapes_vary: b
         )
         notices += [_told_layout(found), _told_tuning(varying) if free else _NOT_TUNED]
     return plan.model_copy(update={"kernels": kernels, "notices": (*plan.notices, *notices)})
+
+
+def in_default_layout(plan: Plan, seconds: float) -> Plan:
+    """`plan` without channels-last images, with which a sample took `seconds` in a pass."""
+    told = plan.prediction
+    assert told is not None
+    passes = sum(told.step_parts.values()) - told.step_parts.get("update", 0.0)
+    before = seconds * plan.largest_amount
+    sentence = (
+        "Convolutions run in torch's default layout: as measured on this device, the passes of a step"
+        f" take {format_seconds(passes)} in it and {format_seconds(before)} on channels-last images."
+    )
+    notices = (sentence if one == _CHANNELS_LAST else one for one in plan.notices)
+    kernels = plan.kernels.model_copy(update={"channels_last": False})
+    return plan.model_copy(update={"kernels": kernels, "notices": tuple(notices)})
 
 
 def _compiling(plan: Plan, compiled: Compile) -> tuple[KernelChoices, list[str]]:
@@ -66,10 +83,7 @@ def _told_layout(found: Convolutions) -> str:
             f" channels-last images ({found.refused}); on this device they would be faster:"
             " `reshape` in place of `view`, say."
         )
-    return (
-        "Convolutions run on channels-last images: CUDA's kernels for them that use tensor cores work"
-        " in this layout."
-    )
+    return _CHANNELS_LAST
 
 
 def _told_tuning(varying: str) -> str:
@@ -84,6 +98,10 @@ def _told_tuning(varying: str) -> str:
     )
 
 
+_CHANNELS_LAST = (
+    "Convolutions run on channels-last images: CUDA's kernels for them that use tensor cores work in"
+    " this layout."
+)
 _NOT_TUNED = (
     "cuDNN chooses its algorithms without trying them: in a reproducible run no measured time may"
     " decide what computes."

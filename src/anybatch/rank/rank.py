@@ -64,7 +64,7 @@ from anybatch.events import (
 from anybatch.machine import Machine
 from anybatch.parallel import Group, Wish
 from anybatch.parallel.failures import together
-from anybatch.plans import Choice, Plan
+from anybatch.plans import Choice, KernelChoices, Plan
 from anybatch.rank.archive import Archive
 from anybatch.rank.batches import Batches
 from anybatch.rank.building import build
@@ -276,9 +276,10 @@ class Rank:
         source, group = self._source(data), self._group
         plan, run = self._engine.plan, self._engine.rehearsal.run
 
-        def rehearse(choice: Choice) -> Rehearsed | None:
+        def rehearse(choice: Choice, kernels: KernelChoices | None) -> Rehearsed | None:
             mine = together(
-                group, lambda: run(data.index, source, choice, plan.choice, REHEARSED_PASSES)
+                group,
+                lambda: run(data.index, source, choice, plan.choice, REHEARSED_PASSES, kernels),
             )
             everyone = self._exchanged(mine)
             found = [one for one in everyone if one is not None]

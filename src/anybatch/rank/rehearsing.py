@@ -4,6 +4,7 @@
     2. too large: half of it, and so on    down to what cannot be cut
     3. room is left: a larger one          between what fitted and what did not, or further up
     4. nothing fits: the next leaner way   more recompute; at last, freed memory is returned
+    5. on CUDA, convolutions               on channels-last images, or in torch's default layout
 
 Peak and time of the plan are then those that were measured. Each try runs a few passes under the budget
 on the first samples of the first step, with gradients in memory, and nothing of it remains. An update
@@ -19,12 +20,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from anybatch.compute import Replica
-from anybatch.engine import Rehearsed
-from anybatch.engine.trial import as_measured
+from anybatch.engine import Rehearsed, held_bytes
+from anybatch.engine.trial import PAYS, as_measured
 from anybatch.errors import NoPlanFits
 from anybatch.machine import DeviceKind
+from anybatch.planner.kernel_rule import in_default_layout
 from anybatch.planner.reserve import budget_for, reserve_of
-from anybatch.plans import Choice, Plan, Prediction
+from anybatch.plans import Choice, KernelChoices, Plan, Prediction
 from anybatch.units import format_bytes
 
 _MOST_TRIES = 5
@@ -57,8 +59,8 @@ class Rehearsing:
     Args:
         plan: predicted by a trace, or without a prediction.
         replica: before its first step.
-        rehearse: runs passes under a choice, and gives what they took on the rank that took most; None:
-            memory ran out on a rank.
+        rehearse: runs passes under a choice, with these kernels or those of the plan, and gives what
+            they took on the rank that took most; None: memory ran out on a rank.
         used_bytes: in use before any pass.
         is_fixed: the micro-batch and the way to recompute are not to be changed.
     """
@@ -67,7 +69,7 @@ class Rehearsing:
         self,
         plan: Plan,
         replica: Replica,
-        rehearse: Callable[[Choice], Rehearsed | None],
+        rehearse: Callable[[Choice, KernelChoices | None], Rehearsed | None],
         used_bytes: int,
         is_fixed: bool = False,
     ) -> None:
@@ -88,6 +90,7 @@ class Rehearsing:
         if plan.prediction is not None:
             self._commit = plan.prediction.commit_bytes
         self._before = used_bytes
+        self._held = min(used_bytes, held_bytes([replica.model]))
         self._least: tuple[int, Choice] | None = None  # of what was tried and did not fit
         self._begin()
 
@@ -103,7 +106,7 @@ class Rehearsing:
             self._search(way, is_planned=number == 0)
             if self._fitting:
                 best = max(self._fitting, key=lambda size: size.micro_batch)
-                return self._planned(way, best, ways[number + 1 :])
+                return self._in_faster_layout(self._planned(way, best, ways[number + 1 :]), best)
         if self._fixed:
             return None
         raise self._refusal(ways[-1])
@@ -185,17 +188,39 @@ class Rehearsing:
         if any(one.micro_batch == size for one in self._fitting) or size >= self._too_large:
             return False
         choice = self._choice(way, size)
-        found = self._rehearse(choice)
+        found = self._measured(choice)
         if found is not None:
-            at_update = self._before + self._gradients + self._commit[0]
-            peak = max(found.peak_bytes + self._states, at_update)
-            if self._room is None or peak <= self._room:
-                self._fitting.append(_Size(size, peak, found.seconds))
+            if self._fits(found):
+                self._fitting.append(found)
                 return True
-            if self._least is None or peak < self._least[0]:
-                self._least = peak, choice
+            if self._least is None or found.peak_bytes < self._least[0]:
+                self._least = found.peak_bytes, choice
         self._too_large = size
         return False
+
+    def _measured(self, choice: Choice, kernels: KernelChoices | None = None) -> _Size | None:
+        """What a run under `choice` takes; None: memory ran out."""
+        found = self._rehearse(choice, kernels)
+        if found is None:
+            return None
+        at_update = self._before + self._gradients + self._commit[0]
+        peak = max(found.peak_bytes + self._states, at_update)
+        return _Size(choice.micro_batch, peak, found.seconds)
+
+    def _fits(self, size: _Size) -> bool:
+        return self._room is None or size.peak_bytes <= self._room
+
+    def _in_faster_layout(self, plan: Plan, best: _Size) -> Plan:
+        """`plan`, with convolutions on channels-last images only if these are not slower than torch's
+        default layout. In a reproducible run no measured time may decide what computes."""
+        if not plan.kernels.channels_last or plan.task.grain is not None:
+            return plan
+        kernels = plan.kernels.model_copy(update={"channels_last": False})
+        other = self._measured(plan.choice, kernels)
+        if other is None or not self._fits(other) or other.seconds >= PAYS * best.seconds:
+            return plan
+        told = self._prediction(plan.choice, other)
+        return in_default_layout(plan.model_copy(update={"prediction": told}), best.seconds)
 
     def _choice(self, way: Choice, size: int) -> Choice:
         if size == way.micro_batch and self._plan.prediction is not None:
@@ -230,10 +255,12 @@ class Rehearsing:
     def _prediction(self, choice: Choice, best: _Size) -> Prediction:
         """What the rehearsal measured, with what a trace knows beside it."""
         told, seconds = self._plan.prediction, best.seconds * self._whole
+        beside = "device context" if self._kind == "cuda" else "allocator and libraries"
         known = {
-            "parameters and buffers": self._before,
+            "parameters and buffers": self._held,
             "gradients": self._gradients,
             "optimizer state": self._states,
+            beside: self._before - self._held,
         }
         by_kind = {"activations and temporary": max(0, best.peak_bytes - sum(known.values()))}
         by_kind |= known

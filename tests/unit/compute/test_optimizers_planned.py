@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
+from anybatch.driver import TYPICAL_CONTEXT_BYTES
 from anybatch.errors import NoPlanFits
 from anybatch.machine import Machine
 from anybatch.plans import Choice, Plan
@@ -19,7 +20,7 @@ from anybatch.plans import Choice, Plan
 MIB = 1 << 20
 WIDTH, LAYERS = 2048, 16
 WEIGHTS = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
-CONTEXT = 640 * MIB
+CONTEXT = TYPICAL_CONTEXT_BYTES
 
 
 def wide() -> nn.Module:

@@ -8,6 +8,7 @@ import torch
 
 from anybatch.engine import limit
 from anybatch.engine.shared_limit import SharedLimit
+from anybatch.errors import InputError
 
 ORIGINAL = -1.0  # as of a limit that is none
 
@@ -87,7 +88,8 @@ def test_budgets_of_one_cuda_device_know_of_each_other_and_of_no_other_device(mo
         "set_per_process_memory_fraction",
         lambda value, index: fractions.update({index: value}),
     )
-    monkeypatch.setattr(limit, "CudaMeter", lambda device: SimpleNamespace(beside_bytes=100))
+    held = SimpleNamespace(beside_bytes=100, used_bytes=lambda: 250)
+    monkeypatch.setattr(limit, "CudaMeter", lambda device: held)
     names = {"cuda": 500, "cuda:0": 300, "cuda:1": 700}
     wide, strict, other = (limit.CudaLimit(torch.device(n), b) for n, b in names.items())
     for one in (wide, strict, other):
@@ -97,4 +99,7 @@ def test_budgets_of_one_cuda_device_know_of_each_other_and_of_no_other_device(mo
     assert fractions == {0: 0.4, 1: 0.6}
     wide.leave()
     other.leave()
+    assert fractions == {0: 0.9, 1: 1.0}
+    with pytest.raises(InputError, match=r"holds 250 B of cuda:1 already.* the budget is 200 B"):
+        limit.CudaLimit(torch.device("cuda:1"), 200).enter()
     assert fractions == {0: 0.9, 1: 1.0}

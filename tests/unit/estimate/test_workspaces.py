@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
+from anybatch.driver import TYPICAL_CONTEXT_BYTES
 from anybatch.estimate import ledger, subject_of, workspaces
 from anybatch.estimate.footprint import footprint
 from anybatch.estimate.peak import context_bytes_of
@@ -109,7 +110,7 @@ def test_the_context_is_measured_where_the_device_is(monkeypatch: Any):
     subject = subject_of(_task(nn.Linear(8, 8), torch.zeros(8)))
     choice = Choice(micro_batch=2, evaluation_batch=1)
     typical = footprint(subject, choice, ABSENT).peak.by_kind["device context"]
-    assert typical == 640 * MIB
+    assert typical == TYPICAL_CONTEXT_BYTES
     monkeypatch.setattr("anybatch.estimate.peak.context_bytes", lambda index: (500 + index) * MIB)
     live = replace(ABSENT, present=True, index=3)
     assert context_bytes_of(live) == 503 * MIB

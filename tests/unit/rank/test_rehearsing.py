@@ -16,8 +16,9 @@ import anybatch as ab
 from anybatch.compute import Replica
 from anybatch.engine import Rehearsed
 from anybatch.errors import NoPlanFits
+from anybatch.planner import kernel_rule
 from anybatch.planner.reserve import reserve_of
-from anybatch.plans import Prediction, Recompute
+from anybatch.plans import KernelChoices, Prediction, Recompute
 from anybatch.rank.rehearsing import Rehearsing
 
 WIDTH = 64
@@ -40,7 +41,7 @@ def task_of(global_batch: int, ghost: int | None) -> ab.Task:
     )
 
 
-def rehearsed(plan, peak_of, task, **options):
+def rehearsed(plan, peak_of, task, in_default_layout=None, **options):
     """What is planned where passes under a choice take `peak_of` it, and which choices were tried."""
     model = task.build_model()
     replica = Replica(
@@ -53,8 +54,10 @@ def rehearsed(plan, peak_of, task, **options):
     )
     tried = []
 
-    def rehearse(choice):
+    def rehearse(choice, kernels):
         tried.append(choice)
+        if kernels is not None:
+            return in_default_layout
         used = peak_of(choice)
         return None if used is None else Rehearsed(0.01, used)
 
@@ -221,6 +224,43 @@ def test_a_fixed_choice_is_measured_and_not_changed():
     found, tried = rehearsed(plan, lambda choice: 200 << 20, task, is_fixed=True)
     assert tried == [plan.choice]
     assert found is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bytes_", "stays"),
+    [(0.005, 92 << 20, False), (0.0098, 92 << 20, True), (0.005, 99 << 20, True)],
+)
+def test_images_are_channels_last_unless_torch_s_layout_is_measured_to_be_faster(
+    seconds, bytes_, stays
+):
+    task, plan = traced()
+    kernels = KernelChoices(channels_last=True)
+    plan = plan.model_copy(update={"kernels": kernels, "notices": (kernel_rule._CHANNELS_LAST,)})
+    found, tried = rehearsed(
+        plan,
+        lambda choice: 90 << 20,
+        task,
+        in_default_layout=Rehearsed(seconds, bytes_),
+    )
+    assert len(tried) == 2
+    assert found.kernels.channels_last == stays
+    if stays:
+        assert found.notices == plan.notices
+    else:
+        assert found.prediction.peak_bytes == (92 << 20) + 2 * PARAMETERS
+        assert found.prediction.step_seconds == pytest.approx(0.1 + 64 * 0.005)
+        (notice,) = found.notices
+        assert "default layout" in notice
+        assert "take 320 ms in it and 640 ms on channels-last images" in notice
+
+
+def test_no_time_decides_the_layout_of_a_reproducible_run():
+    task, plan = traced()
+    identity = plan.task.model_copy(update={"grain": 16, "part": 16})
+    changes = {"kernels": KernelChoices(channels_last=True), "task": identity}
+    found, tried = rehearsed(plan.model_copy(update=changes), lambda choice: 90 << 20, task)
+    assert len(tried) == 1
+    assert found.kernels.channels_last
 
 
 class Branching(nn.Module):
