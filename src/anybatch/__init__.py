@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from anybatch.errors import PeerFailed as PeerFailed
     from anybatch.errors import PeerLost as PeerLost
     from anybatch.errors import Stopped as Stopped
+    from anybatch.errors import StopTraining as StopTraining
     from anybatch.evaluating import Evaluation as Evaluation
     from anybatch.evaluating import evaluate as evaluate
     from anybatch.exporting import Exported as Exported
@@ -76,6 +77,7 @@ _HOMES = {
         "NoPlanFits",
         "PeerFailed",
         "PeerLost",
+        "StopTraining",
         "Stopped",
     ),
     "evaluating": ("Evaluation", "evaluate"),
@@ -134,6 +136,7 @@ __all__ = [
     "Session",
     "Sharding",
     "Step",
+    "StopTraining",
     "Stopped",
     "Task",
     "Verdict",

@@ -78,6 +78,11 @@ class Stopped(AnybatchError):
     exit_status = 75
 
 
+class StopTraining(Exception):
+    """Raised by a sink (`train`, `Session`): training ends with the step that is under way, as if it
+    were the last, and the model is evaluated and saved."""
+
+
 class PeerFailed(AnybatchError):
     """Another rank raised an error of its own; all ranks stopped at the same place.
 

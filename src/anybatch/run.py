@@ -54,6 +54,7 @@ from anybatch.plans import (
 )
 from anybatch.report import (
     Display,
+    Ending,
     EventLog,
     RunFolder,
     TensorBoardLog,
@@ -198,7 +199,9 @@ def train(
         progress: whether to show the plan and how far training is: a bar in a notebook's cell, or where
             standard error is a terminal; else lines on standard error.
         sinks: readers of the events (`anybatch.events`), called with each on the thread that trains; on
-            one of their own where this call starts the ranks.
+            one of their own where this call starts the ranks. One may raise `StopTraining`: soon after
+            (within a step, where no ranks are started here) training ends as if it had been planned to,
+            with an evaluation, the weights and the report.
 
     Raises:
         Stopped: a signal has stopped training; everything is saved.
@@ -383,7 +386,7 @@ class _Job:
         with joined():
             first = _is_first_here()
             with contextlib.ExitStack() as stack:
-                sinks = [stack.enter_context(EventLog(log))] if leads() else []
+                sinks = [stack.enter_context(EventLog(log)), Ending(log)] if leads() else []
                 result = self.train(None, sinks)
             state = whole_state(result.model)
         if not first:

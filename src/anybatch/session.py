@@ -24,7 +24,7 @@ from torch import nn
 from anybatch.control_group import cores_of_group
 from anybatch.engine import Watchdog, at_work, checked_seconds
 from anybatch.engine.process import use_one_heap
-from anybatch.errors import InputError
+from anybatch.errors import InputError, StopTraining
 from anybatch.events import Evaluated, Event, Resumed, RunEnded, RunStarted, Sink, StepDone
 from anybatch.launch import find, join, leave, open_board
 from anybatch.machine import Machine
@@ -43,7 +43,8 @@ class Session:
     Args:
         task: what to train.
         plan: how; made for this task.
-        sinks: readers of the events; those of rank 0 are called.
+        sinks: readers of the events; those of rank 0 are called. One may raise `StopTraining`: then
+            one more step is done, so that all ranks know of it, and training is over.
         checkpoints: folder for `save` and `resume`, which all ranks see; None: nothing is saved.
         keep: so many checkpoints stay, the last ones, and the best evaluated one beside them.
         stall_seconds: without progress, after which a rank counts as stuck: it is named with its stack,
@@ -214,7 +215,7 @@ class Session:
             PeerFailed, PeerLost: another rank raised an error, or is gone.
         """
         self._rank.begin()
-        while (event := self._rank.step()) is not None:
+        while Wish.END not in self._rank.wished and (event := self._rank.step()) is not None:
             for stalled in self._watchdog.stalled():
                 self.emit(stalled)
             yield event
@@ -353,10 +354,16 @@ class Session:
         return self._rank.to_be_evaluated()
 
     def emit(self, event: Event) -> None:
-        """Give `event` to all sinks, on rank 0."""
-        if self._leader:
-            for sink in self._sinks:
+        """Give `event` to all sinks, on rank 0. After one that raises `StopTraining` the others have it
+        all the same."""
+        if not self._leader:
+            return
+        for sink in self._sinks:
+            try:
                 sink(event)
+            except StopTraining:
+                if self._running is not None:
+                    self._running.wish |= Wish.END
 
     def _watched(self, stack: ExitStack, rank: int, size: int) -> Watchdog:
         """A watchdog of this process, which ends it only if somebody waits for its end."""

@@ -271,3 +271,32 @@ def test_ranks_must_be_a_number_that_can_be(task_file):
         ab.train(task, ranks=0)
     with pytest.raises(ab.InputError, match="'single', which is one rank"):
         ab.train(task, ranks=2, parallel="single")
+
+
+ENDING = """
+import sys
+import anybatch as ab
+from own import task
+from anybatch.events import StepDone
+
+def enough(event):
+    if isinstance(event, StepDone) and event.step == 5:
+        raise ab.StopTraining
+
+if __name__ == "__main__":
+    from dataclasses import replace
+    long = replace(task(), epochs=2000)
+    result = ab.train(long, ranks=2, sinks=[enough], progress=False)
+    print(result.ended.steps, result.ended.finished, result.evaluation.step)
+"""
+
+
+@pytest.mark.slow
+def test_a_sink_ends_training_on_ranks_that_the_call_started(task_file):
+    (task_file.parent / "ending.py").write_text(ENDING)
+    done = run("ending", cwd=task_file.parent)
+    assert done.returncode == 0, done.stderr
+    steps, finished, evaluated = done.stdout.split()
+    assert 5 < int(steps) < 2000  # of 12,000
+    assert finished == "True"
+    assert steps == evaluated

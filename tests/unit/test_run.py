@@ -52,6 +52,32 @@ def test_a_task_is_trained_and_evaluated():
     assert result.folder is None
 
 
+def test_a_sink_ends_training_one_step_later():
+    seen: list[Event] = []
+
+    def enough(event: Event) -> None:
+        if isinstance(event, StepDone) and event.step >= 7:
+            raise ab.StopTraining
+
+    result = ab.train(task(), sinks=[enough, seen.append], progress=False)
+    assert result.ended.steps == 8
+    assert result.ended.finished
+    assert [event.step for event in seen if isinstance(event, StepDone)] == list(range(1, 9))
+    assert result.evaluation is not None
+    assert result.evaluation.step == 8
+
+
+def test_a_run_that_a_sink_has_ended_can_go_on(tmp_path: Path):
+    def enough(event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 7:
+            raise ab.StopTraining
+
+    ab.train(task(), out=tmp_path / "run", sinks=[enough], progress=False)
+    result = ab.train(task(), out=tmp_path / "run", resume=True, progress=False)
+    assert result.ended.steps == 80
+    assert torch.equal(result.model.weight, ab.train(task(), progress=False).model.weight)
+
+
 def test_a_script_is_shown_the_plan_and_how_far_it_is(capsys: pytest.CaptureFixture[str]):
     ab.train(task(epochs=2))
     out, err = capsys.readouterr()

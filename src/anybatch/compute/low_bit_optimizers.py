@@ -17,7 +17,7 @@ import logging
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -146,15 +146,6 @@ def uncompiled(optimizer: Optimizer) -> Iterator[None]:
             for part in filter(is_compiled, several_optimizers.parts_of(optimizer)):
                 _fill_tables(part)
         yield
-
-
-def warm_up_compiler() -> None:
-    """What the first compilation loads, and stays: not to be taken for training's."""
-    from torchao.optim import AdamW8bit
-
-    # Whoever trains with such an optimizer is told; others may have loaded it for nothing.
-    with suppress(InputError):
-        rehearse(AdamW8bit([nn.Parameter(torch.zeros(2, _MANY_BLOCKS))]))
 
 
 def _fill_tables(optimizer: Optimizer) -> None:

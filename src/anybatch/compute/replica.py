@@ -85,6 +85,7 @@ class Replica:
     ) -> None:
         self.model: nn.Module = model
         self.phase: str = "setup"
+        self._is_mean = False  # the gradient is that of the mean already
         self._joint = Joint(loss) if isinstance(loss, JointLoss) else None
         self._loss: LossFunction = self._joint or loss
         self.loss_as_given: LossFunction = loss
@@ -300,6 +301,7 @@ class Replica:
         num_samples: int,
         ghosts: Sequence[int] = (),
         ask: Ask | None = None,
+        whole: bool = False,
     ) -> Loss:
         """Add the gradient of one micro-batch to the sums, and return its loss, detached.
 
@@ -309,6 +311,8 @@ class Replica:
             ghosts: samples per ghost batch, in order.
             ask: of a joint loss, tells from the encodings of the batch what is its share. None: the
                 batch is all there is.
+            whole: the micro-batch is all of the step: then backward begins with the mean, so that the
+                gradient has the bits of a plain loop.
 
         Raises:
             LossError: if the loss function returned something that is not a loss, or whose graph is
@@ -340,10 +344,21 @@ class Replica:
                     if not self._recompute.blocks and detect_fake_mode() is None:
                         warn_of_attached(self.loss_as_given, returned)
                 loss = read_loss(returned, partial(samples_left, batch, num_samples))
+                mean = returned if whole and isinstance(returned, Tensor) else None
                 del returned  # or backward would hold what the loss has beside its sum
             self.phase = "backward"
-            total = widened(loss.sum)
-            seed = self._gradient_scale(total)
+            self._is_mean = whole and self._numerics.scaler is None
+            if not self._is_mean:
+                total = widened(loss.sum)
+                seed = self._gradient_scale(total)
+            else:
+                total = widened(loss.sum if mean is None else mean)
+                seed = (
+                    torch.ones_like(total)
+                    if mean is not None
+                    else torch.ones_like(total) / loss.weight
+                )
+            del mean
             if self._outside_gradients is not None:
                 self._outside_gradients.note(total)
             # A pass that is only run because other ranks run one adds nothing.
@@ -452,11 +467,11 @@ class Replica:
         if self._numerics.scaler is not None:
             self._numerics.scaler.unscale_(self.updater)  # pyright: ignore[reportArgumentType]
         gradients = [_own(p.grad) for p in self.parameters if p.grad is not None]
-        divisor = total_weight * self._numerics.gradient_factor
+        divisor = 1.0 if self._is_mean else total_weight * self._numerics.gradient_factor
         if self._outside_gradients is not None:
             whole = torch.full((), divisor, dtype=torch.float64, device=gradients[0].device)
             self._outside_gradients.divide(self._scaled(whole))
-        if any(gradient.dtype == torch.float16 for gradient in gradients):
+        if divisor != 1.0 and any(gradient.dtype == torch.float16 for gradient in gradients):
             torch._foreach_div_(gradients, divisor)  # else the norm might leave the range
             divisor = 1.0
         norm = self._norm(gradients) / divisor
@@ -465,7 +480,7 @@ class Replica:
                 torch._foreach_div_(gradients, divisor)
         else:  # in the same pass, and without waiting for the norm
             wide = norm.double() if norm.dtype == torch.float64 else norm.float()
-            torch._foreach_div_(gradients, divisor / (clip_norm / (wide + 1e-6)).clamp(max=1.0))
+            torch._foreach_mul_(gradients, (clip_norm / (wide + 1e-6)).clamp(max=1.0) / divisor)
         return norm
 
     def apply(self) -> bool:
@@ -533,9 +548,13 @@ class Replica:
         rehearse(self.optimizer)
         self.updater.reserve()
 
+    def begin_step(self) -> None:
+        """The next pass is the first of a step, as far as warnings of further ones go."""
+        self._outside.begin_step()
+
     def drop(self) -> None:
         """Forget the gradients."""
-        self._outside.begin_step()
+        self.begin_step()
         for param in self._with_gradient:
             param.grad = None
         if self._outside_gradients is not None:

@@ -50,7 +50,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch.compute.low_bit_optimizers import parts_of, warm_up_compiler
+from anybatch.compute.low_bit_optimizers import parts_of
 from anybatch.data import map_leaves
 from anybatch.driver import release_unused
 from anybatch.engine.meter import CpuMeter, CudaMeter, Meter
@@ -563,8 +563,6 @@ def warm_up() -> None:
             loss = nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
             (loss + (torch.randn(256, 256) @ torch.randn(256, 256)).sum()).backward()
         optimizer.step()
-        if "torchao.optim" in sys.modules:
-            warm_up_compiler()
 
 
 @functools.cache

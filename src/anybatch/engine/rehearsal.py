@@ -117,6 +117,7 @@ class Rehearsal:
     def _pass(self, micro: MicroBatch, source: Source) -> None:
         """As in a step. What a joint loss compares with other passes, or ranks, is left out."""
         replica, size = self._replica, micro.num_samples
+        replica.begin_step()
         ask: Ask | None = None
         if replica.is_joint:
             is_encoded = is_encoded_first(micro, source, self._group)

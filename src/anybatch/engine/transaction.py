@@ -378,6 +378,8 @@ class Transactions:
         replica.phase = "loading"
         choice = self.plan.choice
         outputs: list[tuple[Any, int]] = []
+        # The bits of a reproducible run do not depend on how its step is cut.
+        alone = group.size == 1 and self.plan.task.grain is None and not replica.is_joint
         with self._timer.running():
             for number, (micro, ask) in enumerate(self._passes(staged)):
                 if not self._is_loss_checked and micro.num_samples:
@@ -390,7 +392,8 @@ class Transactions:
                     self._limit.first_pass(choice.kind, micro.batch),
                     group.last_pass(measured) if micro.last else nullcontext(),
                 ):
-                    loss = replica.accumulate(micro.batch, micro.num_samples, micro.ghosts, ask)
+                    size, whole = micro.num_samples, alone and micro.last and not number
+                    loss = replica.accumulate(micro.batch, size, micro.ghosts, ask, whole)
                 if micro.num_samples:
                     staged.in_float16 |= loss.sum.dtype == torch.float16
                     staged.totals.add(loss, part=micro.part)

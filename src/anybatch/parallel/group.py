@@ -41,6 +41,7 @@ class Wish(IntFlag):
     SAVE = 1
     STOP = 2
     PLAN = 4
+    END = 8  # training is over
 
 
 @dataclass(frozen=True, slots=True)

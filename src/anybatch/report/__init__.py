@@ -13,6 +13,7 @@ from anybatch.report.folder import next_folder as next_folder
 from anybatch.report.folder import output_folder as output_folder
 from anybatch.report.folder import run_files as run_files
 from anybatch.report.folder import run_folder as run_folder
+from anybatch.report.log import Ending as Ending
 from anybatch.report.log import EventLog as EventLog
 from anybatch.report.log import follow as follow
 from anybatch.report.log import iterate as iterate

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from anybatch.errors import InputError
-from anybatch.events import Event, Sink, from_json, to_json
+from anybatch.errors import InputError, StopTraining
+from anybatch.events import Event, Sink, StepDone, from_json, to_json
 from anybatch.files import Records
 
 _LOOK_SECONDS = 0.1
@@ -177,13 +177,29 @@ def _unwritable(path: Path, error: OSError) -> InputError:
     )
 
 
+class Ending:
+    """A sink that raises `StopTraining` once a sink of `follow`, in another process, has raised it on
+    the events in the log `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = _ending(path)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepDone) and self._path.exists():
+            raise StopTraining
+
+
+def _ending(path: Path) -> Path:
+    return path.with_suffix(".end")
+
+
 @contextlib.contextmanager
 def follow(path: str | os.PathLike[str], sinks: Sequence[Sink]) -> Iterator[None]:
     """Give `sinks` every event that another process appends to the log `path` meanwhile, in order and
     soon; at the end of the block all that is there has been given. The log need not be there yet.
 
-    Sinks are called in a thread of its own. What one raises is raised at the end of the block, and
-    `InputError` if one hangs then.
+    Sinks are called in a thread of its own. What one raises is raised at the end of the block, but for
+    `StopTraining`, which `Ending` hands to the process that trains; and `InputError` if one hangs then.
     """
     if not sinks:
         yield
@@ -246,7 +262,10 @@ def _follow(
                     event = from_json(line.decode())
                     reading.num_begun, reading.kind = reading.num_begun + 1, event.kind
                     for sink in sinks:
-                        sink(event)
+                        try:
+                            sink(event)
+                        except StopTraining:
+                            _ending(path).touch()
             if last_look:
                 return
     except BaseException as error:

@@ -21,9 +21,9 @@ from anybatch.compute.low_bit_optimizers import (
     is_compiled,
     parts_of,
     rehearse,
-    warm_up_compiler,
 )
 from anybatch.compute.optimizer_update import Updater, leanest_update
+from anybatch.engine.limit import warm_up
 from anybatch.errors import InputError
 
 Make = Callable[[Any], Optimizer]
@@ -341,6 +341,6 @@ def test_a_compiler_that_fails_concerns_those_alone_who_train_with_it(monkeypatc
         raise RuntimeError("no compiler\nat all")
 
     monkeypatch.setattr(low_bit_optimizers, "unhooked_step", fails)
-    warm_up_compiler()
+    warm_up()
     with pytest.raises(InputError, match="AdamW8bit, whose update is compiled, and that failed"):
         rehearse(optim.AdamW8bit([nn.Parameter(torch.zeros(2, 4096))]))
