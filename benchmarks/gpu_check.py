@@ -189,6 +189,7 @@ def run_commands(
             begun = time.monotonic()
             arguments = [sys.executable, "-m", "anybatch", *line.split()]
             status, output = run(arguments, min(COMMAND_SECONDS, left), env)
+            output = output.replace(str(ROOT), "CHECKOUT")
             print(output, flush=True)
             seconds = time.monotonic() - begun
             record.commands[name] = {

@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from tests.equivalence.ported import SCRIPTS, changed_lines, language_model, parameters_of
+from tests.equivalence.ported import SCRIPTS, as_written, changed_lines, trained
 
 RESULTS = Path(__file__).parents[1] / "results"
 ROUNDS = 3
@@ -27,16 +27,9 @@ ROUNDS = 3
 
 def deviation(name: str, cuttable: bool, **options: Any) -> float:
     """Of any parameter after ten steps, from those of the script's own loop."""
-    script, found = SCRIPTS[name], []
-    for by_step in (False, True):
-        torch.manual_seed(0)
-        work = script.make(cuttable)
-        if by_step:
-            script.by_step(work, verbose=False, **options)
-        else:
-            script.by_hand(work)
-        found.append(parameters_of(work))
-    return float((found[0] - found[1]).abs().max())
+    script = SCRIPTS[name]
+    difference = trained(script, cuttable, **options) - trained(script, cuttable)
+    return float(difference.abs().max())
 
 
 def first_seconds(name: str, by_step: bool) -> float:
@@ -68,8 +61,7 @@ def measured(name: str) -> dict[str, Any]:
     """A row of the table."""
     script = SCRIPTS[name]
     gone, come = changed_lines(script)
-    as_written = {"micro_batch": 4} if script is language_model else {"memory": "1GiB"}
-    whole = deviation(name, cuttable=False, **as_written)
+    whole = deviation(name, cuttable=False, **as_written(script))
     torch.set_default_dtype(torch.float64)
     try:
         cut = deviation(name, cuttable=True, micro_batch=5)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from tests.equivalence.ported import SCRIPTS, changed_lines, language_model, parameters_of
+from tests.equivalence.ported import SCRIPTS, as_written, changed_lines, trained
 
 scripts = pytest.mark.parametrize("script", SCRIPTS.values(), ids=list(SCRIPTS))
 
@@ -29,23 +28,10 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-def trained(script: ModuleType, cuttable: bool, **options: Any) -> torch.Tensor:
-    """The parameters after ten steps; without options those of the script's own loop."""
-    torch.manual_seed(0)
-    work = script.make(cuttable)
-    if options:
-        script.by_step(work, verbose=False, **options)
-    else:
-        script.by_hand(work)
-    return parameters_of(work)
-
-
 @scripts
 def test_in_one_piece_it_is_the_script_s_own_loop(script: ModuleType):
     own = trained(script, cuttable=False)
-    # GPT's own loop is cut: in float32 AdamW makes much of how gradients that are nearly 0 are rounded.
-    options = {"micro_batch": 4} if script is language_model else {"memory": "1GiB"}
-    found = trained(script, cuttable=False, **options)
+    found = trained(script, cuttable=False, **as_written(script))
     assert float((found - own).abs().max()) <= 1e-6
 
 

@@ -199,7 +199,7 @@ def few_chunks() -> Iterator[None]:
 
 
 def words_per_chunk(tokens: int, device: str) -> int:
-    """Words of a chunk by vocabulary, where nobody chose, for so many tokens on a kind of device."""
+    """Default number of words per chunk, by vocabulary, for `tokens` tokens on `device` (its type)."""
     return max(_chunk_bytes(device) // (tokens * 4), _LEAST_WORDS)
 
 

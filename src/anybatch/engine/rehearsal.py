@@ -91,9 +91,9 @@ class Rehearsal:
         most: int,
         kernels: KernelChoices | None = None,
     ) -> Rehearsed | None:
-        """Run the first passes of the step `index` under `choice`, at most so many (on CUDA some more),
-        and leave the model as `after` has it. `kernels`: those of these passes, and of no other. None:
-        memory ran out.
+        """Run up to `most` passes of the step `index` under `choice`, on CUDA up to `_CUDA_PASSES`, and
+        restore the choice `after` and the kernels. `kernels` replaces the kernel choices during these
+        passes. Returns None if memory ran out.
 
         Raises what the data, the model or the loss raises.
         """

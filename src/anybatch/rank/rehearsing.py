@@ -255,12 +255,12 @@ class Rehearsing:
     def _prediction(self, choice: Choice, best: _Size) -> Prediction:
         """What the rehearsal measured, with what a trace knows beside it."""
         told, seconds = self._plan.prediction, best.seconds * self._whole
-        beside = "device context" if self._kind == "cuda" else "allocator and libraries"
+        rest = "device context" if self._kind == "cuda" else "allocator and libraries"
         known = {
             "parameters and buffers": self._held,
             "gradients": self._gradients,
             "optimizer state": self._states,
-            beside: self._before - self._held,
+            rest: self._before - self._held,
         }
         by_kind = {"activations and temporary": max(0, best.peak_bytes - sum(known.values()))}
         by_kind |= known

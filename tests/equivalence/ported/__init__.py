@@ -40,10 +40,23 @@ SCRIPTS: dict[str, ModuleType] = {
 }
 
 
-def parameters_of(work: Any) -> torch.Tensor:
-    """What was trained, and the buffers of it, as one vector in float64."""
+def trained(script: ModuleType, cuttable: bool, **options: Any) -> torch.Tensor:
+    """Parameters and buffers after ten steps, as one vector in float64: by `Step` with `options`, or
+    without any by the script's own loop."""
+    torch.manual_seed(0)
+    work = script.make(cuttable)
+    if options:
+        script.by_step(work, verbose=False, **options)
+    else:
+        script.by_hand(work)
     tensors = [t for model in work.trained for t in model.state_dict().values()]
     return torch.cat([t.detach().double().flatten() for t in tensors])
+
+
+def as_written(script: ModuleType) -> dict[str, Any]:
+    """Options of `Step` under which a step is cut as in the script's own loop. GPT's accumulates: in
+    float32 AdamW makes much of how gradients that are nearly 0 are rounded."""
+    return {"micro_batch": 4} if script is language_model else {"memory": "1GiB"}
 
 
 def changed_lines(script: ModuleType) -> tuple[int, int]:
