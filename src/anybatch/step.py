@@ -202,7 +202,8 @@ class Step:
             plan is a warning.
         verbose: whether rank 0 prints the plan to standard error in the first call.
         keep_grad: whether `param.grad` is there between two calls: the mean gradient of the last step,
-            as the update had it (clipped). Else it is None.
+            as the update had it (clipped). Else it is None. Of weights in half precision the gradients
+            are those of their float32 copies, which `param.grad` does not show.
         count_samples, slice_batch: for batches that do not show their samples in dim 0 (graphs, time
             first, objects): the number of samples in a batch, and `(batch, start, stop)` to a batch of
             those from `start` to `stop`. Both or neither.

@@ -222,6 +222,11 @@ class Loader:
         first_sample = 0 if self._current is None else self._current.first_sample
         return self._fetch(self._request(first_sample, range(at, at + 1), ()))
 
+    def together(self, part: range) -> Any:
+        """The samples behind `part` of the current step as one batch, fetched in this process."""
+        first_sample = 0 if self._current is None else self._current.first_sample
+        return self._fetch(self._request(first_sample, part, self._gaps))
+
     def close(self) -> None:
         """Ends the worker processes. The loader gives nothing afterwards."""
         self._life += 1

@@ -156,6 +156,11 @@ class StreamLoader:
         assert self._held is not None
         return self._batch(self._held, [place])
 
+    def together(self, part: range) -> Any:
+        """The samples behind `part` of the current step as one batch."""
+        assert self._held is not None
+        return self._batch(self._held, self.places(part))
+
     def close(self) -> None:
         """Lets go of the stream and of all samples. The loader gives nothing afterwards."""
         self._held = None

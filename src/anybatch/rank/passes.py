@@ -215,8 +215,20 @@ class GlobalStep:
         """See `Source`."""
         return self._given.num_samples
 
-    def first_samples(self, most: int) -> None:
-        """See `engine.Source`."""
+    def first_samples(self, most: int) -> tuple[Any, int] | None:
+        """See `engine.Source`. None too where the first micro-batch has as many, or where they cannot
+        be read: the step itself meets what is wrong."""
+        parts = [part for part in self._given.parts[: most + 1] if part]
+        if not parts or len(parts[0]) >= most:
+            return None
+        start, stop = parts[0].start, parts[0].stop
+        for part in parts[1:]:
+            stop = part.stop if part.start == stop else stop
+        wanted = range(start, min(stop, start + most))
+        try:
+            return to_device(self._loader.together(wanted), self._device), len(wanted)
+        except Exception:
+            return None
 
     def once_more(self) -> Iterator[MicroBatch]:
         """See `Source`. Samples are fetched once, and wait in the host's memory, as they were before a

@@ -276,6 +276,27 @@ def test_a_task_is_looked_at_too():
         ab.train(task, micro_batch=8, progress=False)
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_task_s_passes_of_one_sample_are_looked_at_several_together(streams: bool):
+    """A correlation of one sample with itself is a constant, which adds up."""
+
+    class Rows(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(zip(X, LABELS, R, strict=True))
+
+    task = ab.Task(
+        model=lambda: nn.Linear(6, 2),
+        loss=correlation,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train=Rows() if streams else torch.utils.data.TensorDataset(X, LABELS, R),
+        global_batch=12,
+        steps=1,
+    )
+    _warn.cache_clear()
+    with pytest.warns(UserWarning, match="does not add up over samples"):
+        ab.train(task, micro_batch=1, progress=False)
+
+
 @pytest.mark.parametrize(
     ("batch", "twice"),
     [
