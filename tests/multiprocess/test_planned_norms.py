@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.equivalence.reference import plan_for, train_plainly
@@ -10,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
+from anybatch.errors import LossError
 from anybatch.estimate.calibration import nominal
 from anybatch.parallel.whole import full_state_dict
 from anybatch.planner import setting
@@ -94,3 +97,18 @@ def test_a_rank_without_samples_meets_the_others_in_the_passes_of_a_divided_mode
     assert losses == told == pytest.approx(plain.losses, rel=1e-9)
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-7, atol=1e-9)
+
+
+def with_a_sum(rank, size):
+    mean = images().loss
+    task = replace(images(), loss=lambda model, batch: mean(model, batch) * len(batch[0]))
+    plan = ab.plan(task, norms="synchronised")
+    with ab.Session(task, plan) as session, pytest.raises(LossError) as told:
+        next(session.steps())
+    return plan.norms, str(told.value)
+
+
+def test_a_sum_that_is_returned_as_a_mean_is_refused_on_every_rank(crew):
+    for norms, told in crew(2, with_a_sum):
+        assert norms == "synchronised"
+        assert "the loss is a sum over the samples" in told

@@ -1,14 +1,14 @@
-"""Whether a loss adds up over samples, which a step that is cut into micro-batches relies on.
+"""Checks that a loss is additive over samples, which accumulation over micro-batches relies on.
 
-Sums and weights are added up over micro-batches, and divided in the end. That is the loss of the whole
-batch if for any samples A and B
+Sums and weights are added over micro-batches and divided at the end. The result is the loss of the
+whole batch if for any samples A and B
 
     sum(A and B) = sum(A) + sum(B)        weight(A and B) = weight(A) + weight(B)
 
-and the same for metrics. This is looked at once, before the first micro-batch: a few of its samples
-against the same samples in two parts (of one sample: against itself twice), without gradients. Noise is
-replaced by its mean and dropout left out, and BatchNorm normalises by its running statistics, since
-these differ between any two passes.
+and the same for metrics. The check runs once, before the first micro-batch and without gradients: it
+compares a few samples with the same samples in two parts (one sample with itself repeated). Noise is
+replaced by its mean, dropout is disabled, and BatchNorm uses its running statistics, since these differ
+between any two passes.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from torch import nn
 from anybatch.compute.averages import warn_of
 from anybatch.compute.ghost_norm import batch_norms
 from anybatch.compute.held_still import calm
+from anybatch.compute.modes import preserved
 from anybatch.data.microbatch import doubled, slice_batch
 from anybatch.errors import LossError
 from anybatch.task import Loss, LossFunction
 
 LOOKED_AT = 16
-"""Samples, at most."""
+"""The most samples that the check uses."""
 
 _CLOSE, _CLOSE_IN_HALF = 1e-3, 3e-2
-"""Relative: what rounding explains, in kernels that are chosen by the size of the batch."""
+"""Relative differences that rounding explains, in kernels that depend on the size of the batch."""
 
 Evaluate: TypeAlias = Callable[[Any, int], "tuple[Loss, bool]"]
-"""The loss of a batch with so many samples, and whether the function returned a plain mean."""
+"""(batch, number of samples) -> (loss, whether the function returned a plain number)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """What the loss gave for some samples. `metrics`: sum and weight by name."""
+    """The loss of some samples. `metrics`: sum and weight by name."""
 
     num_samples: int
     total: float
@@ -51,7 +52,7 @@ class _Sums:
 
     @property
     def returned(self) -> float:
-        """The number that the function returned: of a plain mean the mean."""
+        """The number that the function returned: the mean if it returned a plain number."""
         return self.total / self.weight if self.is_plain and self.weight else self.total
 
 
@@ -63,16 +64,16 @@ def check_adds_up(
     num_samples: int,
     coarse: bool,
 ) -> bool:
-    """Look at the first samples of `batch`, which has so many. Whether it warned.
+    """Check the first of the `num_samples` samples of `batch`; return whether a warning was issued.
 
-    Warns of a loss that compares the samples of a batch, of a penalty in a sum, and of metrics that do
-    not add up. What `evaluate` raises for the few samples is passed over: the step itself meets what is
-    wrong with all of them.
+    Warns of a loss that compares the samples of a batch, of a penalty in a sum, and of metrics that are
+    not additive. Errors of `evaluate` are ignored: the step itself meets what is wrong with the batch.
 
     Args:
-        function: that of the user.
-        explained: warns of the same batch if the graph of its loss shows why it does not add up.
-        coarse: it is computed in less than float32.
+        function: the user's.
+        explained: warns if the autograd graph of the loss shows why it is not additive, and returns
+            whether it did.
+        coarse: the loss is computed in less than float32.
 
     Raises `LossError` for a sum that is returned as a mean, a mean that is returned as a sum, and a
     weight that does not add up.
@@ -101,17 +102,17 @@ def check_adds_up(
         twice = parts.together if parts.adds_up else sums(doubled(some), 2 * count)
         if fault := parts.fault(twice):
             raise LossError(fault)
-        told = [parts.metric(name) for name in parts.together.metrics]
+        warnings = [parts.metric(name) for name in parts.together.metrics]
         known = False
         if not parts.adds_up:
             with _not_for_few_samples():
                 known = explained(some, count)
-            told.append(None if known else parts.doubt(twice))
+            warnings.append(None if known else parts.doubt(twice))
     except _NotForFew:
         return False
-    for sentence in filter(None, told):
+    for sentence in filter(None, warnings):
         warn_of(function, sentence)
-    return known or any(told)
+    return known or any(warnings)
 
 
 class _NotForFew(Exception):
@@ -133,16 +134,11 @@ def _first(batch: Any, size: int) -> Any:
 
 @contextmanager
 def comparable(model: nn.Module) -> Iterator[bool]:
-    """`model` in training mode, as far as passes over different samples can be compared in it. Gives
-    whether they can: not where BatchNorm has no running statistics."""
+    """`model` in training mode without randomness, so that passes over different samples compare.
+    Yields whether they do, which needs running statistics in each BatchNorm."""
     norms = batch_norms(model)
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        with calm(model, list(norms), still=True):
-            yield all(norm.running_mean is not None for norm in norms.values())
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with preserved(model), calm(model, list(norms), still=True):
+        yield all(norm.running_mean is not None for norm in norms.values())
 
 
 def is_coarse(model: nn.Module, device: torch.device) -> bool:
@@ -165,7 +161,7 @@ def _sums(loss: Loss, is_plain: bool, num_samples: int) -> _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The samples `together`, and the same in two parts. `close`: relative, what counts as equal."""
+    """The samples `together`, and the same in two parts. `close`: relative tolerance."""
 
     together: _Sums
     first: _Sums
@@ -174,17 +170,16 @@ class _Parts:
 
     @property
     def is_finite(self) -> bool:
-        """Whether there is anything to compare."""
+        """Whether the sums can be compared."""
         return math.isfinite(self.together.total) and math.isfinite(self.together.weight)
 
     @property
     def adds_up(self) -> bool:
-        """Whether the sums do."""
+        """Whether the sums are additive."""
         return self._equal(self.together.total, self.first.total, self.second.total)
 
     def fault(self, twice: _Sums) -> str | None:
-        """What is certainly wrong, in a sentence. `twice`: the samples together, and all of them once
-        more."""
+        """A sentence on what is certainly wrong, or None. `twice`: the samples together, repeated."""
         a, b, both = self.first, self.second, self.together
         if not self._equal(both.weight, a.weight, b.weight):
             return (
@@ -240,7 +235,7 @@ class _Parts:
         )
 
     def metric(self, name: str) -> str | None:
-        """What is to be said of a metric."""
+        """A sentence on a metric that is not additive, or None."""
         three = [one.metrics.get(name) for one in (self.together, self.first, self.second)]
         both, a, b = three
         if both is None or a is None or b is None:

@@ -40,13 +40,19 @@ def with_modes(optimizer: Optimizer) -> list[Any]:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards each module is in the mode it was in (a part that the
-    user froze stays frozen)."""
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Afterwards each module is in the mode that it was in (a part that the user froze stays frozen)."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
         yield
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and each module in its own mode afterwards."""
+    with preserved(model):
+        model.eval()
+        yield

@@ -394,9 +394,9 @@ class Replica:
         return replace(found, sum=found.sum.detach())
 
     def check_loss(self, batch: Any, num_samples: int) -> None:
-        """Look at whether the loss adds up over the samples of `batch`, which has so many; see
-        `loss_check`. A joint loss, which does not have to, and the losses of anybatch, which do, are
-        passed over. Buffers and random numbers are for the caller to put back.
+        """Check that the loss is additive over the `num_samples` samples of `batch`; see `loss_check`.
+        Joint losses (which need not be) and anybatch's own (which are) are not checked. The caller
+        restores buffers and random generators.
 
         Warns, or raises `LossError`, as `check_adds_up` does.
         """
@@ -429,8 +429,8 @@ class Replica:
             coarse = is_coarse(self.model, self._device)
         with self.loss_untouched(), comparable(self.model) as are_comparable:
             if are_comparable:
-                told = check_adds_up(own, evaluate, explained, batch, num_samples, coarse)
-                self._is_loss_known |= told
+                warned = check_adds_up(own, evaluate, explained, batch, num_samples, coarse)
+                self._is_loss_known |= warned
 
     def gradient_is_finite(self, loss: LossFunction, batch: Any) -> bool:
         """Whether that of one batch by itself is. The model is in evaluation mode already; the sums of

@@ -415,10 +415,10 @@ class Transactions:
             staged.outputs = join(*zip(*outputs, strict=True), place="Loss.outputs")
 
     def _check_loss(self, micro: MicroBatch, source: Source) -> None:
-        """Before the first pass of a step that is cut: whether the loss adds up over its samples."""
+        """Before the first pass of a step that is cut: whether the loss adds up over its samples.
+        Not where the model is divided: the other ranks would wait inside the pass."""
         is_cut = not micro.last or self._group.size > 1
-        meets = self._group.lockstep or self.plan.norms != "ghosts"  # others would wait in a pass
-        if not is_cut or meets:
+        if not is_cut or self._group.lockstep:
             return
         self._is_loss_checked = True
         others = [self._device] if self._device.type == "cuda" else []
@@ -426,7 +426,7 @@ class Transactions:
             with (
                 self._limit.lifted(),
                 self._meter.aside(),
-                torch.random.fork_rng(others),
+                torch.random.fork_rng(others, enabled=bool(others)),
                 Borrowed(),
             ):
                 # Of one or two samples little can be seen; a few fit without gradients.
