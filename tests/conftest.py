@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -169,8 +170,9 @@ def losses_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_learned_for_later_tests() -> Iterator[None]:
-    """Runs keep how far predictions were off, and plan by it the next time."""
+    """Plans use how far predictions of earlier runs were off, and the choices that fitted."""
     yield
+    shutil.rmtree(Path(_caches[0].name) / "anybatch" / "plans", ignore_errors=True)
     learned = list(Path(_caches[0].name).glob("anybatch/history-*"))
     for path in learned:
         path.unlink()

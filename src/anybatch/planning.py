@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,9 +30,12 @@ from anybatch.parallel import exchange as tell
 from anybatch.parallel import measured_link
 from anybatch.parallel.failures import RankReport
 from anybatch.planner import (
+    Remembered,
     Wishes,
     as_measured,
+    budget_notices,
     default_ghost_notice,
+    key_of,
     layouts_of,
     make_plan,
 )
@@ -88,6 +92,10 @@ def plan(
     the budget and undone. Peak and time of the plan are those that were measured. A choice that does
     not fit is replaced by the next leaner one. For a device that is not here they are predicted.
 
+    The choice that a rehearsal confirmed is remembered in the user's cache folder: planning the same
+    task again on the same machine only measures that choice, so it takes a moment and ends with the
+    same plan. If it no longer fits, or with `rehearsal=True`, the search starts anew.
+
     In a process that was started as one of several (by torchrun, say), and without `machine`, all of
     them have to call it, and get the same plan; `parallel="single"` is for one that trains by itself.
     They measure what joins them for that, which takes about half a second at the most; ranks that are
@@ -122,8 +130,8 @@ def plan(
             budget on a CPU that is given stays enforced, and nothing is compiled.
         frontier: look at ways that cannot win, too, so that the plan tells what memory buys in time.
         rehearsal: whether the plan is rehearsed, where it can be: not for a described `machine`, for
-            a divided model, a stream, or a model to be compiled. None: where it is predicted to take
-            at most 30 s, or nothing is predicted.
+            a divided model, a stream, or a model to be compiled. True: and no plan is remembered from
+            earlier. None: where it is predicted to take at most 30 s, or nothing is predicted.
         watch: told what is being looked at, in a few words, as often as that changes.
 
     Raises:
@@ -159,7 +167,12 @@ def plan(
     if not by_itself:
         check_started(ranks)
 
-    def make(devices: Sequence[Device], link: Link | None) -> Plan:
+    limited = memory is not None or (machine is not None and machine.is_limited)
+    remembers = machine is None and rehearsal is None
+    place: Remembered | None = None  # on the rank that makes the plan
+
+    def make(devices: Sequence[Device], link: Link | None, anew: bool = not remembers) -> Plan:
+        nonlocal place
         wanted = parse_open_precision(precision)
         told: dict[str, None] = {}  # each once
         if wanted is not None:
@@ -180,13 +193,30 @@ def plan(
                 compile=compile,
                 shapes_vary=task.lengths is not None or task.collate is not None,
             )
+            leanest = min(devices, key=lambda device: device.budget_bytes)
+            before: Plan | None = None
+            if remembers:
+                asked = {
+                    "parallel": parallel,
+                    "sharding": sharding,
+                    "balance": balance,
+                    "norms": norms,
+                    "exchange": exchange,
+                    **asdict(replace(wishes, watch=None, frontier=False)),
+                }
+                key = key_of(subject, devices, limited, asked)
+                passing = tuple(budget_notices(subject, leanest, limited))
+                place = Remembered(key, frontier, passing)
+                before, is_complete = (None, False) if anew else place.recall(leanest)
+                if before is not None and is_complete:
+                    return before
             # Ranks that meet inside passes exchange exactly, and nothing else there.
             exact = (exchange is None or exchange.is_exact) and not is_reproducible
-            return make_plan(
+            made = make_plan(
                 subject,
-                min(devices, key=lambda device: device.budget_bytes),
+                leanest,
                 wishes,
-                limited=memory is not None or (machine is not None and machine.is_limited),
+                limited=limited,
                 layouts=layouts_of(
                     devices,
                     parallel,
@@ -205,6 +235,9 @@ def plan(
                     *(() if is_reproducible else subject.depends),
                 ),
             )
+            if before is None:
+                return made
+            return before.model_copy(update={"frontier": made.frontier, "rejected": made.rejected})
 
     with nullcontext() if by_itself else joined():
         together = machine is None and are_several()
@@ -215,16 +248,28 @@ def plan(
         # As the run will compute, so that what is predicted is what is run.
         on_cpu = any(device.kind == "cpu" for device in devices)
         with one_thread() if is_reproducible and on_cpu else nullcontext():
-            try:
-                made = by_rank_0(lambda: make(devices, link)) if together else make(devices, link)
-            except NoPlanFits as error:
-                if machine is None and not together and rehearsal is not False:
-                    raise _measured_refusal(error, task, devices, lambda d: make(d, link)) from None
-                raise
+
+            def planned(anew: bool = False) -> Plan:
+                try:
+                    one = partial(make, devices, link, anew)
+                    return by_rank_0(one) if together else one()
+                except NoPlanFits as error:
+                    if machine is None and not together and rehearsal is not False:
+                        enough = partial(make, link=link, anew=True)
+                        raise _measured_refusal(error, task, devices, enough) from None
+                    raise
+
+            made = planned()
             if machine is None and _is_rehearsed(task, made, rehearsal):
                 if watch is not None:
                     watch("rehearsal")
-                made = _rehearsed(task, made, is_fixed=micro_batch is not None)
+                found = _rehearsed_again(task, made) if _is_remembered(made) else None
+                if found is None:
+                    made = planned(anew=True) if _is_remembered(made) else made
+                    found = _rehearsed(task, made, is_fixed=micro_batch is not None)
+                made = found
+                if place is not None:
+                    place.keep(made)
             else:
                 made = _returning(made)
     return made if exchange is None else made.exchanging(exchange)
@@ -306,7 +351,7 @@ def _is_rehearsed(task: Task, plan: Plan, wanted: bool | None) -> bool:
         return False
     if not can_rehearse(plan) or not is_map_style(task.train):
         return False
-    if wanted or plan.prediction is None:
+    if wanted or plan.prediction is None or _is_remembered(plan):
         return True
     passes = min(REHEARSED_PASSES, plan.accumulation_steps)
     part = min(1.0, passes * plan.choice.micro_batch / plan.largest_amount)
@@ -357,6 +402,18 @@ def _measured_refusal(
     except Exception:  # the user's code will raise it again, and tell
         return refused
     return refused
+
+
+def _is_remembered(plan: Plan) -> bool:
+    """Whether `plan`, which was not rehearsed now, was earlier."""
+    return plan.prediction is not None and plan.prediction.rehearsed
+
+
+def _rehearsed_again(task: Task, plan: Plan) -> Plan | None:
+    """`plan`, which was remembered, with what it takes now; None: it no longer fits."""
+    with Session(replace(task, num_workers=0), plan) as session:
+        found = session.rehearsed(is_fixed=True)
+    return found and found.model_copy(update={"ladder": plan.ladder})
 
 
 def _rehearsed(task: Task, plan: Plan, is_fixed: bool) -> Plan:

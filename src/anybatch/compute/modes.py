@@ -41,7 +41,7 @@ def with_modes(optimizer: Optimizer) -> list[Any]:
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Afterwards each module is in the mode that it was in (a part that the user froze stays frozen)."""
+    """Afterwards each module is in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield

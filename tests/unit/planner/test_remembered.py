@@ -1,0 +1,139 @@
+"""The choice that a rehearsal confirmed is the choice of the next plan for the same task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import anybatch as ab
+from anybatch.files import cache_folder
+from anybatch.plans import Plan
+
+pytestmark = pytest.mark.rehearsed
+
+MEMORY = "100MiB"
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def task(width: int = 48, samples: int = 256) -> ab.Task:
+    draw = torch.Generator().manual_seed(0)
+    return ab.Task(
+        model=lambda: nn.Sequential(
+            nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(width * 1024, 5)
+        ),
+        loss=loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+        train=TensorDataset(
+            torch.randn(samples, 3, 32, 32, generator=draw),
+            torch.randint(5, (samples,), generator=draw),
+        ),
+        global_batch=samples,
+        steps=2,
+    )
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Grows by one with each search."""
+    from anybatch import planning
+
+    found: list[None] = []
+    make_plan = planning.make_plan
+
+    def counted(*args: object, **options: object) -> Plan:
+        found.append(None)
+        return make_plan(*args, **options)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(planning, "make_plan", counted)
+    return found
+
+
+def stored() -> list[Path]:
+    return list((cache_folder() / "plans").glob("*.json"))
+
+
+def test_the_second_plan_is_measured_and_not_searched(searches: list[None]):
+    first = ab.plan(task(), memory=MEMORY)
+    second = ab.plan(task(), memory=MEMORY)
+    assert len(searches) == 1
+    assert second.choice == first.choice
+    assert second.ladder == first.ladder
+    assert second.notices == first.notices
+    assert second.prediction is not None
+    assert second.prediction.rehearsed
+
+
+def test_a_run_takes_the_choice_that_was_planned_before(searches: list[None]):
+    planned = ab.plan(task(), memory=MEMORY)
+    result = ab.train(task(), memory=MEMORY, progress=False)
+    assert len(searches) == 1
+    assert result.plan.choice == planned.choice
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: ab.plan(task(), memory="120MiB"),
+        lambda: ab.plan(task(width=40), memory=MEMORY),
+        lambda: ab.plan(task(samples=32), memory=MEMORY),
+        lambda: ab.plan(replace(task(), clip_norm=1.0), memory=MEMORY),
+        lambda: ab.plan(task(), memory=MEMORY, recompute="none"),
+        lambda: ab.plan(task(), memory=MEMORY, micro_batch=2),
+        lambda: ab.plan(task(), memory=MEMORY, precision="bf16"),
+        lambda: ab.plan(task(), memory=MEMORY, rehearsal=True),
+    ],
+)
+def test_another_task_budget_or_wish_is_searched(searches: list[None], other: Callable[[], Plan]):
+    ab.plan(task(), memory=MEMORY)
+    other()
+    assert len(searches) == 2
+
+
+def test_the_frontier_is_that_of_the_remembered_plan(searches: list[None]):
+    first = ab.plan(task(), memory=MEMORY)
+    second = ab.plan(task(), memory=MEMORY, frontier=True)
+    assert second.choice == first.choice
+    assert len(second.frontier) > len(first.frontier)
+    third = ab.plan(task(), memory=MEMORY, frontier=True)
+    assert third.frontier == second.frontier
+    assert len(searches) == 2
+
+
+def test_a_choice_that_does_not_fit_any_more_is_searched_anew(searches: list[None]):
+    first = ab.plan(task(), memory=MEMORY)
+    assert first.choice.micro_batch < 256
+    (path,) = stored()
+    larger = first.choice.model_copy(update={"micro_batch": 256})
+    path.write_text(first.model_copy(update={"choice": larger}).to_json())
+    second = ab.plan(task(), memory=MEMORY)
+    assert len(searches) == 2
+    assert second.choice.micro_batch < 256
+    assert ab.plan(task(), memory=MEMORY).choice == second.choice
+    assert len(searches) == 2
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"version": 1}'])
+def test_a_damaged_file_is_as_good_as_none(searches: list[None], content: str):
+    ab.plan(task(), memory=MEMORY)
+    (path,) = stored()
+    path.write_text(content)
+    ab.plan(task(), memory=MEMORY)
+    assert len(searches) == 2
+
+
+def test_without_a_budget_what_is_free_now_counts(searches: list[None]):
+    first = ab.plan(task())
+    second = ab.plan(task())
+    assert len(searches) == 1
+    assert second.choice == first.choice
+    free = ab.Machine.here().device.budget_bytes
+    assert second.budget_bytes == pytest.approx(free, rel=0.2)
