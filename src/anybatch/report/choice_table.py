@@ -81,19 +81,22 @@ def points_of(plan: Plan, points: Sequence[Point]) -> Grid:
     cells.append(["" if p.peak_bytes is None else format_bytes(p.peak_bytes) for p in points])
     cells.append([_part(point.peak_bytes, plan.budget_bytes) for point in points])
     by = _seconds_of_plan(plan, points)
-    columns += [Column("step", True), Column("vs plan", True)]
+    columns.append(Column("step", True))
     cells.append([format_seconds(point.step_seconds) for point in points])
-    cells.append([compared(point.step_seconds, by) for point in points])
+    if by is not None:
+        columns.append(Column("vs plan", True))
+        cells.append([compared(point.step_seconds, by) for point in points])
     return Grid(tuple(columns), list(zip(*cells, strict=True)))
 
 
 def _seconds_of_plan(plan: Plan, points: Sequence[Point]) -> float | None:
-    """A step of `plan`, as `points` were predicted: one that was rehearsed is told by its measured
-    time."""
+    """The predicted time of a step of `plan`, to compare `points` with. None: a rehearsal found the
+    choice, so there is only a measured time."""
     for point in (*points, *plan.frontier):
         if is_taken(point, plan):
             return point.step_seconds
-    return plan.prediction and plan.prediction.step_seconds
+    told = plan.prediction
+    return None if told is None or told.rehearsed else told.step_seconds
 
 
 def with_plan(plan: Plan) -> list[FrontierPoint]:

@@ -1,4 +1,4 @@
-"""Times in a table are compared as they were predicted."""
+"""Times in a table are compared as they were predicted, or not at all."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def test_the_row_of_a_plan_that_was_measured_is_equal_to_itself():
     told = [[row[-1] for row in grid.rows] for grid in columns]
     assert "=" in told[0]
     assert told[1] == told[0]
+
+    found = plan.choice.model_copy(update={"micro_batch": 77})
+    unpredicted = measured.model_copy(update={"choice": found})
+    grid = points_of(unpredicted, plan.frontier)
+    assert [column.title for column in grid.columns][-2:] == ["budget", "step"]
