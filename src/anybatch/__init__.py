@@ -12,6 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from anybatch.batch_rule import Ramp as Ramp
+    from anybatch.batch_rule import Tokens as Tokens
     from anybatch.compute.causal_lm import causal_lm_loss as causal_lm_loss
     from anybatch.compute.lm_loss import lm_loss as lm_loss
     from anybatch.compute.model_loss import model_loss as model_loss
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from anybatch.task import Task as Task
 
 _HOMES = {
+    "batch_rule": ("Ramp", "Tokens"),
     "compute.causal_lm": ("causal_lm_loss",),
     "compute.lm_loss": ("lm_loss",),
     "compute.model_loss": ("model_loss",),
@@ -131,6 +134,7 @@ __all__ = [
     "PeerLost",
     "Plan",
     "Progress",
+    "Ramp",
     "Recompute",
     "Result",
     "Session",
@@ -139,6 +143,7 @@ __all__ = [
     "StopTraining",
     "Stopped",
     "Task",
+    "Tokens",
     "Verdict",
     "Wish",
     "causal_lm_loss",

@@ -17,9 +17,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from anybatch.batch_rule import rule_text
 from anybatch.compute.determinism import one_thread
 from anybatch.compute.precision import check_available, precision_notices
-from anybatch.data import is_map_style, num_samples_of
+from anybatch.data import is_map_style, largest_batch, num_samples_of
 from anybatch.driver import context_bytes
 from anybatch.engine.process import keep_freed_memory, return_freed_memory, use_one_heap
 from anybatch.errors import InputError, NoPlanFits, PeerFailed
@@ -450,7 +451,8 @@ def serves_again(
     kernels, on_cpu = before.kernels, before.device == "cpu"
     return (
         before.task.name == task.name
-        and before.task.global_batch == task.global_batch
+        and before.task.global_batch == largest_batch(task)
+        and before.task.batch_rule == rule_text(task.global_batch)
         and (before.task.grain, before.task.part) == _grains(task, before)
         and len(before.shares) == len(devices)
         and before.device_name == leanest.name
@@ -473,7 +475,7 @@ def _grains(task: Task, before: Plan) -> tuple[int | None, int | None]:
     """Of `task`, whose model is that of `before`. Raises `InputError` if they would cut ghosts."""
     if task.grains is None:
         return None, None
-    return task.grains.cut(task.global_batch, before.task.ghost_batch)
+    return task.grains.cut(largest_batch(task), before.task.ghost_batch)
 
 
 def checked_ranks(ranks: int | None, parallel: Parallel | None) -> None:
@@ -642,8 +644,11 @@ def _length_notice(subject: Subject, cut_by_size: bool) -> Iterator[str]:
 
 def _size_notice(task: Task) -> Iterator[str]:
     length = num_samples_of(task.train)
-    if length is not None and task.last == "keep" and length < task.global_batch:
+    size = task.global_batch
+    if length is None or task.last != "keep" or not isinstance(size, int):
+        return
+    if length < size:
         yield (
-            f"The global batch of {task.global_batch:,} is larger than an epoch: each step takes all"
+            f"The global batch of {size:,} is larger than an epoch: each step takes all"
             f" {length:,} samples (last='wrap' would take them from several epochs)."
         )

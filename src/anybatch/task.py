@@ -21,8 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from anybatch.batch_rule import BatchRule, Ramp, Tokens, as_text, tokens_of
 from anybatch.errors import InputError, listed
 from anybatch.metrics import Metrics
 
@@ -106,8 +107,9 @@ class JointLoss:
 class Progress:
     """Where training stands when a step's learning rate is asked for.
 
-    `step` and `samples` count what is committed already (so 0 in step 1), over all ranks;
-    `total_steps` and `total_samples` are None for a stream of unknown length.
+    `step`, `samples` and `tokens` count what is committed already (so 0 in step 1), over all ranks;
+    `total_steps` and `total_samples` are None for a stream of unknown length, `tokens` and
+    `total_tokens` where the global batch is not in `Tokens`.
     """
 
     step: int
@@ -115,10 +117,15 @@ class Progress:
     epoch: int
     total_steps: int | None
     total_samples: int | None
+    tokens: int | None = None
+    total_tokens: int | None = None
 
     @property
     def fraction(self) -> float:
-        """The part of training that is done, 0 to 1. Raises `InputError` if the end is unknown."""
+        """The part of training that is done, 0 to 1, in tokens where the global batch is. Raises
+        `InputError` if the end is unknown."""
+        if self.tokens is not None and self.total_tokens is not None:
+            return min(1.0, self.tokens / max(1, self.total_tokens))
         if self.total_samples is None:
             raise InputError(
                 "the schedule asks for the fraction of training done, but the length of the training"
@@ -222,7 +229,8 @@ class Task:
             has it), or an iterable one.
         valid: held-out data set, evaluated at the end of each epoch (or every `evaluate_every`
             steps), or None.
-        global_batch: samples per optimizer step, over all micro-batches and ranks.
+        global_batch: samples per optimizer step, over all micro-batches and ranks; or `Tokens`, or a
+            `Ramp`, which grows.
         epochs, steps, samples: length of training; exactly one of them.
         schedule: factor for the learning rate as a function of `Progress` (samples or steps), so it
             does not depend on the number of ranks.
@@ -273,7 +281,7 @@ class Task:
     optimizer: Callable[[Any], Optimizer | Sequence[Optimizer]]
     train: Any
     valid: Any = None
-    global_batch: int
+    global_batch: BatchRule
     epochs: int | None = None
     steps: int | None = None
     samples: int | None = None
@@ -479,7 +487,7 @@ def _faults(task: Task) -> Iterable[str]:
     if task.scheduler_interval not in ("epoch", "step", None):
         yield f"scheduler_interval is {task.scheduler_interval!r}; give {listed(['epoch', 'step'])}"
 
-    yield from _whole(task, "global_batch", least=1)
+    yield from _batch_faults(task)
     for name in ("epochs", "steps", "samples", "ghost_batch", "evaluate_every"):
         if getattr(task, name) is not None:
             yield from _whole(task, name, least=1)
@@ -573,6 +581,40 @@ def _data_faults(task: Task) -> Iterable[str]:
                 f"last='drop' drops every one of the {_length(data)} training samples, since they do"
                 f" not fill one global batch of {task.global_batch}; use 'keep' or 'wrap'"
             )
+
+
+def _batch_faults(task: Task) -> Iterable[str]:
+    batch = task.global_batch
+    if not isinstance(batch, Tokens | Ramp):
+        yield from _whole(task, "global_batch", least=1)
+        return
+    if isinstance(batch, Ramp) and batch.learning_rate is not None and task.scheduler is not None:
+        yield (
+            f"learning_rate of the Ramp is {batch.learning_rate!r} and a scheduler is given, which sets"
+            " the rate by itself; give schedule instead of scheduler"
+        )
+    unit = tokens_of(batch)
+    if unit is not None and unit.of is None and task.lengths is None:
+        yield (
+            f"global_batch is {as_text(batch)} and no lengths are given; give lengths, or the Tokens"
+            " of=..., or a number of samples"
+        )
+    if unit is not None and _is_stream(task.train):
+        yield (
+            f"global_batch is {as_text(batch)} and train is {_kind(task.train)}, whose samples have no"
+            " lengths before they are read; give a data set with __len__ and __getitem__, or a number"
+            " of samples"
+        )
+    if task.last == "drop":
+        yield (
+            f"last is 'drop' and global_batch is {as_text(batch)}, whose steps have no fixed number of"
+            " samples; use 'keep' or 'wrap'"
+        )
+
+
+def _is_stream(data: Any) -> bool:
+    map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return isinstance(data, IterableDataset) or not map_style
 
 
 def _drops_all(task: Task, num_samples: int | None) -> bool:

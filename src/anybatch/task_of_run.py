@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from anybatch.batch_rule import as_text, read_rule
 from anybatch.errors import InputError
 from anybatch.recipes import file_of, resolve, sha256_of
 from anybatch.report import PastRun
@@ -92,8 +93,10 @@ def _is_called(name: str) -> str:
 def _as_run(task: Task, run: PastRun) -> Task:
     """`task` of the size that it was run in, which may have been set beside its function."""
     identity = run.plan.task
-    if task.global_batch != identity.global_batch:
-        task = replace(task, global_batch=identity.global_batch)
+    size = identity.batch_rule or str(identity.global_batch)
+    # The shape of a ramp and the lengths of tokens are not read back; the task's function has them.
+    if as_text(task.global_batch) != size:
+        task = replace(task, global_batch=read_rule(size))
     if identity.grain is None:
         return task
     return replace(task, reproducible=Grains(identity.grain, identity.num_parts or 1))

@@ -48,6 +48,21 @@ def _factor(unit: str) -> int | None:
     return None
 
 
+def parse_count(text: str, name: str) -> int:
+    """The whole number written as `text`: `"4096"`, `"512K"` (of 1024, as for bytes), `"1.5M"`.
+
+    Raises `InputError` naming `name` and the value if it is not a number of at least 1.
+    """
+    match = _SIZE.fullmatch(text)
+    factor = {"": 1, **_BINARY}.get(match["unit"].upper()) if match else None
+    count = float(match["number"]) * factor if match and factor else 0.0
+    if count < 1 or not count.is_integer():
+        raise InputError(
+            f"{name} is {text!r}: give a whole number of at least 1, such as 4096 or 4K (4 x 1024)."
+        )
+    return int(count)
+
+
 _SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 

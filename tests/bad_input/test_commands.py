@@ -96,9 +96,12 @@ WORDS = [
     Bad("option-at-the-end", "", ("--memory", "argument"), "train task.py --memory"),
     Bad("global-batch-text", "", ("--global-batch", "'many'"), "train task.py --global-batch many"),
     Bad(
-        "global-batch-0", "", ("--global-batch is 0", "at least 1"), "plan task.py --global-batch 0"
+        "global-batch-0",
+        "",
+        ("--global-batch is '0'", "at least 1"),
+        "plan task.py --global-batch 0",
     ),
-    Bad("global-batch-negative", "", ("is -1", "at least 1"), "verify task.py --global-batch -1"),
+    Bad("global-batch-negative", "", ("is '-1'", "at least 1"), "verify task.py --global-batch -1"),
     Bad("micro-batch-0", "", ("micro_batch is 0", "from 1 to"), "train task.py --micro-batch 0"),
     Bad("micro-batch-negative", "", ("micro_batch is -2",), "train task.py --micro-batch -2"),
     Bad(

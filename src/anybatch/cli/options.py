@@ -23,8 +23,12 @@ TaskName: TypeAlias = Annotated[
     ),
 ]
 GlobalBatch: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--global-batch", metavar="N", help="Samples per optimizer step."),
+    str | None,
+    typer.Option(
+        "--global-batch",
+        metavar="N",
+        help="Samples per optimizer step; or tokens (512Ktokens); or a ramp (64:4096:0.3).",
+    ),
 ]
 Memory: TypeAlias = Annotated[
     str | None,
@@ -186,13 +190,14 @@ def machine_of(device: str | None, devices: int | None) -> Machine | None:
 def load_task(
     name: str,
     settings: Sequence[str] | None,
-    global_batch: int | None,
+    global_batch: str | None,
     reproducible: bool = False,
     grain: int | None = None,
 ) -> Task:
     """The task named `name`. The global batch is passed to the task's function where that takes one,
-    since other settings (the learning rate, say) may follow from it; else it is set in the task. That
-    it is to be `reproducible`, in such a `grain`, is set in the task.
+    since other settings (the learning rate, say) may follow from it; of a ramp, the larger end. Else,
+    and where it is in tokens, it is set in the task. That it is to be `reproducible`, in such a
+    `grain`, is set in the task.
 
     Raises `InputError` for anything that is not as it should be.
     """
@@ -224,17 +229,18 @@ def settings_of(settings: Sequence[str] | None) -> dict[str, str]:
     return options
 
 
-def _of_size(name: str, settings: Sequence[str] | None, global_batch: int | None) -> Task:
+def _of_size(name: str, settings: Sequence[str] | None, global_batch: str | None) -> Task:
     from dataclasses import replace
 
+    from anybatch.batch_rule import largest_target, parse_batch_rule, tokens_of
     from anybatch.recipes import options_of, resolve
 
     options = settings_of(settings)
     if global_batch is None:
         return resolve(name, options)
-    if global_batch < 1:
-        raise InputError(f"--global-batch is {global_batch}: give a whole number of at least 1.")
-    if any(option.name == "global_batch" for option in options_of(name)):
+    batch = parse_batch_rule(global_batch, "--global-batch")
+    if any(option.name == "global_batch" for option in options_of(name)) and not tokens_of(batch):
         options.pop("global-batch", None)
-        return resolve(name, {**options, "global_batch": str(global_batch)})
-    return replace(resolve(name, options), global_batch=global_batch)
+        task = resolve(name, {**options, "global_batch": str(largest_target(batch))})
+        return task if isinstance(batch, int) else replace(task, global_batch=batch)
+    return replace(resolve(name, options), global_batch=batch)

@@ -78,15 +78,18 @@ def lengths_of(given: LengthsOf | None, dataset: Any, name: str) -> Tensor | Non
         known = _known.get(dataset)
     except TypeError:  # a list, say
         known = None
-    if known is None or known[0] is not given or len(known[1]) != len(dataset):
-        known = given, _checked(given(dataset) if callable(given) else given, dataset, name)
-        with suppress(TypeError):
-            _known[dataset] = known
-    return known[1]
+    for source, lengths in known or ():
+        if source is given and len(lengths) == len(dataset):
+            return lengths
+    lengths = _checked(given(dataset) if callable(given) else given, dataset, name)
+    with suppress(TypeError):
+        _known[dataset] = [*(known or ())[-1:], (given, lengths)]
+    return lengths
 
 
-_known: WeakKeyDictionary[Any, tuple[LengthsOf, Tensor]] = WeakKeyDictionary()
-"""What was found last for a data set: to find it may mean to go through all of it."""
+_known: WeakKeyDictionary[Any, Sequence[tuple[LengthsOf, Tensor]]] = WeakKeyDictionary()
+"""What was found last for a data set, by `Task.lengths` and by `Tokens.of`: to find it may mean to go
+through all of it."""
 
 
 def _checked(found: Any, dataset: Any, name: str) -> Tensor:
@@ -130,12 +133,7 @@ def _not_whole(found: Any) -> Iterator[tuple[int, Any]]:
 def longest_first(lengths: Tensor, steps: Steps, order: Tensor, epoch: int) -> Tensor:
     """`order`, the samples of `epoch`, with those of each global step put in order of `lengths`,
     longest first; equal ones stay as they are."""
-    at = torch.arange(len(order), device="cpu")
-    if steps.last == "wrap":
-        at += epoch * len(order)  # steps go on across the ends of epochs
-    step = at // steps.global_batch
-    if steps.samples is not None:  # the last step may end before
-        step += at + (0 if steps.last == "wrap" else epoch * steps.epoch_samples) >= steps.samples
+    step = torch.from_numpy(steps.steps_in(epoch))
     by_length = torch.argsort(lengths[order], descending=True, stable=True)
     return order[by_length[torch.argsort(step[by_length], stable=True)]]
 

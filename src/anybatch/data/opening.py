@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from contextlib import nullcontext
 
+from torch import Tensor
+
+from anybatch.batch_rule import Ramp, as_text, tokens_of
 from anybatch.data.lengths import lengths_of
 from anybatch.data.loader import Loader, is_map_style, num_samples_of
+from anybatch.data.order import permutation
 from anybatch.data.schedule import Steps
 from anybatch.data.stream import StreamLoader
 from anybatch.data.workers import Beside
@@ -14,14 +20,58 @@ from anybatch.task import Task
 
 def steps_of(task: Task) -> Steps:
     """How the training of `task` is laid out. Raises `InputError` if no step can be made of it."""
+    num_samples, lengths = num_samples_of(task.train), tokens_in(task)
     return Steps(
-        num_samples=num_samples_of(task.train),
+        num_samples=num_samples,
         global_batch=task.global_batch,
         last=task.last,
         epochs=task.epochs,
         steps=task.steps,
         samples=task.samples,
+        lengths=None
+        if lengths is None
+        else lambda epoch: lengths[
+            permutation(task.seed, epoch, len(lengths), task.shuffle)
+        ].numpy(),
     )
+
+
+def tokens_in(task: Task) -> Tensor | None:
+    """How many tokens the global batch of `task` counts each training sample as: int64, shape
+    `[num_samples]`; None where it counts samples, or the lengths are not known."""
+    unit = tokens_of(task.global_batch)
+    if unit is None or not is_map_style(task.train):
+        return None
+    return lengths_of(task.lengths if unit.of is None else unit.of, task.train, "training")
+
+
+def largest_batch(task: Task) -> int:
+    """Samples of the largest global batch of `task`: what a plan is made for."""
+    batch = task.global_batch
+    return batch if isinstance(batch, int) else steps_of(task).most_samples
+
+
+def identity_of_batch(task: Task) -> int | str:
+    """What has to be the same of two tasks for their steps to be made up alike, beside their data, its
+    order and `last`."""
+    batch = task.global_batch
+    if isinstance(batch, int):
+        return batch
+    lengths, length = tokens_in(task), ""
+    told = "" if lengths is None else f" of the lengths {_digest(lengths)}"
+    if isinstance(batch, Ramp):
+        length = next(f" in {n:,} {of}" for n, of in _lengths_of_training(task) if n)
+    return f"{as_text(batch)}{length}{told}"
+
+
+def _lengths_of_training(task: Task) -> Iterator[tuple[int | None, str]]:
+    yield task.epochs, "epochs"
+    yield task.steps, "steps"
+    yield task.samples, "samples"
+
+
+def _digest(lengths: Tensor) -> str:
+    return hashlib.sha256(lengths.numpy().tobytes()).hexdigest()[:12]
 
 
 def open_training(

@@ -9,14 +9,29 @@ set of 10 and a global batch of 4:
     keep  | 0 1 2 3 | 4 5 6 7 | 8 9 || 0 1 2 3 | ...     3 steps per epoch, the last one smaller
     drop  | 0 1 2 3 | 4 5 6 7 || 0 1 2 3 | 4 5 6 7 ||    2 steps per epoch
     wrap  | 0 1 2 3 | 4 5 6 7 | 8 9 0 1 | 2 3 4 5 | ...  steps go across the ends of epochs
+
+Where the global batch is in tokens, or grows, steps are as long as its rule says: see `boundaries`.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+import numpy as np
+
+from anybatch.batch_rule import (
+    BatchRule,
+    Ramp,
+    as_text,
+    largest_target,
+    rate_factor,
+    target_at,
+)
+from anybatch.data.boundaries import Boundaries, most_samples
 from anybatch.errors import DataError, InputError
 
 Last = Literal["keep", "drop", "wrap"]
@@ -36,25 +51,32 @@ class Steps:
 
     Attributes:
         num_samples: length of the data set; None for a stream, whose steps are found as it is read.
-        global_batch: samples per step, over all ranks.
+        global_batch: samples per step, over all ranks; or `Tokens` or a `Ramp`.
         last: what becomes of samples that do not fill a global batch at the end of an epoch.
         epochs, steps, samples: the length of training; exactly one of them. With `samples` the last
             step is cut short to end at exactly that many.
+        lengths: from an epoch to the lengths of its samples in their order, int64, shape
+            `[num_samples]`, where the global batch is in tokens.
 
     Raises `InputError` (`DataError` where the data set is at fault) if no step can be made of it.
     """
 
     num_samples: int | None
-    global_batch: int
+    global_batch: BatchRule
     last: Last = "keep"
     epochs: int | None = None
     steps: int | None = None
     samples: int | None = None
+    lengths: Callable[[int], np.ndarray] | None = None
 
     def __post_init__(self) -> None:
         lengths = {"epochs": self.epochs, "steps": self.steps, "samples": self.samples}
         given = {name: value for name, value in lengths.items() if value is not None}
-        if len(given) != 1 or self.global_batch < 1 or any(v < 1 for v in given.values()):
+        if (
+            len(given) != 1
+            or largest_target(self.global_batch) < 1
+            or any(v < 1 for v in given.values())
+        ):
             raise InputError(
                 f"training with global_batch={self.global_batch} and {given or 'no length'} cannot"
                 " be laid out: give a global_batch of at least 1 and exactly one of epochs, steps"
@@ -64,6 +86,13 @@ class Steps:
             raise InputError(f"last is {self.last!r}: give 'keep', 'drop' or 'wrap'.")
         if self.num_samples is not None and self.num_samples < 1:
             raise DataError("the training data set is empty: give at least one sample.")
+        rule = self.global_batch
+        if isinstance(rule, Ramp) and self.steps is None and self._given_samples is None:
+            raise InputError(
+                f"global_batch is {as_text(rule)}, which goes by the part of training that is done, and"
+                " the length of the training data is unknown: give steps=... or samples=... instead of"
+                " epochs=..."
+            )
         if self.num_samples is not None and self.epoch_samples == 0:
             raise DataError(
                 f"last='drop' drops every one of the {self.num_samples} training samples, since"
@@ -73,36 +102,87 @@ class Steps:
     @cached_property
     def epoch_samples(self) -> int:
         """Samples of an epoch that training uses. Raises `InputError` for a stream."""
-        length = self._length
-        return length - length % self.global_batch if self.last == "drop" else length
+        length, size = self._length, self.global_batch
+        return length - length % size if self.last == "drop" and isinstance(size, int) else length
 
     @cached_property
     def total_samples(self) -> int | None:
         """Samples of the whole training; None for a stream over `epochs`.
 
-        For a stream over `steps` it is `steps` full global batches: what is read unless the stream
+        For a stream over `steps` it is that many full global batches: what is read unless the stream
         ends in between, with samples left over.
         """
-        if self.samples is not None:
-            return self.samples
-        if self.num_samples is None:
-            return None if self.steps is None else self.steps * self.global_batch
-        if self.epochs is not None:
-            return self.epochs * self.epoch_samples
-        return self._start(self.steps or 0)
+        if self.steps is None:
+            return self._given_samples
+        if self.num_samples is None and isinstance(self.global_batch, int):
+            return self.steps * self.global_batch
+        return self._start(self.steps)
 
     @cached_property
     def total_steps(self) -> int | None:
         """Steps of the whole training; None for a stream, unless they follow from its length."""
         if self.steps is not None:
             return self.steps
-        total = self.total_samples
+        total, size = self.total_samples, self.global_batch
         if total is None or (self.num_samples is None and self.last == "keep"):
             return None
+        if not isinstance(size, int):
+            return self._boundaries.count(total)
         if self.last == "keep":
             whole, rest = divmod(total, self._length)
-            return whole * _ceil(self._length, self.global_batch) + _ceil(rest, self.global_batch)
-        return _ceil(total, self.global_batch)
+            return whole * _ceil(self._length, size) + _ceil(rest, size)
+        return _ceil(total, size)
+
+    @cached_property
+    def most_samples(self) -> int:
+        """Samples of the largest step that there can be, by whatever order of the samples."""
+        target = largest_target(self.global_batch)
+        if self.lengths is None:
+            return target
+        return most_samples(self.lengths(0), target, self.last == "wrap")
+
+    @cached_property
+    def largest_step(self) -> int:
+        """The index of a step with as many samples as any, by which a plan can be rehearsed. In tokens
+        one step is as good as another."""
+        total = self.total_samples
+        if not isinstance(self.global_batch, Ramp) or total is None or self.num_samples is None:
+            return 0
+        return int(self._boundaries.sizes(total).argmax())
+
+    @property
+    def total_tokens(self) -> int | None:
+        """Of the whole training; None where the global batch is in samples."""
+        total = self.total_samples
+        return None if self.lengths is None or total is None else self._tokens_until(total)
+
+    def tokens_before(self, index: int) -> int | None:
+        """Tokens that the steps before `index` take, over all ranks; None as above."""
+        return None if self.lengths is None else self._tokens_until(self.samples_before(index))
+
+    def rate_factor(self, index: int, first_sample: int) -> float:
+        """What the learning rate of the step `index`, which begins at `first_sample`, is multiplied by
+        for the sake of its batch."""
+        return rate_factor(self.global_batch, self._done(index, first_sample))
+
+    def target(self, index: int, first_sample: int) -> int:
+        """Samples, or tokens, that the step `index` is to have, if it begins at `first_sample`."""
+        if isinstance(self.global_batch, int):
+            return self.global_batch
+        return target_at(self.global_batch, self._done(index, first_sample))
+
+    def steps_in(self, epoch: int) -> np.ndarray:
+        """For each position of `epoch` a number that tells apart the steps it belongs to: int64, shape
+        `[num_samples]`, ascending."""
+        length, size, line = self._length, self.global_batch, epoch * self.epoch_samples
+        at = np.arange(length)
+        if not isinstance(size, int):
+            steps = self._boundaries.steps(line, line + length)
+        else:
+            steps = (at + epoch * length if self.last == "wrap" else at) // size
+        if self.samples is not None:  # the last step may end before
+            steps = steps + (at + (epoch * length if self.last == "wrap" else line) >= self.samples)
+        return steps
 
     def samples_before(self, index: int) -> int:
         """Samples that the steps before `index` take, over all ranks."""
@@ -132,11 +212,14 @@ class Steps:
     def first_of_one(self) -> int | None:
         """The index of the first step of a single sample; None if there is none, or if that is not
         known before a stream is read."""
-        total = self.total_steps
+        total, size = self.total_steps, self.global_batch
         if self.num_samples is None or total is None:
-            return 0 if self.global_batch == 1 else None
+            return 0 if size == 1 else None
+        if not isinstance(size, int):
+            found = np.flatnonzero(self._boundaries.sizes(self.samples_before(total)) == 1)
+            return int(found[0]) if len(found) else None
         # Only the last step of an epoch, and that of the training, may be smaller than the others.
-        places = {0, _ceil(self._length, self.global_batch) - 1, total - 1}
+        places = {0, _ceil(self._length, size) - 1, total - 1}
         found = [index for index in places if index < total and self.num_samples_of(index) == 1]
         return min(found, default=None)
 
@@ -158,12 +241,62 @@ class Steps:
             )
         return self.num_samples
 
+    @property
+    def _given_samples(self) -> int | None:
+        """Samples of the whole training, where they do not depend on its steps."""
+        if self.epochs is None or self.num_samples is None:
+            return self.samples
+        return self.epochs * self.epoch_samples
+
     def _start(self, index: int) -> int:
         """Where the step `index` starts if training had no end."""
+        size = self.global_batch
+        if not isinstance(size, int):
+            return self._boundaries.start(index)
         if self.last != "keep":
-            return index * self.global_batch
-        epoch, index_in_epoch = divmod(index, _ceil(self._length, self.global_batch))
-        return epoch * self._length + index_in_epoch * self.global_batch
+            return index * size
+        epoch, index_in_epoch = divmod(index, _ceil(self._length, size))
+        return epoch * self._length + index_in_epoch * size
+
+    @cached_property
+    def _boundaries(self) -> Boundaries:
+        reached = None if self.lengths is None else self._reached
+        return Boundaries(self.target, self.num_samples, self.last == "wrap", reached)
+
+    def _done(self, index: int, first_sample: int) -> float:
+        """The part of training that is done before the step `index`, which begins at `first_sample`.
+        It does not depend on the steps before, so that a ramp is no riddle."""
+        if self.steps is not None:
+            return index / self.steps
+        total = self._given_samples
+        if total is None:
+            return 0.0  # and the batch is no ramp
+        if self.lengths is None:
+            return first_sample / total
+        return self._tokens_until(first_sample) / self._tokens_until(total)
+
+    def _tokens_until(self, sample: int) -> int:
+        """The total length of the first `sample` samples of the line."""
+        epoch, position = divmod(sample, self._length)
+        reached = self._reached(epoch)
+        return epoch * int(reached[-1]) + int(reached[position])
+
+    def _reached(self, epoch: int) -> np.ndarray:
+        """See `boundaries.Reached`; of the last epochs that were asked for it is kept."""
+        found = self._kept.get(epoch)
+        if found is None:
+            assert self.lengths is not None
+            while len(self._kept) >= _EPOCHS_KEPT:
+                self._kept.popitem(last=False)
+            found = self._kept[epoch] = np.concatenate(([0], np.cumsum(self.lengths(epoch))))
+        return found
+
+    @cached_property
+    def _kept(self) -> OrderedDict[int, np.ndarray]:
+        return OrderedDict()
+
+
+_EPOCHS_KEPT = 2  # a step of last="wrap" mostly spans two; more would only cost memory
 
 
 def _ceil(count: int, size: int) -> int:

@@ -264,7 +264,8 @@ class _Reader:
     def _limit(self, taken: int) -> int:
         """Samples of the step that starts when `taken` are taken, if the stream has them."""
         samples = self._steps.samples
-        return min(self._steps.global_batch, samples - taken if samples is not None else 1 << 62)
+        size = self._steps.target(self.next_index, taken)
+        return min(size, samples - taken if samples is not None else 1 << 62)
 
     def _at_end(self, taken: int) -> bool:
         """Whether the epoch has no further sample that training uses. Looks ahead by one sample, or

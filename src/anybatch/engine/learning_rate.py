@@ -30,6 +30,7 @@ class LearningRate:
     Args:
         optimizer: whose groups have the rates.
         schedule, scheduler, interval: see `Task`.
+        follows: whether the rates follow the batch; see `Ramp.learning_rate`.
         evaluates: whether there will be evaluations, by which a `ReduceLROnPlateau` goes.
 
     Attributes:
@@ -45,14 +46,17 @@ class LearningRate:
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         interval: Literal["epoch", "step"] | None = None,
         evaluates: bool = False,
+        follows: bool = False,
     ) -> None:
         self._groups = optimizer.param_groups
         self._schedule = schedule
         self._base = [_rate_of(group) for group in self._groups]
-        if schedule is not None and any(map(math.isnan, self._base)):
+        self._follows = follows
+        if (schedule is not None or follows) and any(map(math.isnan, self._base)):
+            what = "schedule" if schedule is not None else "ramp of the global batch"
             raise InputError(
-                f"the schedule multiplies the learning rate, and {type(optimizer).__name__} has none"
-                " (lr=None: it chooses its own): give it one, or leave schedule out."
+                f"the {what} multiplies the learning rate, and {type(optimizer).__name__} has none"
+                " (lr=None: it chooses its own): give it one, or do without."
             )
         self._interval = interval
         self._scheduler = None
@@ -65,11 +69,13 @@ class LearningRate:
         """The rate of the first group."""
         return _rate_of(self._groups[0])
 
-    def before_update(self, progress: Progress) -> None:
-        """Set the rates of the coming update."""
-        if self._schedule is None:
+    def before_update(self, progress: Progress, follows: float = 1.0) -> None:
+        """Set the rates of the coming update, times `follows`: see `Ramp.learning_rate`."""
+        if self._schedule is None and not self._follows:
             return
-        factor = _checked_factor(_asked(self._schedule, progress), progress)
+        factor = follows
+        if self._schedule is not None:
+            factor *= _checked_factor(_asked(self._schedule, progress), progress)
         for group, base in zip(self._groups, self._base, strict=True):
             rate = group["lr"]
             if isinstance(rate, torch.Tensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from anybatch.batch_rule import tokens_of
 from anybatch.data import (
     Order,
     Steps,
@@ -23,13 +24,17 @@ _STEPS_SEEN = 32
 
 def padded_of(task: Task, ghost: int | None = None) -> int | None:
     """The padded size of a mean global batch of `task` in samples of the longest, rounded up to whole
-    ghost batches of `ghost` samples; None if the lengths of its samples are not given."""
+    ghost batches of `ghost` samples; None if the lengths of its samples are not given, and the global
+    batch is in samples. Of a batch that grows the largest ones are looked at."""
     if not is_map_style(task.train):
         return None
     steps = steps_of(task)
     first = _first_steps(task, steps, ghost)
-    if first is None:
+    if first is None and tokens_of(task.global_batch) is None:
         return None
+    if first is None:  # a mean number of samples, all alike
+        sizes = [steps.num_samples_of(index) for index in _steps_seen(steps)]
+        return -(-sum(sizes) // len(sizes))
     lengths, longest = first
     sizes = [_padded(of_step, longest, ghost) for of_step in lengths]
     unit = ghost or 1
@@ -48,9 +53,14 @@ def _first_steps(
         if ghost
         else ordered(task.seed, lengths, steps, task.shuffle)
     )
-    seen = range(min(steps.total_steps or 1, _STEPS_SEEN))
+    seen = _steps_seen(steps)
     first = tuple(lengths_of_step(index, lengths, steps, order) for index in seen)
     return first, int(lengths.max())
+
+
+def _steps_seen(steps: Steps) -> range:
+    first = steps.largest_step
+    return range(first, min(steps.total_steps or 1, first + _STEPS_SEEN))
 
 
 def _padded(lengths: np.ndarray, longest: int, ghost: int | None) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anybatch.data import is_map_style, parts_of
+from anybatch.data import is_map_style, largest_batch, parts_of
 from anybatch.data.microbatch import samples_left
 from anybatch.estimate.template import NUM_SAMPLES
 from anybatch.task import JointLoss, Task
@@ -38,7 +38,7 @@ def samples_of(task: Task, batch: Any) -> Samples:
     """What the samples of `task` take, by a `batch` of it."""
     sample_bytes = sum(_blocks(batch)) // samples_left(batch, NUM_SAMPLES)
     return Samples(
-        held_bytes=0 if is_map_style(task.train) else task.global_batch * sample_bytes,
+        held_bytes=0 if is_map_style(task.train) else largest_batch(task) * sample_bytes,
         waiting_bytes=sample_bytes if isinstance(task.loss, JointLoss) else 0,
     )
 

@@ -19,12 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from anybatch.batch_rule import rule_text
 from anybatch.compute import DEFAULT_GHOST_BATCH, find_blocks, find_chains
 from anybatch.compute.building import optimizer_for, unhooked
 from anybatch.compute.ghost_norm import cut_norms, depends_on_cut
 from anybatch.compute.kernel_choices import is_compiled
 from anybatch.compute.modes import into_training
 from anybatch.data import (
+    largest_batch,
     lengths_of,
     map_leaves,
     num_samples_of,
@@ -239,7 +241,7 @@ def subject_of(task: Task) -> Subject:
         recall=recall,
         long=_told_lengths(task),
         samples=samples_of(task, template),
-        compared=task.global_batch if isinstance(task.loss, JointLoss) else 0,
+        compared=largest_batch(task) if isinstance(task.loss, JointLoss) else 0,
         compiled=is_compiled(model),
         uneven=uneven,
         depends=depends_on_cut(model),
@@ -254,10 +256,12 @@ def identify(task: Task, model: nn.Module) -> TaskIdentity:
     trainable = list(parameters_in(task.parameters_of(model)))
     lengths = lengths_of(task.lengths, task.train, "training")
     ghost = ghost_batch_of(task, model)
-    grain, part = task.grains.cut(task.global_batch, ghost) if task.grains else (None, None)
+    largest = largest_batch(task)
+    grain, part = task.grains.cut(largest, ghost) if task.grains else (None, None)
     return TaskIdentity(
         name=task.name,
-        global_batch=task.global_batch,
+        global_batch=largest,
+        batch_rule=rule_text(task.global_batch),
         parameters=sum(p.numel() for p in model.parameters()),
         trainable_parameters=sum(p.numel() for p in trainable if p.requires_grad),
         ghost_batch=ghost,

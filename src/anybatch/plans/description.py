@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from anybatch.batch_rule import Ramp, in_words, read_rule, tokens_of
 from anybatch.plans.ranks import Parallel
 from anybatch.units import format_bytes, format_seconds
 
@@ -26,6 +27,10 @@ def explained(plan: Plan) -> list[tuple[str, str]]:
         ghost += ", each divided over the ranks"
     each = f"{_shares(plan)}, " if plan.num_ranks > 1 else ""
     samples = f"{task.global_batch:,} samples per step"
+    if task.batch_rule:
+        rule = read_rule(task.batch_rule)
+        most = f", at most {task.global_batch:,} samples" if tokens_of(rule) else ""
+        samples = f"{in_words(rule)}{most}"
     lines = [
         ("task", f"{task.name}, {task.trainable_parameters:,} trainable parameters"),
         ("device", plan.device_name or plan.device),
@@ -35,6 +40,8 @@ def explained(plan: Plan) -> list[tuple[str, str]]:
     if not plan.exchange.is_exact:
         lines.append(("exchange", f"not exact: {plan.exchange.describe()}"))
     lines.append(("global batch", f"{samples}: {each}{_cut(plan)}{ghost}"))
+    if ramp := _ramp(plan):
+        lines.append(("smaller steps", ramp))
     if task.grain and task.part:
         lines.append(("reproducible", _grains(task.grain, task.part, task.num_parts or 1)))
     lines += [
@@ -79,7 +86,9 @@ def in_one_line(plan: Plan) -> str:
     """`plan` for a prompt of Python: what it is for, the choice, and what that is predicted to cost."""
     device = plan.device_name or plan.device
     where = f"{plan.num_ranks} ranks of {device}" if plan.num_ranks > 1 else device
-    whose = f"{plan.task.name}: global batch {plan.task.global_batch:,}"
+    rule = plan.task.batch_rule
+    batch = in_words(read_rule(rule)) if rule else f"{plan.task.global_batch:,}"
+    whose = f"{plan.task.name}: global batch {batch}"
     cost = "nothing predicted"
     if plan.prediction is not None:
         budget = f" of {format_bytes(plan.budget_bytes)}" if plan.budget_bytes else ""
@@ -112,6 +121,20 @@ def _cut(plan: Plan) -> str:
     return (
         f"micro-batches of a padded size of at most {size * longest:,} ({size} x {longest:,}, the"
         " longest), accumulated exactly"
+    )
+
+
+def _ramp(plan: Plan) -> str:
+    """How the steps of each size run, where their number of samples grows."""
+    rule, size = read_rule(plan.task.batch_rule or "1"), plan.choice.micro_batch
+    if not isinstance(rule, Ramp) or tokens_of(rule) or plan.norms == "synchronised":
+        return ""
+    ends = [n for n in (rule.start, rule.stop) if isinstance(n, int)]
+    least = min(ends)
+    each = "of the largest share" if plan.num_ranks > 1 else "of a step"
+    return (
+        f"a micro-batch for each {size:,} samples {each}: {plan.passes_for(least):,} at {least:,}"
+        f" samples, {plan.accumulation_steps:,} at {max(ends):,}"
     )
 
 

@@ -35,7 +35,10 @@ class TaskIdentity(Frozen):
     """The parts of a task by which a plan recognises it."""
 
     name: str
-    global_batch: int = Field(ge=1)
+    global_batch: int = Field(ge=1, description="samples of the largest step")
+    batch_rule: str = Field(
+        default="", description="of steps that differ in size: as --global-batch takes it"
+    )
     parameters: int = Field(ge=0)
     trainable_parameters: int = Field(ge=1)
     ghost_batch: int | None = Field(default=None, ge=1)
@@ -155,9 +158,13 @@ class Plan(Frozen):
     def accumulation_steps(self) -> int:
         """Passes for a full global batch, on the rank that has most; the most there can be, where
         samples differ in length."""
+        return self.passes_for(self.task.global_batch)
+
+    def passes_for(self, num_samples: int) -> int:
+        """The same for a step of so many samples."""
         if self.norms == "synchronised":
-            return num_units(self.task.global_batch, self.task.ghost_batch or 1)
-        return -(-self.largest_share // self.choice.micro_batch)
+            return num_units(num_samples, self.task.ghost_batch or 1)
+        return -(-self._largest_part(num_samples) // self.choice.micro_batch)
 
     def leaner(self) -> Plan | None:
         """The plan to take when this one ran out of memory: the next rung of the ladder, or below the
@@ -222,6 +229,7 @@ class Plan(Frozen):
             " the task"
             for name in (
                 "global_batch",
+                "batch_rule",
                 "parameters",
                 "trainable_parameters",
                 "ghost_batch",

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from anybatch.compute import Replica
 from anybatch.compute.building import checked_optimizer, optimizer_for, place
+from anybatch.data import largest_batch
 from anybatch.driver import take_workspaces
 from anybatch.estimate import identify
 from anybatch.parallel import Group
@@ -56,7 +57,7 @@ def build(
         return checked_optimizer(optimizer_for(task, model), model)
 
     def make() -> Replica:
-        size, kernels = task.global_batch, plan.kernels
+        size, kernels = largest_batch(task), plan.kernels
         replica = Replica(
             model, make_optimizer, task.loss, plan.choice, device, size, kernels=kernels
         )

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from anybatch.compute import kernel_choices
-from anybatch.data import Steps, lengths_of, num_samples_of
+from anybatch.data import Steps, identity_of_batch, lengths_of, num_samples_of
 from anybatch.errors import InputError
 from anybatch.events import step_number
 from anybatch.parallel import Group
@@ -25,7 +25,7 @@ def check_alike(task: Task, plan: Plan, group: Group) -> None:
     mine = {
         "the versions of anybatch and torch": str(versions()),
         "the task": task.name,
-        "the global batch": str(task.global_batch),
+        "the global batch": str(identity_of_batch(task)),
         "the seed": str(task.seed),
         "what to do about bad data": task.bad_data,
         "the number of training samples": str(num_samples_of(task.train)),
@@ -71,6 +71,11 @@ def single_sample(steps: Steps, index: int, norm: str) -> str:
     """The sentence for the step `index`, of one sample, that the BatchNorm `norm` cannot normalise."""
     cannot = f"BatchNorm {norm!r} cannot normalise one: a single value per channel has no variance."
     length, size = steps.num_samples, steps.global_batch
+    if not isinstance(size, int):
+        return (
+            f"step {step_number(index)} has 1 sample, and {cannot} Train with a larger global batch, or"
+            " use a norm that looks at one sample only, such as GroupNorm."
+        )
     if size == 1 or length == 1 or length is None:
         return (
             f"step {step_number(index)} has 1 sample, and {cannot} Train with a global batch of at"

@@ -16,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from anybatch.batch_rule import Ramp
 from anybatch.compute import kernel_choices
 from anybatch.compute.determinism import deterministic
 from anybatch.compute.modes import into_training
@@ -26,6 +27,7 @@ from anybatch.data import (
     StepData,
     StreamLoader,
     is_map_style,
+    largest_batch,
     num_samples_of,
     open_training,
 )
@@ -150,7 +152,8 @@ class Rank:
     ) -> None:
         self.pulse: Pulse = pulse or Pulse(group.rank)
         self._task = task
-        self._tries = trial
+        # A ramp begins with its smallest steps, which tell little of the largest.
+        self._tries = trial and not isinstance(task.global_batch, Ramp)
         self._group = group
         self._device = device
         self._sink = sink
@@ -269,7 +272,7 @@ class Rank:
         Returns None if there are no samples, or if a fixed choice does not fit. Raises `NoPlanFits` if
         nothing fits, and what the data, the model or the loss raises.
         """
-        self.begin()
+        self._loader.begin(max(self._position.step, self._steps.largest_step), self._cut)
         data = self._next()
         if data is None:
             return None
@@ -370,7 +373,7 @@ class Rank:
                 partial(self._batches.of, self._task.valid, skips=self._skips),
                 self._task.loss,
                 self._task.metrics,
-                Together(self._task.global_batch, not is_map_style(self._task.valid)),
+                Together(largest_batch(self._task), not is_map_style(self._task.valid)),
             )
         event = Evaluated(
             time=time.time(),
@@ -444,6 +447,8 @@ class Rank:
             task.scheduler,
             task.scheduler_interval,
             evaluates=task.valid is not None,
+            follows=isinstance(task.global_batch, Ramp)
+            and task.global_batch.learning_rate is not None,
         )
         self._steps, self._loader = open_training(
             task,
@@ -567,13 +572,16 @@ class Rank:
             epoch=data.epoch,
             total_steps=self._steps.total_steps,
             total_samples=self._steps.total_samples,
+            tokens=self._steps.tokens_before(data.index),
+            total_tokens=self._steps.total_tokens,
         )
+        follows = self._steps.rate_factor(data.index, data.first_sample)
         source = self._source(data)
         tried = self._tried(data.index, source)
         if tried:
             begun, reading, source.waited_seconds = time.perf_counter(), 0.0, 0.0
         watch = Stopwatch()
-        before_update = partial(self._rates.before_update, progress)
+        before_update = partial(self._rates.before_update, progress, follows)
         with ExitStack() as whole:
             done = self._engine.run(data.index, source, before_update, whole)
             # A rank among several waits for the others too, and a host for its device.

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from anybatch.compute import Replica
 from anybatch.compute.low_bit_optimizers import fresh_state, is_compiled, parts_of
-from anybatch.data import num_samples_of
+from anybatch.data import identity_of_batch, num_samples_of
 from anybatch.engine import LearningRate
 from anybatch.errors import InputError
 from anybatch.parallel import Group
@@ -246,7 +246,7 @@ class TrainingState:
     def _identity(self) -> dict[str, Plain]:
         task = self._task
         return {
-            "global_batch": task.global_batch,
+            "global_batch": identity_of_batch(task),
             "seed": task.seed,
             "shuffle": task.shuffle,
             "last": task.last,
