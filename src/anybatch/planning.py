@@ -55,6 +55,7 @@ from anybatch.plans import (
     parse_chunked_loss,
     parse_compile,
     parse_norms,
+    parse_norms_of_task,
     parse_open_precision,
     parse_parallel,
 )
@@ -276,6 +277,13 @@ def plan(
     return made if exchange is None else made.exchanging(exchange)
 
 
+def with_norms(task: Task, norms: str | None) -> tuple[Task, Norms | None]:
+    """`task`, with one ghost batch per step if `norms` is `"as-written"`, and where norms are computed;
+    None: that is open. Raises `InputError` for another name."""
+    where, as_written = parse_norms_of_task(norms)
+    return replace(task, ghost_batch=largest_batch(task)) if as_written else task, where
+
+
 def _check_reproducible(
     *,
     parallel: Parallel | None,
@@ -440,6 +448,7 @@ def serves_again(
     recompute: str | Recompute | None = None,
     chunked_loss: bool | None = None,
     exchange: Exchange | None = None,
+    norms: Norms | None = None,
     sharding: Sharding | None = None,
     balance: Balancing | None = None,
     compile: Compile = False,
@@ -463,6 +472,7 @@ def serves_again(
         and (compile == "if-faster" or kernels.compile == compile)
         and (parallel is None or before.parallel == parallel)
         and before.exchange == (exchange or Exchange())
+        and norms in (None, before.norms)
         and (sharding is None or before.sharding == sharding)
         and (balance is None or before.balance == balance)
         and micro_batch is None

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -40,12 +40,13 @@ from anybatch.insight.noise_series import Block, Series
 from anybatch.launch import call, find
 from anybatch.parallel import exchange as tell
 from anybatch.parallel import leads
-from anybatch.planning import checked_ranks, default_ranks, serves_again
+from anybatch.planning import checked_ranks, default_ranks, serves_again, with_norms
 from anybatch.planning import plan as make_plan
 from anybatch.plans import (
     Balancing,
     Compile,
     Exchange,
+    Norms,
     Parallel,
     Plan,
     Recompute,
@@ -149,6 +150,7 @@ def train(
     recompute: str | Recompute | None = None,
     chunked_loss: bool | None = None,
     exchange: Exchange | None = None,
+    norms: Norms | Literal["as-written"] | None = None,
     sharding: Sharding | None = None,
     balance: Balancing | None = None,
     compile: Compile = False,
@@ -184,6 +186,9 @@ def train(
         parallel: how the ranks share a step, see `plans.Parallel`; None: chosen.
         precision, micro_batch, recompute, chunked_loss, exchange, sharding, balance, compile,
             rehearsal: see `plan`.
+        norms: see `plan`; or `"as-written"`: BatchNorm normalises over the whole global batch, as it
+            does in a plain loop with such batches. It is the same as `ghost_batch=global_batch` in the
+            task, and needs the memory for it, on one rank or divided over all.
         trial: whether the plan, and choices that are predicted to be nearly as fast, are tried before
             the first step, see `Session`. None: unless `plan` is given.
         resume: go on with the run in `out`, from its newest intact checkpoint; at the beginning where
@@ -213,6 +218,7 @@ def train(
     its report; before that, it is as it was.
     """
     check_task(task)
+    task, where = with_norms(task, norms)
     parse_parallel(parallel)
     checked_ranks(ranks, parallel)
     keeping = Keeping(resume, checkpoint_every, keep, restarts, stall_seconds)
@@ -226,6 +232,7 @@ def train(
         recompute=recompute,
         chunked_loss=chunked_loss,
         exchange=exchange,
+        norms=where,
         sharding=sharding,
         balance=balance,
         compile=compile,
@@ -267,6 +274,7 @@ class PlanOptions:
     recompute: str | Recompute | None = None
     chunked_loss: bool | None = None
     exchange: Exchange | None = None
+    norms: Norms | None = None
     sharding: Sharding | None = None
     balance: Balancing | None = None
     compile: Compile = False

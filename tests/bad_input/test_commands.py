@@ -135,6 +135,14 @@ WORDS = [
         ("parallel is 'shard'", "reproducible", "'replicate'"),
         "plan task.py --reproducible --parallel shard --devices 2",
     ),
+    Bad("backend", "", ("--backend is 'mpi'", "gloo", "mpirun"), "train task.py --backend mpi"),
+    Bad("norms", "", ("norms is 'sync'", "synchronised"), "train task.py --norms sync"),
+    Bad(
+        "norms-as-written-in-pieces",
+        NORM,
+        ("micro_batch is 4", "ghost batch", "multiple of 8"),
+        "train task.py --norms as-written --micro-batch 4",
+    ),
     Bad("shard-over-0", "", ("shard-over is 0", "at least 1"), "plan task.py --shard-over 0"),
     Bad(
         "shard-over-no-divisor",

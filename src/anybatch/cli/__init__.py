@@ -56,9 +56,11 @@ _UsageError: Any = typer.BadParameter.__base__
 
 
 @_app.callback(invoke_without_command=True)
-def _version(
+def _before_commands(
     version: bool = typer.Option(False, "--version", help="Show the version and exit."),
+    local_rank: int | None = typer.Option(None, "--local-rank", "--local_rank", hidden=True),
 ) -> None:
+    # `python -m torch.distributed.launch` passes it, and sets LOCAL_RANK, which is what counts.
     if version:
         from importlib.metadata import version as version_of
 

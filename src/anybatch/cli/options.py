@@ -100,6 +100,14 @@ ShardOver: TypeAlias = Annotated[
         help="Divide the model over N ranks (those of a machine, say); such groups replicate it.",
     ),
 ]
+NormsName: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--norms",
+        metavar="HOW",
+        help="BatchNorm: ghosts, synchronised, or as-written (over the whole batch). Default: chosen.",
+    ),
+]
 Reproducible: TypeAlias = Annotated[
     bool,
     typer.Option(
@@ -171,6 +179,21 @@ def compile_of(compile: bool, if_faster: bool) -> Compiling:
             " other only where it proves faster: leave one of them out."
         )
     return "if-faster" if if_faster else compile
+
+
+def check_backend(name: str | None) -> None:
+    """Raises `InputError` if `name` is not the backend of torch.distributed that ranks use here."""
+    import torch
+
+    if name is None:
+        return
+    used, device = ("nccl", "GPUs") if torch.cuda.is_available() else ("gloo", "CPUs")
+    if name.lower() == used:
+        return
+    remedy = f"leave it out, or give {used}"
+    if name.lower() == "mpi":
+        remedy += "; ranks that mpirun starts are recognised (mpirun -n 4 anybatch train ...)"
+    raise InputError(f"--backend is {name!r}, and on {device} ranks exchange by {used}: {remedy}.")
 
 
 def machine_of(device: str | None, devices: int | None) -> Machine | None:

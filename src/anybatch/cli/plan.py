@@ -18,6 +18,7 @@ from anybatch.cli.options import (
     Grain,
     Memory,
     MicroBatch,
+    NormsName,
     ParallelName,
     PrecisionName,
     RecomputeNames,
@@ -41,6 +42,7 @@ def plan(
     devices: Devices = None,
     parallel: ParallelName = None,
     shard_over: ShardOver = None,
+    norms: NormsName = None,
     precision: PrecisionName = "fp32",
     micro_batch: MicroBatch = None,
     recompute: RecomputeNames = None,
@@ -70,10 +72,13 @@ def plan(
         from anybatch.cli.waiting import Waiting
         from anybatch.launch import find
         from anybatch.planning import plan as make_plan
+        from anybatch.planning import with_norms
         from anybatch.plans import parse_parallel, parse_sharding
         from anybatch.report import print_plan, write_frontier
 
-    loaded = load_task(task, settings, global_batch, reproducible, grain)
+    loaded, norms_at = with_norms(
+        load_task(task, settings, global_batch, reproducible, grain), norms
+    )
     where = machine_of(device, devices)
     with Waiting("planning:") as waiting:
         chosen = make_plan(
@@ -82,6 +87,7 @@ def plan(
             memory=memory,
             parallel=parse_parallel(parallel),
             sharding=parse_sharding(shard_over),
+            norms=norms_at,
             precision=precision,
             micro_batch=micro_batch,
             recompute=recompute,

@@ -17,6 +17,7 @@ from anybatch.cli.options import (
     Grain,
     Memory,
     MicroBatch,
+    NormsName,
     ParallelName,
     PrecisionName,
     Ranks,
@@ -27,6 +28,7 @@ from anybatch.cli.options import (
     ShardOver,
     TaskName,
     Why,
+    check_backend,
     compile_of,
     load_task,
 )
@@ -52,6 +54,7 @@ def train(
     ranks: Ranks = None,
     parallel: ParallelName = None,
     shard_over: ShardOver = None,
+    norms: NormsName = None,
     balance: Annotated[
         str | None,
         typer.Option(
@@ -82,6 +85,14 @@ def train(
             "--rendezvous-secret",
             metavar="FILE",
             help="With the secret of several machines. Default: ANYBATCH_RENDEZVOUS_SECRET.",
+        ),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            "--backend",
+            metavar="NAME",
+            help="nccl for GPUs, gloo for CPUs: as the device says by itself.",
         ),
     ] = None,
     compress: Annotated[
@@ -168,11 +179,12 @@ def train(
         from anybatch.launch import find, parse_nodes, read_secret, run_command
         from anybatch.parallel import exchange as tell
         from anybatch.parallel import leads
-        from anybatch.planning import check_started, checked_ranks
+        from anybatch.planning import check_started, checked_ranks, with_norms
         from anybatch.plans import (
             Plan,
             parse_balance,
             parse_exchange,
+            parse_norms_of_task,
             parse_parallel,
             parse_sharding,
         )
@@ -191,6 +203,7 @@ def train(
         from anybatch.run import train as run_training
         from anybatch.session import joined
 
+    check_backend(backend)
     way = parse_parallel(parallel)
     options = PlanOptions(
         memory=memory,
@@ -200,6 +213,7 @@ def train(
         recompute=recompute,
         chunked_loss=chunked_loss,
         exchange=parse_exchange(compress, local_steps, stale),
+        norms=parse_norms_of_task(norms)[0],
         sharding=parse_sharding(shard_over),
         balance=parse_balance(balance),
         compile=compile_of(compile, compile_if_faster),
@@ -218,7 +232,7 @@ def train(
     check_started(ranks, "--ranks")
     if find() is None and (processes > 1 or machines != 1):
         # Or it says here, once, what is wrong with it.
-        loaded = load_task(task, settings, global_batch, reproducible, grain)
+        loaded, _ = with_norms(load_task(task, settings, global_batch, reproducible, grain), norms)
         arguments = context.find_root().obj
         with contextlib.ExitStack() as stack:
             if out is None:  # named here, since ranks that are started again must find it
@@ -241,7 +255,7 @@ def train(
             )
     with joined(), contextlib.ExitStack() as stack:
         console = Console(quiet=not leads())
-        loaded = load_task(task, settings, global_batch, reproducible, grain)
+        loaded, _ = with_norms(load_task(task, settings, global_batch, reproducible, grain), norms)
         if out is None and leads():
             out = stack.enter_context(new_folder(Path("runs"), loaded.name))
         folder = Path(tell(str(out))[0])  # that of rank 0

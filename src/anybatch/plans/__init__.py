@@ -25,6 +25,7 @@ from anybatch.plans.names import parse_chunked_loss as parse_chunked_loss
 from anybatch.plans.names import parse_compile as parse_compile
 from anybatch.plans.names import parse_exchange as parse_exchange
 from anybatch.plans.names import parse_norms as parse_norms
+from anybatch.plans.names import parse_norms_of_task as parse_norms_of_task
 from anybatch.plans.names import parse_open_precision as parse_open_precision
 from anybatch.plans.names import parse_parallel as parse_parallel
 from anybatch.plans.names import parse_precision as parse_precision

@@ -16,6 +16,9 @@ from anybatch.plans.ranks import (
     check_removed,
 )
 
+AS_WRITTEN = "as-written"
+"""BatchNorm over the whole global batch, as in a plain loop. It is of the task, not of the plan."""
+
 
 def parse_precision(text: str) -> Precision:
     """The precision named `text`; O0 to O3 are understood. Raises `InputError` for another name."""
@@ -42,6 +45,13 @@ def parse_parallel(text: str | None) -> Parallel | None:
 def parse_norms(text: str | None) -> Norms | None:
     """The place of norms named `text`. Raises `InputError` for another name."""
     return _named("norms", text, Norms.__args__)
+
+
+def parse_norms_of_task(text: str | None) -> tuple[Norms | None, bool]:
+    """The place of norms named `text`, and whether the name was `AS_WRITTEN`, which leaves the place
+    open. Raises `InputError` for another name."""
+    found = _named("norms", text, (*Norms.__args__, AS_WRITTEN))
+    return (None, True) if found == AS_WRITTEN else (found, False)
 
 
 def parse_balance(text: str | None) -> Balancing | None:

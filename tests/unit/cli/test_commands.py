@@ -71,6 +71,16 @@ def test_a_run_leaves_its_files(trained: Callable[..., Path]):
     assert all(value.isfinite().all() for value in weights.values())
 
 
+@pytest.mark.parametrize(("how", "ghost_batch"), [("as-written", 8), ("ghosts", 2)])
+def test_batch_norm_normalises_over_what_norms_names(
+    trained: Callable[..., Path], how: str, ghost_batch: int
+):
+    norm = "nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))"
+    code = f"CHANGES = dict(model=lambda: {norm}, ghost_batch=2)\n"
+    run = trained("--norms", how, "--backend", "gloo", code=code)
+    assert Plan.load(run / "plan.json").task.ghost_batch == ghost_batch
+
+
 def test_a_run_tells_by_which_command_it_was_started_and_where(
     trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ):
