@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from anybatch.recipes.schedules import warmup_linear as warmup_linear
     from anybatch.run import Result as Result
     from anybatch.run import train as train
+    from anybatch.scaling import scale as scale
     from anybatch.session import Session as Session
     from anybatch.state import load_weights as load_weights
     from anybatch.state import save_adapters as save_adapters
@@ -100,6 +101,7 @@ _HOMES = {
     "recipes.schedules": ("warmup_constant", "warmup_cosine", "warmup_linear"),
     "planning": ("plan",),
     "run": ("Result", "train"),
+    "scaling": ("scale",),
     "session": ("Session",),
     "state": ("load_weights", "save_adapters", "save_weights"),
     "step": ("Outcome", "Step"),
@@ -157,6 +159,7 @@ __all__ = [
     "rescale",
     "save_adapters",
     "save_weights",
+    "scale",
     "train",
     "verify",
     "warmup_constant",

@@ -21,6 +21,7 @@ from anybatch.cli.memory import memory
 from anybatch.cli.plan import plan
 from anybatch.cli.recipes import recipes
 from anybatch.cli.report import report
+from anybatch.cli.scale import scale
 from anybatch.cli.submit import submit
 from anybatch.cli.train import train
 from anybatch.cli.verify import verify
@@ -37,6 +38,7 @@ _app = typer.Typer(
 )
 _app.command(cls=BareOptions)(train)
 _app.command()(plan)
+_app.command()(scale)
 _app.command()(submit)
 _app.command(cls=BareOptions)(memory)
 _app.command()(verify)

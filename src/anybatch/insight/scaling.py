@@ -1,10 +1,12 @@
-"""Scaling: what keeps a step of several ranks from being shorter."""
+"""Scaling: how long a step takes on several ranks, and what keeps it from being shorter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from anybatch.events import COMPUTING, EXCHANGE, SAMPLES, SLOWER, UPDATE
+from anybatch.plans import Parallel, Plan
 
 _NOT_MUCH = 0.15
 """A smaller share of a step than this is not what limits it, whatever else it consists of."""
@@ -19,6 +21,66 @@ _SENTENCES = {
     UPDATE: "more devices do not shorten it, unless they divide the model (--parallel shard)",
     SAMPLES: "more workers in the task (num_workers) would load them meanwhile",
 }
+_BUSY = "a rank's part of the batch is too small to keep its device busy"
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A step on a number of ranks.
+
+    Attributes:
+        ranks: how many.
+        step_seconds: of a typical step; None: there is none, for this `reason`.
+        parts: its seconds by part, as in `RunEnded.step_parts`.
+        is_measured: in steps that were run here; otherwise predicted.
+        plan: by which it runs.
+    """
+
+    ranks: int
+    step_seconds: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    is_measured: bool = False
+    plan: Plan | None = None
+    reason: str = ""
+
+    @property
+    def parallel(self) -> Parallel | None:
+        """How the ranks share a step."""
+        return self.plan and self.plan.parallel
+
+    @property
+    def exchange_share(self) -> float | None:
+        """Part of a step that waits for the exchange between ranks, 0 to 1."""
+        if not self.step_seconds:
+            return None
+        return self.parts.get(EXCHANGE, 0.0) / self.step_seconds
+
+
+def efficiency(row: Scaled, rows: Sequence[Scaled]) -> float | None:
+    """Speedup of `row` over the fewest ranks of `rows`, divided by how many times more ranks it has."""
+    first = _fewest(rows)
+    if first is None or not first.step_seconds or not row.step_seconds:
+        return None
+    return first.step_seconds * first.ranks / (row.step_seconds * row.ranks)
+
+
+def limit(row: Scaled, rows: Sequence[Scaled]) -> str:
+    """What keeps the step of `row` from being shorter: the part that is furthest above its share of the
+    step on the fewest ranks of `rows`, in words."""
+    first = _fewest(rows)
+    if row.step_seconds is None or first is None:
+        return row.reason
+    ideal = first.ranks / row.ranks
+    excess = {part: s - ideal * first.parts.get(part, 0.0) for part, s in row.parts.items()}
+    most = max(excess, key=excess.__getitem__)
+    if excess[most] <= _NOT_MUCH * row.step_seconds:
+        return "nothing so far: more devices would shorten it"
+    why = _BUSY if most == COMPUTING else _SENTENCES[most]
+    return f"{most}, {row.parts[most] / row.step_seconds:.0%} of a step: {why}"
+
+
+def _fewest(rows: Sequence[Scaled]) -> Scaled | None:
+    return min((row for row in rows if row.step_seconds), key=lambda row: row.ranks, default=None)
 
 
 def what_limits(parts: Mapping[str, float]) -> str:

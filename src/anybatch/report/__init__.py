@@ -25,6 +25,7 @@ from anybatch.report.page import write as write
 from anybatch.report.past_run import PastRun as PastRun
 from anybatch.report.past_run import read_run as read_run
 from anybatch.report.progress import Progress as Progress
+from anybatch.report.scale_table import print_scale as print_scale
 from anybatch.report.sentences import describe as describe
 from anybatch.report.tensorboard import TensorBoardLog as TensorBoardLog
 from anybatch.report.tensorboard import tensorboard_folder as tensorboard_folder

@@ -542,3 +542,15 @@ def test_a_rank_that_is_stopped_leaves_it_to_its_starter_to_say_so(
     monkeypatch.setenv("ANYBATCH_LAUNCHED", "1")
     outcome = command("train", "task.py:stopped")
     assert (outcome.status, outcome.err) == (status, "")
+
+
+def test_the_command_gives_rows_as_json(
+    folder: Path, write_task: Callable[..., Path], command: Callable[..., Outcome]
+):
+    write_task("")
+    outcome = command("scale", "task.py", "--ranks", "1,2", "--device", "24GiB", "--json")
+    assert outcome.status == 0, outcome.err
+    rows = json.loads(outcome.out)
+    assert [row["ranks"] for row in rows] == [1, 2]
+    assert all(row["step_seconds"] > 0 for row in rows)
+    assert command("scale", "task.py", "--ranks", "1,x").status == 2

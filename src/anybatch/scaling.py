@@ -1,0 +1,140 @@
+"""Scale: how a task's step time depends on the number of ranks.
+
+The global batch is the same for every number of ranks (strong scaling), so with n ranks each computes
+1/n of it. Up to the ranks that this machine has devices for (on a CPU: cores), a few steps are run and
+timed. Beyond, and for devices that are not here, times are predicted:
+
+    step(n) = computing(n) * correction + exchange(n) + update(n)
+
+where the three terms are those of the plan for n ranks (see `Prediction.step_parts`; the exchange is a
+ring all-reduce over the link that the plan names), and the correction is measured / predicted computing
+of the largest number of ranks that was run, or 1.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
+
+from anybatch.errors import InputError, NoPlanFits
+from anybatch.events import COMPUTING
+from anybatch.insight.scaling import Scaled
+from anybatch.machine import Machine
+from anybatch.planning import default_ranks, plan
+from anybatch.plans import Parallel
+from anybatch.rank.step_parts import predicted_parts
+from anybatch.run import train
+from anybatch.task import Task, check_task
+from anybatch.threads import num_cores
+
+STEPS = 12
+
+
+def scale(
+    task: Task,
+    ranks: Sequence[int],
+    machine: Machine | None = None,
+    *,
+    memory: str | int | None = None,
+    precision: str = "fp32",
+    parallel: Parallel | None = None,
+    steps: int = STEPS,
+    watch: Callable[[str], None] | None = None,
+) -> tuple[Scaled, ...]:
+    """The step time of `task` on each number of `ranks`.
+
+    Args:
+        task: what to train. Its model is not changed.
+        ranks: numbers of ranks, in the order of the result.
+        machine: a described machine with one device, of which there are as many as ranks; None: this
+            one, where steps are run.
+        memory, precision, parallel: see `plan`.
+        steps: that are run for each number of ranks on this machine.
+        watch: called with what is being done, in a few words.
+
+    Raises `InputError` for numbers that cannot be used, and what `plan` and `train` raise, except
+    `NoPlanFits`, which becomes a row of the result.
+    """
+    check_task(task)
+    _check(ranks, steps, machine)
+    wishes = {"memory": memory, "precision": precision, "parallel": parallel}
+    here = 0 if machine is not None else _devices_here()
+    found: dict[int, Scaled] = {}
+    for count in sorted(set(ranks)):
+        if watch is not None:
+            watch(f"{count} rank{'s' if count > 1 else ''}")
+        way = "single" if count == 1 else parallel
+        try:
+            if count <= here:
+                found[count] = _run(task, count, steps, **{**wishes, "parallel": way})
+            else:
+                make = partial(_predicted, task, count, **{**wishes, "parallel": way})
+                found[count] = make(machine, _correction(task, found.values(), wishes))
+        except NoPlanFits as error:
+            found[count] = Scaled(count, None, reason=str(error).partition("\n")[0])
+    return tuple(found[count] for count in ranks)
+
+
+def _check(ranks: Sequence[int], steps: int, machine: Machine | None) -> None:
+    for count in ranks:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise InputError(f"ranks has {count!r}: give whole numbers of at least 1.")
+    if not ranks:
+        raise InputError("ranks is empty: give numbers of ranks, such as 1,2,4.")
+    if steps < 3:
+        raise InputError(f"steps is {steps}: the first ones are warm-up, so give at least 3.")
+    if machine is not None and len(machine.devices) > 1:
+        raise InputError(
+            f"the machine has {len(machine.devices)} devices: describe one, which stands for each rank."
+        )
+
+
+def _devices_here() -> int:
+    device = Machine.here().device
+    return default_ranks() if device.kind == "cuda" else num_cores()
+
+
+def _run(task: Task, count: int, steps: int, **wishes: object) -> Scaled:
+    """Measured in `steps` steps."""
+    model = task.model
+    short = replace(
+        task,
+        model=(lambda: copy.deepcopy(model)) if isinstance(model, nn.Module) else model,
+        steps=steps,
+        epochs=None,
+        samples=None,
+        valid=None,
+    )
+    result = train(short, ranks=count, progress=False, trial=False, **wishes)  # pyright: ignore[reportArgumentType]
+    ended = result.ended
+    assert ended.step_seconds is not None
+    parts = dict(ended.step_parts) or {COMPUTING: ended.step_seconds}
+    return Scaled(count, ended.step_seconds, parts, is_measured=True, plan=result.plan)
+
+
+def _predicted(
+    task: Task, count: int, machine: Machine | None, correction: float, **wishes: object
+) -> Scaled:
+    one = machine or Machine.here()
+    where = Machine.here(count=count) if machine is None and one.device.kind == "cpu" else one
+    made = plan(task, where, ranks=count, **wishes)  # pyright: ignore[reportArgumentType]
+    if made.prediction is None:
+        return Scaled(count, None, reason="no trace can follow the model, so nothing is predicted")
+    parts = predicted_parts(made.prediction.step_parts)
+    parts[COMPUTING] *= correction
+    return Scaled(count, sum(parts.values()), parts, plan=made)
+
+
+def _correction(task: Task, rows: Iterable[Scaled], wishes: Mapping[str, object]) -> float:
+    """Measured / predicted computing of the largest number of ranks that was run."""
+    run = [row for row in rows if row.is_measured]
+    if not run:
+        return 1.0
+    last = run[-1]
+    told = _predicted(task, last.ranks, None, 1.0, **{**wishes, "parallel": last.parallel})
+    predicted = told.parts.get(COMPUTING, 0.0)
+    return last.parts[COMPUTING] / predicted if predicted else 1.0
