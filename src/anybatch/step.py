@@ -41,8 +41,8 @@ from torch.optim import Optimizer
 from anybatch.compute import (
     DEFAULT_GHOST_BATCH,
     Replica,
-    find_blocks,
     find_chains,
+    find_recomputable,
     kernel_choices,
 )
 from anybatch.compute.averages import warn_of_statistics
@@ -849,7 +849,7 @@ class Step:
             template=batch,
             num_valid=0,
             clip_norm=self._clip_norm,
-            blocks=tuple(find_blocks(model)),
+            blocks=tuple(find_recomputable(model)),
             chains=tuple(find_chains(model)),
             compiled=kernel_choices.is_compiled(self._model),
             # The others' parts are not known here: taken to be as large.

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from anybatch.compute.along_time import find_recurrent
 from anybatch.errors import InputError, listed
 
 ROOT = "."
@@ -31,6 +32,17 @@ def find_blocks(model: nn.Module) -> list[str]:
     checkpointing it saves nothing.
     """
     return list(_blocks(model, prefix=""))
+
+
+def find_recomputable(model: nn.Module) -> list[str]:
+    """The blocks of `model`, and recurrent layers outside of them, which are recomputed in pieces of
+    time."""
+    blocks = find_blocks(model)
+    return blocks + [
+        name
+        for name in find_recurrent(model)
+        if not any(f"{name}.".startswith(f"{block}.") for block in blocks)
+    ]
 
 
 def find_chains(model: nn.Module) -> list[str]:

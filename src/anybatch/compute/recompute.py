@@ -11,6 +11,8 @@ same for plain attributes of modules, and for generators of random numbers: torc
 `checkpoint`, Python's, NumPy's, and others that the blocks use by what is here. What else makes the two
 runs differ is found, and is an error.
 
+Recurrent layers are cut along time, see `along_time`.
+
 Nested recompute is a tree over the layers of a sequence (Chen et al. 2016, "Training Deep Nets with
 Sublinear Memory Cost", section 4.3). For layers a b c d:
 
@@ -37,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from anybatch.compute.along_time import run_along_time
 from anybatch.compute.blocks import match_blocks
 from anybatch.compute.host_memory import InHostMemory
 from anybatch.compute.module_state import ModuleState
@@ -170,13 +173,22 @@ class _Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
-        run: Callable[..., Any] = partial(self._run, **kwargs)
-        if compares := not self._is_compared and detect_fake_mode() is None:
-            self._is_compared = True
-            run = _Compared(self._kept.name, run)
-        result = checkpoint(
-            run, *args, use_reentrant=False, context_fn=self._contexts, early_stop=not compares
-        )
+        compares = not self._is_compared and detect_fake_mode() is None
+        self._is_compared |= compares
+
+        def recomputed(run: Callable[..., Any], *inputs: Any) -> Any:
+            return checkpoint(
+                _Compared(self._kept.name, run) if compares else run,
+                *inputs,
+                use_reentrant=False,
+                context_fn=self._contexts,
+                early_stop=not compares,
+            )
+
+        if isinstance(self._block, nn.RNNBase):
+            result = run_along_time(self._block, self._run, recomputed, args, kwargs)
+        else:
+            result = recomputed(partial(self._run, **kwargs), *args)
         _drop_casts()
         return result
 

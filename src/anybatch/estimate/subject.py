@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from anybatch.batch_rule import rule_text
-from anybatch.compute import DEFAULT_GHOST_BATCH, find_blocks, find_chains
+from anybatch.compute import DEFAULT_GHOST_BATCH, find_blocks, find_chains, find_recomputable
 from anybatch.compute.building import optimizer_for, unhooked
 from anybatch.compute.ghost_norm import cut_norms, depends_on_cut
 from anybatch.compute.kernel_choices import is_compiled
@@ -236,7 +236,7 @@ def subject_of(task: Task) -> Subject:
         template=template,
         num_valid=_num_valid(task),
         clip_norm=task.clip_norm,
-        blocks=tuple(find_blocks(model)),
+        blocks=tuple(find_blocks(model) if task.grains else find_recomputable(model)),
         chains=tuple(find_chains(model)),
         recall=recall,
         long=_told_lengths(task),
