@@ -32,8 +32,9 @@ class Tokens:
     Attributes:
         count: tokens per optimizer step, over all micro-batches and ranks.
         of: length of each training sample, by index, or a function from the data set to these. None:
-            `Task.lengths`. A length of zero counts as one. Unlike `Task.lengths` it leaves the order
-            inside a global batch and the cut into micro-batches as they are.
+            `Task.lengths`, or else what the data set has as its attribute `lengths`. A length of zero
+            counts as one. Unlike `Task.lengths` it leaves the order inside a global batch and the cut
+            into micro-batches as they are.
 
     Raises `InputError` if `count` is no whole number of at least 1.
     """
