@@ -32,8 +32,9 @@ class Tokens:
     Attributes:
         count: tokens per optimizer step, over all micro-batches and ranks.
         of: length of each training sample, by index, or a function from the data set to these. None:
-            `Task.lengths`. A length of zero counts as one. Unlike `Task.lengths` it leaves the order
-            inside a global batch and the cut into micro-batches as they are.
+            `Task.lengths`, or else what the data set has as its attribute `lengths`. A length of zero
+            counts as one. Unlike `Task.lengths` it leaves the order inside a global batch and the cut
+            into micro-batches as they are.
 
     Raises `InputError` if `count` is no whole number of at least 1.
     """
@@ -185,28 +186,25 @@ def parse_batch_rule(text: str, name: str = "global_batch") -> BatchRule:
 
     Raises `InputError` naming `name` and the text.
     """
-    sizes, *rest = _RAMP.split(text.strip(), maxsplit=2) if ":" in text else [text.strip()]
-    if not rest:
-        return _parsed_size(sizes, name)
-    until, _, rate = rest[-1].partition(":")
+    if ":" not in text:
+        return _parsed_size(text.strip(), name)
+    parts = [part.strip() for part in text.split(":")]
+    wrong = "it has not three parts, or four"
     try:
-        return Ramp(
-            _parsed_size(sizes, name),
-            _parsed_size(rest[0], name),
-            float(until) if len(rest) == 2 else math.nan,
-            learning_rate=rate or None,  # type: ignore[arg-type]
-        )
+        if len(parts) in (3, 4):
+            start, stop = (_parsed_size(part, name) for part in parts[:2])
+            rate: Any = parts[3] if len(parts) == 4 else None
+            return Ramp(start, stop, float(parts[2]), rate)
     except InputError as error:
         wrong = str(error).rstrip(".")
     except ValueError:
-        wrong = "its third part is no number"
+        wrong = f"{parts[2]!r} is no number"
     raise InputError(
         f"{name} is {text!r}, which is no ramp ({wrong}): write START:STOP:UNTIL, such as 64:4096:0.3,"
         " and :linear or :sqrt after it if the learning rate is to follow."
     )
 
 
-_RAMP = re.compile(r"\s*:\s*")
 _TOKENS = re.compile(r"\s*tok(en)?s?$", re.IGNORECASE)
 
 

@@ -51,11 +51,11 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """Training begins. `plan` is the plan as plain data; `total_steps` is None for a stream. `command`
-    is the line of a shell by which it was started, on the machine `host`; empty where not known.
-    `source` is what the task was loaded by, a recipe's name or `FILE.py:function`, with these
-    `settings`, and `source_sha256` the checksum of the file; empty for a task that was made in
-    Python."""
+    """Training begins. `plan` is the plan as plain data; `total_steps` and `total_samples` are None
+    where they are not known, for a stream say. `command` is the line of a shell by which it was
+    started, on the machine `host`; empty where not known. `source` is what the task was loaded by, a
+    recipe's name or `FILE.py:function`, with these `settings`, and `source_sha256` the checksum of the
+    file; empty for a task that was made in Python."""
 
     kind: ClassVar[str] = "run_started"
     task: str
@@ -70,6 +70,7 @@ class RunStarted(Event):
     source: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
     source_sha256: str = ""
+    total_samples: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -594,12 +594,13 @@ def _batch_faults(task: Task) -> Iterable[str]:
             " the rate by itself; give schedule instead of scheduler"
         )
     unit = tokens_of(batch)
-    if unit is not None and unit.of is None and task.lengths is None:
+    stream = _is_stream(task.train)
+    if unit is not None and not stream and lengths_for(task) is None:
         yield (
             f"global_batch is {as_text(batch)} and no lengths are given; give lengths, or the Tokens"
             " of=..., or a number of samples"
         )
-    if unit is not None and _is_stream(task.train):
+    if unit is not None and stream:
         yield (
             f"global_batch is {as_text(batch)} and train is {_kind(task.train)}, whose samples have no"
             " lengths before they are read; give a data set with __len__ and __getitem__, or a number"
@@ -610,6 +611,14 @@ def _batch_faults(task: Task) -> Iterable[str]:
             f"last is 'drop' and global_batch is {as_text(batch)}, whose steps have no fixed number of"
             " samples; use 'keep' or 'wrap'"
         )
+
+
+def lengths_for(task: Task) -> Sequence[int] | Callable[[Any], Sequence[int]] | None:
+    """Of the training samples, where the global batch is in tokens and they are given."""
+    unit = tokens_of(task.global_batch)
+    if unit is None or unit.of is not None:
+        return None if unit is None else unit.of
+    return getattr(task.train, "lengths", None) if task.lengths is None else task.lengths
 
 
 def _is_stream(data: Any) -> bool:

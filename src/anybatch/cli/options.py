@@ -218,9 +218,9 @@ def load_task(
     grain: int | None = None,
 ) -> Task:
     """The task named `name`. The global batch is passed to the task's function where that takes one,
-    since other settings (the learning rate, say) may follow from it; of a ramp, the larger end. Else,
-    and where it is in tokens, it is set in the task. That it is to be `reproducible`, in such a
-    `grain`, is set in the task.
+    since other settings (the learning rate, say) may follow from it: where steps differ in size, a mean
+    number of samples, of the larger end of a ramp. Else it is set in the task. That it is to be
+    `reproducible`, in such a `grain`, is set in the task.
 
     Raises `InputError` for anything that is not as it should be.
     """
@@ -255,15 +255,19 @@ def settings_of(settings: Sequence[str] | None) -> dict[str, str]:
 def _of_size(name: str, settings: Sequence[str] | None, global_batch: str | None) -> Task:
     from dataclasses import replace
 
-    from anybatch.batch_rule import largest_target, parse_batch_rule, tokens_of
+    from anybatch.batch_rule import parse_batch_rule
+    from anybatch.data import mean_batch
     from anybatch.recipes import options_of, resolve
 
     options = settings_of(settings)
     if global_batch is None:
         return resolve(name, options)
     batch = parse_batch_rule(global_batch, "--global-batch")
-    if any(option.name == "global_batch" for option in options_of(name)) and not tokens_of(batch):
-        options.pop("global-batch", None)
-        task = resolve(name, {**options, "global_batch": str(largest_target(batch))})
-        return task if isinstance(batch, int) else replace(task, global_batch=batch)
-    return replace(resolve(name, options), global_batch=batch)
+    if not any(option.name == "global_batch" for option in options_of(name)):
+        return replace(resolve(name, options), global_batch=batch)
+    options.pop("global-batch", None)
+    if isinstance(batch, int):
+        return resolve(name, {**options, "global_batch": str(batch)})
+    size = mean_batch(replace(resolve(name, options), global_batch=batch))
+    task = resolve(name, {**options, "global_batch": str(size)})
+    return replace(task, global_batch=batch)

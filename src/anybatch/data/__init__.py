@@ -42,6 +42,7 @@ from anybatch.data.microbatch import split as split
 from anybatch.data.microbatch import to_device as to_device
 from anybatch.data.opening import identity_of_batch as identity_of_batch
 from anybatch.data.opening import largest_batch as largest_batch
+from anybatch.data.opening import mean_batch as mean_batch
 from anybatch.data.opening import open_training as open_training
 from anybatch.data.opening import steps_of as steps_of
 from anybatch.data.order import Order as Order

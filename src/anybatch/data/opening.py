@@ -8,14 +8,14 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
-from anybatch.batch_rule import Ramp, as_text, tokens_of
+from anybatch.batch_rule import Ramp, as_text, largest_target
 from anybatch.data.lengths import lengths_of
 from anybatch.data.loader import Loader, is_map_style, num_samples_of
 from anybatch.data.order import permutation
 from anybatch.data.schedule import Steps
 from anybatch.data.stream import StreamLoader
 from anybatch.data.workers import Beside
-from anybatch.task import Task
+from anybatch.task import Task, lengths_for
 
 
 def steps_of(task: Task) -> Steps:
@@ -39,16 +39,19 @@ def steps_of(task: Task) -> Steps:
 def tokens_in(task: Task) -> Tensor | None:
     """How many tokens the global batch of `task` counts each training sample as: int64, shape
     `[num_samples]`; None where it counts samples, or the lengths are not known."""
-    unit = tokens_of(task.global_batch)
-    if unit is None or not is_map_style(task.train):
-        return None
-    return lengths_of(task.lengths if unit.of is None else unit.of, task.train, "training")
+    return lengths_of(lengths_for(task), task.train, "training")
 
 
 def largest_batch(task: Task) -> int:
     """Samples of the largest global batch of `task`: what a plan is made for."""
     batch = task.global_batch
     return batch if isinstance(batch, int) else steps_of(task).most_samples
+
+
+def mean_batch(task: Task) -> int:
+    """Samples of a mean global batch of `task`, the largest of a ramp: of its target of tokens."""
+    lengths, target = tokens_in(task), largest_target(task.global_batch)
+    return target if lengths is None else max(1, round(target / lengths.double().mean().item()))
 
 
 def identity_of_batch(task: Task) -> int | str:

@@ -30,13 +30,13 @@ def padded_of(task: Task, ghost: int | None = None) -> int | None:
         return None
     steps = steps_of(task)
     first = _first_steps(task, steps, ghost)
-    if first is None and tokens_of(task.global_batch) is None:
+    if first is not None:
+        lengths, longest = first
+        sizes = [_padded(of_step, longest, ghost) for of_step in lengths]
+    elif tokens_of(task.global_batch) is not None:  # samples are alike, and steps differ in number
+        sizes, longest = [steps.num_samples_of(index) for index in _steps_seen(steps)], 1
+    else:
         return None
-    if first is None:  # a mean number of samples, all alike
-        sizes = [steps.num_samples_of(index) for index in _steps_seen(steps)]
-        return -(-sum(sizes) // len(sizes))
-    lengths, longest = first
-    sizes = [_padded(of_step, longest, ghost) for of_step in lengths]
     unit = ghost or 1
     return -(-sum(sizes) // (len(sizes) * longest * unit)) * unit
 

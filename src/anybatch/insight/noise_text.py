@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from anybatch.insight.cost import Batch, fastest, fixed_part
 from anybatch.insight.noise import LEAST_STEPS, NoiseScale, latest, mean_over, windows
-from anybatch.insight.noise_series import Block
+from anybatch.insight.noise_series import Block, total
 from anybatch.plans import Plan
 from anybatch.units import format_count
 
@@ -24,11 +24,12 @@ def lines(plan: Plan, blocks: Sequence[Block]) -> list[tuple[str, str]]:
     now, course = latest(blocks), windows(blocks)
     if now is None:
         return []
-    size = plan.task.global_batch
+    of_late = blocks[-max(1, len(blocks) // 4) :]
+    size = mean_batch(plan, of_late)
     told = [
         ("noise scale", f"{described(now)}, over steps {now.first_step:,} to {now.last_step:,}")
     ]
-    mean = mean_over(course, size)
+    mean = mean_over(course, mean_batch(plan, blocks))
     if len(course) > 1 and mean is not None:
         told.append(
             ("whole run", f"about {_samples(mean)} on average; {described(course[0])} at first")
@@ -39,6 +40,14 @@ def lines(plan: Plan, blocks: Sequence[Block]) -> list[tuple[str, str]]:
         told.append((f"batch of {format_count(size)}", verdict(Batch(size, now.samples))))
         told += _others(Batch(size, now.samples), plan)
     return [*told, ("assuming", ASSUMPTIONS)]
+
+
+def mean_batch(plan: Plan, blocks: Sequence[Block]) -> int:
+    """Samples of a step under `plan`; where steps differ in size, of a mean one of `blocks`."""
+    if not plan.task.batch_rule or not blocks:
+        return plan.task.global_batch
+    whole = total(blocks)
+    return max(1, round(whole.samples / whole.num_steps))
 
 
 def described(scale: NoiseScale) -> str:

@@ -7,8 +7,16 @@ import math
 import os
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from anybatch.batch_rule import read_rule
 from anybatch.errors import InputError
 from anybatch.files import write_whole
 from anybatch.plans import files
@@ -59,6 +67,13 @@ class TaskIdentity(Frozen):
     dtypes: tuple[str, ...] = Field(
         default=(), description="of the floating parameters as the model has them; empty: not told"
     )
+
+    @field_validator("batch_rule")
+    @classmethod
+    def _check_rule(cls, text: str) -> str:
+        if text:
+            read_rule(text)
+        return text
 
     @property
     def unit(self) -> int:

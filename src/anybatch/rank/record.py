@@ -83,6 +83,7 @@ class Record:
             total_steps=self._steps.total_steps,
             plan=plan.model_dump(mode="json"),
             versions=versions(),
+            total_samples=self._steps.total_samples,
             notices=(*plan.notices, *plan.exchange.notices()),
         )
 

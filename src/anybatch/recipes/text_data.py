@@ -59,6 +59,9 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         context: tokens of a window that predict.
         what: names the texts in errors.
 
+    Attributes:
+        lengths: tokens of each window that predict, int64, for a global batch in tokens.
+
     Raises `InputError` if the stream does not fill one window.
     """
 
@@ -80,6 +83,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         self._tokens = torch.cat([tokens, padding])
         self._bytes = torch.cat([lengths, lengths.new_zeros(missing)]).view(-1, context).sum(1)
         self._context = context
+        self.lengths: Tensor = torch.full((len(self),), context)
+        self.lengths[-1] -= missing
 
     def __len__(self) -> int:
         return len(self._bytes)

@@ -14,9 +14,9 @@ from anybatch.units import format_count
 _ROOM = 1.6  # above what is drawn, and below it
 
 
-def over_run(blocks: Sequence[Block], batch: int) -> Figure | None:
+def over_run(blocks: Sequence[Block], batch: int, on_average: str = "") -> Figure | None:
     """The noise scale in windows of a run, with their intervals, and the batch of the run, in samples;
-    None where it is not known for any."""
+    None where it is not known for any. `on_average`: said after the batch."""
     course = windows(blocks)
     if not course:
         return None
@@ -38,7 +38,7 @@ def over_run(blocks: Sequence[Block], batch: int) -> Figure | None:
     said = "The band is the interval of 95 %"
     if len(known) < len(course):
         said += "; where it is open above, only the lower end is known"
-    said += f". The line is the batch, {format_count(batch)} samples."
+    said += f". The line is the batch, {format_count(batch)} samples{on_average}."
     spec = {"data": traces, "layout": layout}
     return Figure("noise-scale", "Noise scale", said, spec, 320)
 

@@ -36,7 +36,7 @@ from anybatch.events import (
 )
 from anybatch.files import write_whole
 from anybatch.insight.noise_series import Block
-from anybatch.insight.noise_text import lines, unmeasured
+from anybatch.insight.noise_text import lines, mean_batch, unmeasured
 from anybatch.plans import Plan
 from anybatch.report import figures, html, noise_figure
 from anybatch.report.log import iterate
@@ -116,7 +116,8 @@ def _figures(plan: Plan, record: Record, noise: Sequence[Block]) -> dict[str, li
     memory = figures.memory(plan, _measured_peak(record))
     loss = figures.loss(record)
     candidates = figures.candidates(plan)
-    scale = noise_figure.over_run(noise, plan.task.global_batch)
+    on_average = " on average" if plan.task.batch_rule else ""
+    scale = noise_figure.over_run(noise, mean_batch(plan, noise), on_average)
     return {
         "memory": [memory] if memory else [],
         "loss": [loss] if loss else [],

@@ -127,7 +127,7 @@ class Progress:
         self.close()
         # Else it is what was free when the plan was made, and nothing to come near to.
         budget = event.plan.get("budget_bytes") if event.plan.get("enforced") else None
-        self._meter = _Meter(total_steps=event.total_steps, budget_bytes=budget)
+        self._meter = _Meter(event.total_steps, budget, event.total_samples)
         self._shown_step, self._begin, self._next_draw = None, self._clock(), -math.inf
         if self.screen.redraw_seconds is None:
             self.screen.say(describe(event))
@@ -171,8 +171,11 @@ class _Meter:
     MARK_SECONDS = 0.25
     LOSS_WEIGHT = 0.05
 
-    def __init__(self, total_steps: int | None, budget_bytes: int | None) -> None:
+    def __init__(
+        self, total_steps: int | None, budget_bytes: int | None, total_samples: int | None = None
+    ) -> None:
         self.total_steps = total_steps
+        self.total_samples = total_samples
         self.budget_bytes = budget_bytes
         self.last: StepDone | None = None
         self.evaluated: Evaluated | None = None
@@ -217,12 +220,14 @@ class _Meter:
         the first step: it warms up, and tells little of the others."""
         if self.total_steps is None or self.last is None:
             return None
-        steps_left = max(0, self.total_steps - self._latest.step)
         oldest = self._marks[0]
-        steps = self._latest.step - oldest.step
-        if steps <= 0:
-            return None if steps_left else 0.0
-        return max(0.0, self._latest.time - oldest.time) / steps * steps_left
+        left, done = self.total_steps - self._latest.step, self._latest.step - oldest.step
+        if done and self.total_samples is not None:  # steps may differ in size
+            left = self.total_samples - self.last.samples_seen
+            done = self._latest.samples - oldest.samples
+        if done <= 0:
+            return None if left > 0 else 0.0
+        return max(0.0, self._latest.time - oldest.time) / done * max(0, left)
 
     def figures(self) -> list[tuple[str, str]]:
         """(label, figure) of the last step; a label without figure stands for itself."""
