@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from tests.docs.reading import (
     ROOT,
-    blocks,
     command_blocks,
     documents,
     examples,
@@ -141,21 +140,3 @@ def test_every_option_is_documented(command, tmp_path):
     assert options
     described = text_of("docs/commands.md")
     assert not {option for option in options if f"`{option}" not in described}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "README.md",
-        "guide.md",
-        "concepts.md",
-        "commands.md",
-        "ranks.md",
-        "survival.md",
-        "evidence.md",
-    ],
-)
-def test_the_chinese_version_has_the_same_blocks(name):
-    english = name if name == "README.md" else f"docs/{name}"
-    original, translated = blocks(english), blocks(f"docs/zh/{name}")
-    assert [(b.language, b.text) for b in translated] == [(b.language, b.text) for b in original]
