@@ -62,9 +62,11 @@ from anybatch.data import (
     batch_size,
     ghosts,
     micro_batches,
+    num_samples_of,
     to_device,
 )
 from anybatch.data import slice_batch as slice_samples
+from anybatch.data.evaluation import MOST_WITHOUT_LENGTH, check_ends
 from anybatch.data.generators import Borrowed
 from anybatch.driver import take_workspaces
 from anybatch.engine import (
@@ -996,8 +998,11 @@ def _cut_batches(
     batches: Iterable[Any], device: torch.device, cutting: _Cutting, size: int
 ) -> Iterator[tuple[Any, int]]:
     """`batches` on the device, in pieces of at most `size` samples, each with its number of them."""
+    length, total = num_samples_of(batches), 0
     for batch in batches:
         whole = cutting.count(batch)
+        total += whole
+        check_ends(type(batches).__name__, total, MOST_WITHOUT_LENGTH if length is None else None)
         for start in range(0, whole, size):
             stop = min(start + size, whole)
             piece = batch if stop - start == whole else cutting.cut(batch, start, stop)
