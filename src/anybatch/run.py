@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from anybatch.compute.averages import tell_again
 from anybatch.compute.kernel_choices import is_compiled
 from anybatch.engine import checked_seconds
 from anybatch.errors import AnybatchError, InputError, PeerLost
@@ -213,6 +214,7 @@ def train(
     its report; before that, it is as it was.
     """
     check_task(task)
+    tell_again()
     parse_parallel(parallel)
     checked_ranks(ranks, parallel)
     keeping = Keeping(resume, checkpoint_every, keep, restarts, stall_seconds)

@@ -45,7 +45,7 @@ from anybatch.compute import (
     find_chains,
     kernel_choices,
 )
-from anybatch.compute.averages import warn_of_statistics
+from anybatch.compute.averages import tell_again, warn_of_statistics
 from anybatch.compute.building import check_needs_no_closure
 from anybatch.compute.ghost_norm import (
     batch_norms,
@@ -253,6 +253,7 @@ class Step:
                 " whether the time to compile is worth it: give True or False, or train by"
                 " anybatch.train, which does."
             )
+        tell_again()
         self.plan: Plan | None = None
         self._model = model
         self._optimizer = optimizer

@@ -38,7 +38,6 @@ from anybatch.data.workers import Beside, WorkerPool
 from anybatch.errors import DataError, InputError
 from anybatch.oom import is_memory_error
 
-
 MOST_WITHOUT_LENGTH = 100_000
 """Samples that a held-out stream may give without a length, or as many as the whole training has."""
 

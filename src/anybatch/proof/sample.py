@@ -96,7 +96,9 @@ def sample_of(task: Task, wanted: int) -> Sample:
     if is_map_style(data):
         order = permutation(task.seed, 0, len(data), task.shuffle)[:wanted]
     else:
-        data = next((rows for rows, _ in evaluation_batches(data, list, wanted, seed=task.seed)), [])
+        data = next(
+            (rows for rows, _ in evaluation_batches(data, list, wanted, seed=task.seed)), []
+        )
         order = torch.arange(len(data))
     if len(order) > 1:
         fetch = open_fetch(data, task.collate, task.seed)
