@@ -51,6 +51,7 @@ from anybatch.compute.modes import with_modes
 from anybatch.compute.optimizer_update import Updater
 from anybatch.compute.outside_gradients import OutsideGradients
 from anybatch.compute.outside_norms import NormsOutside
+from anybatch.compute.parameter_writes import ParameterWrites
 from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised_norm import Exchange
 from anybatch.data.batch_copies import copied
@@ -76,6 +77,7 @@ class Replica:
         loss_as_given: the user's loss.
         optimizer: the user's optimizer.
         updater: runs its step.
+        parameter_writes: frozen parameters that forward writes to.
         loss_scale: the factor of fp16 loss scaling, or None where there is none.
         phase: what is being done, for the report of a failure.
         keeps_gradients: those of an update are there until the next step begins.
@@ -106,6 +108,7 @@ class Replica:
         self._means = CountedMeans()
         self._derives = False  # whether the loss needs gradients in evaluation
         self._outside = NormsOutside(model, loss)
+        self.parameter_writes: ParameterWrites = ParameterWrites(model)
         self._device = device
         self._host = host or torch.device("cpu")
         warn_of_hooks(model, loss)  # before there are any of anybatch's own
@@ -350,6 +353,7 @@ class Replica:
                 self._numerics.region(),
                 recompute.keeping(self._recompute, self.model, self._host),
                 self._outside.watched(),
+                self._watched_writes(),
             ):
                 returned = self._loss(self.model, batch)
                 if not self._is_loss_known and num_samples > 1:
@@ -379,6 +383,10 @@ class Replica:
             total.backward(seed if num_samples else torch.zeros_like(seed))
         outputs = None if loss.outputs is None else map_leaves(loss.outputs, _detached)
         return Loss(loss.sum.detach(), loss.weight, loss.metrics, outputs)
+
+    def _watched_writes(self) -> AbstractContextManager[None]:
+        compiled = self._kernels.compile or kernel_choices.is_compiled(self.model)
+        return nullcontext() if compiled else self.parameter_writes.watched()
 
     def region(self) -> AbstractContextManager[Any]:
         """Where forward passes run, in the precision of the plan."""
@@ -441,7 +449,8 @@ class Replica:
 
         with self._numerics.region():
             coarse = is_coarse(self.model, self._device)
-        with self.loss_untouched(), comparable(self.model) as are_comparable:
+        writes = self._watched_writes()
+        with self.loss_untouched(), comparable(self.model) as are_comparable, writes:
             if are_comparable:
                 told = check_adds_up(own, evaluate, explained, batch, num_samples, coarse)
                 self._is_loss_known |= told

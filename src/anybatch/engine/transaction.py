@@ -130,7 +130,9 @@ class Transactions:
         self._clip_norm = clip_norm
         self._commit_bytes = commit_bytes
         self._skips = skips
-        self._buffers = SavedBuffers(replica.model, replica.loss_as_given)
+        self._buffers = SavedBuffers(
+            replica.model, replica.loss_as_given, replica.parameter_writes
+        )
         self._headroom = Headroom(device)
         self.crossing: Crossing = Crossing(group, limit, device)
         self._joint = JointPasses(
