@@ -49,8 +49,8 @@ _LONG = 10_000
 """Elements from which on only what is added to a container at its end is taken away again."""
 
 _MOST_BYTES = 8 << 20
-"""Of tensors and arrays whose values are copied, the smallest first. Parameters that are trained are not:
-a loss adds to their gradients and writes nothing else there."""
+"""Of tensors and arrays whose values are copied, the smallest first. Trained parameters are not: a loss
+adds to their gradients and writes nothing else there."""
 
 _ATOMS = frozenset(
     (

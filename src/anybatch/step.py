@@ -959,12 +959,17 @@ class _Pieces:
             del piece
             self._copies.passed()
 
-    def first_samples(self, most: int) -> tuple[Any, int] | None:
+    def first_samples(self, most: int, batch: Any) -> tuple[Callable[[int, int], Any], int]:
         """See `engine.Source`."""
-        size = min(most, self.size)
-        if not size:
-            return None
-        return to_device(self._cutting.cut(self._batch, 0, size), self._device), size
+
+        def take(start: int, stop: int) -> Any:
+            return to_device(self._cutting.cut(self._batch, start, stop), self._device)
+
+        return take, min(most, self.size)
+
+    def is_coupled(self, batch: Any) -> bool:
+        """Never: the batch is the script's."""
+        return False
 
     @contextmanager
     def untouched_by_errors(self) -> Iterator[None]:

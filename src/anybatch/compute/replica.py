@@ -45,7 +45,7 @@ from anybatch.compute.loss import (
     read_loss,
     widened,
 )
-from anybatch.compute.loss_check import check_adds_up, comparable, is_coarse
+from anybatch.compute.loss_check import check_adds_up, comparable, rounding
 from anybatch.compute.low_bit_optimizers import check_whole, rehearse
 from anybatch.compute.modes import with_modes
 from anybatch.compute.optimizer_update import Updater
@@ -55,7 +55,7 @@ from anybatch.compute.parameter_writes import ParameterWrites
 from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised_norm import Exchange
 from anybatch.data.batch_copies import copied
-from anybatch.data.microbatch import map_leaves, samples_left, slice_batch
+from anybatch.data.microbatch import map_leaves, samples_left
 from anybatch.plans import Choice, KernelChoices
 from anybatch.side_effects import code_of, untouched
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
@@ -415,10 +415,10 @@ class Replica:
             found = read_loss(returned, left, training=False)
         return replace(found, sum=found.sum.detach())
 
-    def check_loss(self, batch: Any, num_samples: int) -> None:
-        """Look at whether the loss adds up over the samples of `batch`, which has so many; see
-        `loss_check`. A joint loss, which does not have to, and the losses of anybatch, which do, are
-        passed over. Buffers and random numbers are for the caller to put back.
+    def check_loss(self, take: Callable[[int, int], Any], num_samples: int, cut: int) -> bool:
+        """Look at whether the loss adds up over samples; see `check_adds_up` for them. Returns whether
+        it could be looked at, or need not be: a joint loss does not have to, and the losses of anybatch
+        do. Buffers and random numbers are for the caller to put back.
 
         Warns, or raises `LossError`, as `check_adds_up` does.
         """
@@ -426,7 +426,7 @@ class Replica:
         ours = (getattr(own, "__module__", None) or "").startswith("anybatch.")
         compiled = self._kernels.compile or kernel_choices.is_compiled(self.model)
         if self._joint is not None or ours or compiled:  # each new shape would be compiled
-            return
+            return True
         plain = False
 
         def noting(model: nn.Module, piece: Any) -> Any:
@@ -448,16 +448,19 @@ class Replica:
                 return warn_of_reduction(own, own(self.model, copied(piece)), size)
 
         with self._numerics.region():
-            coarse = is_coarse(self.model, self._device)
+            close = rounding(self.model, self._device)
         writes = self._watched_writes()
         with self.loss_untouched(), comparable(self.model) as are_comparable, writes:
-            if are_comparable:
-                told = check_adds_up(own, evaluate, explained, batch, num_samples, coarse)
-                self._is_loss_known |= told
-                self._is_told |= told
-                self._check_proportional(batch, num_samples)
+            if not are_comparable:
+                return True
+            told = check_adds_up(own, evaluate, explained, take, num_samples, cut, close)
+            self._is_loss_known |= bool(told)
+            self._is_told |= bool(told)
+            if told is False:
+                self._check_proportional(partial(take, 0, min(num_samples, _FEW)))
+            return told is not None
 
-    def _check_proportional(self, batch: Any, num_samples: int) -> None:
+    def _check_proportional(self, take: Callable[[], Any]) -> None:
         """Warn if a larger loss of a few samples has not a gradient that is larger in proportion."""
         if self._numerics.scaler is not None or (dist.is_available() and dist.is_initialized()):
             return  # float16 has no range for it; an autograd function may meet other ranks
@@ -465,7 +468,7 @@ class Replica:
         if any(param._backward_hooks for param in params):
             return  # which is said by itself
         with suppress(Exception), torch.enable_grad():  # the step itself meets what is wrong
-            few = slice_batch(batch, 0, min(num_samples, _FEW))
+            few = take()
             found: list[Tensor] = []
             for factor in (1.0, _LARGER):
                 with self._numerics.region(), chunked_loss.active(self._chunked):
