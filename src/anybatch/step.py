@@ -478,6 +478,14 @@ class Step:
             if self._wishes.micro_batch is None:
                 self._confirm(engine, batch)
             self._undo = undo.pop_all()
+        wished = self._wishes.micro_batch
+        if any(self._cut) and self._ghost_batch is None and wished and wished < self._planned_for:
+            warnings.warn(
+                f"micro_batch is {wished}, so BatchNorm normalises over {wished} samples, not over all"
+                f" {self._planned_for} as in one piece: give ghost_batch={wished} if that is meant, or"
+                " leave out micro_batch.",
+                stacklevel=5,
+            )
         if self._verbose and group.rank == 0:
             print(_described(engine.plan), file=sys.stderr)  # noqa: T201
 

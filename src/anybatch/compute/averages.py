@@ -174,6 +174,15 @@ class CountedMeans:
             ]
         )
 
+    def empty(self) -> str:
+        """What is wrong with a mean over nothing in one of the step's passes, if there is one."""
+        if all(float(one.count) for means in self._passes for one in means):
+            return ""
+        return (
+            "the mean is one over no element at all: every target or element of a micro-batch is left"
+            " out, so return anybatch.Loss(sum, weight), whose weight may be 0 there"
+        )
+
     def fault(self) -> str | None:
         """What is to be said of the step's passes, at its end."""
         if len(self._passes) < 2:

@@ -207,6 +207,10 @@ _SPECTRAL = (
     "Spectral norm {names} make{s} one step of power iteration per pass, so the estimate of the norm"
     " depends a little on the micro-batch and the number of ranks."
 )
+_FREQUENT = (
+    "Embedding {names} divide{s} gradients by how often an id comes up in a pass (scale_grad_by_freq),"
+    " so the update depends on the micro-batch and the number of ranks: leave it out."
+)
 _FOREIGN = (
     "{names} keep{s} running statistics in a way that only torch's own BatchNorm is known to, so the"
     " result may depend on the micro-batch and the number of ranks: anybatch verify shows whether it"
@@ -241,6 +245,8 @@ def _why_it_depends(module: nn.Module, trains: bool) -> str | None:
         return _RANDOM
     if isinstance(module, _BatchNorm):
         return None
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return _FREQUENT if module.scale_grad_by_freq else None
     if isinstance(module, _InstanceNorm):
         tracks = module.running_mean is not None or module.running_var is not None
         return _INSTANCE if tracks else None

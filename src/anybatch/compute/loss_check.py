@@ -37,8 +37,8 @@ Evaluate: TypeAlias = Callable[[Any, int], "tuple[Loss, bool]"]
 
 
 _ANOTHER = (
-    "gives another loss when the same samples pass a second time, before anything is trained: it, or the"
-    " model, keeps something from one pass to the next (a counter, a running mean), or draws random"
+    "gives another loss when the same samples pass a second time, before anything is trained: it, or"
+    " the model, keeps something from one pass to the next (a counter, a running mean), or draws random"
     " numbers from a generator of its own. So the update depends on the number of passes: let it change"
     " once per step, between two steps."
 )

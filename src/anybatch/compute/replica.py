@@ -359,7 +359,7 @@ class Replica:
                 if not self._is_loss_known and num_samples > 1:
                     self._is_loss_known = True
                     self._is_told |= warn_of_reduction(self.loss_as_given, returned, num_samples)
-                if num_samples and not self._is_told and detect_fake_mode() is None:
+                if num_samples and not self.is_joint and detect_fake_mode() is None:
                     self._means.note(returned, num_samples)
                 loss = read_loss(returned, partial(samples_left, batch, num_samples))
                 mean = returned if whole and isinstance(returned, Tensor) else None
@@ -512,7 +512,7 @@ class Replica:
         them is not.
         """
         self.phase = "update"
-        if fault := self._means.fault():
+        if not self._is_told and (fault := self._means.fault()):
             self._is_told = True
             warn_of(self.loss_as_given, fault)
         if not self._has_gradients:
@@ -600,6 +600,10 @@ class Replica:
         """
         rehearse(self.optimizer)
         self.updater.reserve()
+
+    def empty_mean(self) -> str:
+        """See `CountedMeans.empty`."""
+        return self._means.empty()
 
     def begin_step(self) -> None:
         """The next pass is the first of a step, as far as warnings of further ones go."""

@@ -340,6 +340,7 @@ class Transactions:
                     whole.push(sure.pop_all())
                     return self._committed
             if done is None:
+                staged.empty = self._replica.empty_mean()
                 self._put_back()
                 return self._judge.totals(means, staged)
             if isinstance(done, _Steep):
