@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from anybatch.compute.averages import tell_again
 from anybatch.compute.kernel_choices import is_compiled
 from anybatch.engine import checked_seconds
 from anybatch.errors import AnybatchError, InputError, PeerLost
@@ -219,6 +220,7 @@ def train(
     """
     check_task(task)
     task, where = with_norms(task, norms)
+    tell_again()
     parse_parallel(parallel)
     checked_ranks(ranks, parallel)
     keeping = Keeping(resume, checkpoint_every, keep, restarts, stall_seconds)

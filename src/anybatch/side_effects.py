@@ -49,8 +49,8 @@ _LONG = 10_000
 """Elements from which on only what is added to a container at its end is taken away again."""
 
 _MOST_BYTES = 8 << 20
-"""Of tensors and arrays whose values are copied, the smallest first. Parameters are not: a loss adds to
-their gradients and writes nothing else there."""
+"""Of tensors and arrays whose values are copied, the smallest first. Trained parameters are not: a loss
+adds to their gradients and writes nothing else there."""
 
 _ATOMS = frozenset(
     (
@@ -285,7 +285,8 @@ class _Notes:
             self._leaves.append((one, one.grad, one.requires_grad))
         if held := _dict_of(one):
             self._dict(held)
-        is_plain = type(one) is Tensor and one.layout is torch.strided
+        frozen = type(one) is nn.Parameter and not one.requires_grad  # a teacher's, perhaps
+        is_plain = (type(one) is Tensor or frozen) and one.layout is torch.strided
         if is_plain and not (one.is_meta or one.is_inference()):
             self._values.append(one)
 

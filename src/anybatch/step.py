@@ -45,7 +45,7 @@ from anybatch.compute import (
     find_recomputable,
     kernel_choices,
 )
-from anybatch.compute.averages import warn_of_statistics
+from anybatch.compute.averages import tell_again, warn_of_statistics
 from anybatch.compute.building import check_needs_no_closure
 from anybatch.compute.ghost_norm import (
     batch_norms,
@@ -62,9 +62,11 @@ from anybatch.data import (
     batch_size,
     ghosts,
     micro_batches,
+    num_samples_of,
     to_device,
 )
 from anybatch.data import slice_batch as slice_samples
+from anybatch.data.evaluation import MOST_WITHOUT_LENGTH, check_ends
 from anybatch.data.generators import Borrowed
 from anybatch.driver import take_workspaces
 from anybatch.engine import (
@@ -251,6 +253,7 @@ class Step:
                 " whether the time to compile is worth it: give True or False, or train by"
                 " anybatch.train, which does."
             )
+        tell_again()
         self.plan: Plan | None = None
         self._model = model
         self._optimizer = optimizer
@@ -475,6 +478,14 @@ class Step:
             if self._wishes.micro_batch is None:
                 self._confirm(engine, batch)
             self._undo = undo.pop_all()
+        wished = self._wishes.micro_batch
+        if any(self._cut) and self._ghost_batch is None and wished and wished < self._planned_for:
+            warnings.warn(
+                f"micro_batch is {wished}, so BatchNorm normalises over {wished} samples, not over all"
+                f" {self._planned_for} as in one piece: give ghost_batch={wished} if that is meant, or"
+                " leave out micro_batch.",
+                stacklevel=5,
+            )
         if self._verbose and group.rank == 0:
             print(_described(engine.plan), file=sys.stderr)  # noqa: T201
 
@@ -956,12 +967,17 @@ class _Pieces:
             del piece
             self._copies.passed()
 
-    def first_samples(self, most: int) -> tuple[Any, int] | None:
+    def first_samples(self, most: int, batch: Any) -> tuple[Callable[[int, int], Any], int]:
         """See `engine.Source`."""
-        size = min(most, self.size)
-        if not size:
-            return None
-        return to_device(self._cutting.cut(self._batch, 0, size), self._device), size
+
+        def take(start: int, stop: int) -> Any:
+            return to_device(self._cutting.cut(self._batch, start, stop), self._device)
+
+        return take, min(most, self.size)
+
+    def is_coupled(self, batch: Any) -> bool:
+        """Never: the batch is the script's."""
+        return False
 
     @contextmanager
     def untouched_by_errors(self) -> Iterator[None]:
@@ -996,8 +1012,11 @@ def _cut_batches(
     batches: Iterable[Any], device: torch.device, cutting: _Cutting, size: int
 ) -> Iterator[tuple[Any, int]]:
     """`batches` on the device, in pieces of at most `size` samples, each with its number of them."""
+    length, total = num_samples_of(batches), 0
     for batch in batches:
         whole = cutting.count(batch)
+        total += whole
+        check_ends(type(batches).__name__, total, MOST_WITHOUT_LENGTH if length is None else None)
         for start in range(0, whole, size):
             stop = min(start + size, whole)
             piece = batch if stop - start == whole else cutting.cut(batch, start, stop)

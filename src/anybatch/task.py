@@ -564,7 +564,12 @@ def _data_faults(task: Task) -> Iterable[str]:
                 f" task{_order_of(data)}"
             )
             continue
-        if not map_style and not hasattr(data, "__iter__"):
+        if name == "valid" and hasattr(data, "__next__"):
+            yield (
+                f"valid is an iterator ({type(data).__name__}), which can be read once, and may have no"
+                " end; give a data set, a list, or an object whose __iter__ starts anew"
+            )
+        elif not map_style and not hasattr(data, "__iter__"):
             yield (
                 f"{name} is {_kind(data)}; give a data set with __len__ and __getitem__,"
                 " or an iterable one"

@@ -45,7 +45,7 @@ def _loss(model, batch):
 
 
 def _told(sentences):
-    return [one for one in sentences if "writes to the buffer" in one]
+    return [one for one in sentences if "Every pass writes to" in one]
 
 
 @pytest.mark.parametrize("writes", ["replaced", "in place"])
@@ -60,7 +60,7 @@ def test_a_plan_names_them(writes):
         steps=2,
     )
     (sentence,) = _told(ab.plan(task, micro_batch=8).notices)
-    assert "the buffer 'centre':" in sentence
+    assert "writes to 'centre':" in sentence
 
 
 @pytest.mark.parametrize(

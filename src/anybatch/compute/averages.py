@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
@@ -24,7 +24,11 @@ _MEAN, _SUM = 1, 2  # what torch calls its reductions in the graph
 
 _LIKELIHOODS = ("NllLossBackward0", "NllLoss2DBackward0")  # what cross_entropy ends in, too
 
-_ARITHMETIC = ("AddBackward", "SubBackward", "MulBackward", "DivBackward", "ToCopyBackward")
+_ARITHMETIC = (
+    *("AddBackward", "SubBackward", "NegBackward", "MulBackward", "DivBackward", "ToCopyBackward"),
+)
+_SAME = 1e-4
+"""Relative: counts that are added up in float32 (of weights) are the same to within this."""
 
 _FEW = 5  # targets in a row that are 0, 1, 2, ... by chance
 
@@ -90,6 +94,16 @@ def warn_of_no_gradient(function: LossFunction, step: int) -> None:
     )
 
 
+def warn_of_collate(function: LossFunction) -> None:
+    """Warn that samples are others when they are collated with others."""
+    sentence = (
+        "collate makes something else of a sample when others are beside it (it subtracts a mean of the"
+        " batch, say). A task collates each micro-batch by itself, so the update depends on how the"
+        " step is cut: compute it from the whole data set before."
+    )
+    _warn(sentence, *_place_of(function))
+
+
 def _sum_of(returned: Any) -> Any:
     if isinstance(returned, Loss):
         return returned.sum
@@ -105,17 +119,99 @@ def _no_weight(returned: Any) -> float | None:
     return value if 0 <= value <= 1 else None
 
 
-def _likelihoods(total: Any) -> Iterator[Any]:
-    """The nodes of negative log-likelihoods of which `total` is made by adding and scaling."""
-    nodes = [getattr(total, "grad_fn", None)]
+def _terms(total: Any) -> Iterator[Any]:
+    """The nodes of which `total` is made by adding and scaling, and those of divisions on the way."""
+    nodes, seen = [getattr(total, "grad_fn", None)], set()
     while nodes:
         node = nodes.pop()
-        if node is None:
+        if node is None or node in seen:
             continue
-        if node.name() in _LIKELIHOODS:
-            yield node
-        elif node.name().startswith(_ARITHMETIC):
+        seen.add(node)
+        is_inner = node.name().startswith(_ARITHMETIC)
+        if is_inner:
             nodes.extend(before for before, _ in reversed(node.next_functions))
+        if not is_inner or node.name().startswith("DivBackward"):
+            yield node
+
+
+def _likelihoods(total: Any) -> Iterator[Any]:
+    """Those of negative log-likelihoods."""
+    return (node for node in _terms(total) if node.name() in _LIKELIHOODS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mean:
+    """A term that is a mean: of what kind, over how many elements, in a pass of so many samples."""
+
+    sentence: str
+    count: Tensor | float
+    num_samples: int
+
+
+class CountedMeans:
+    """What the terms of a plain mean are averaged over in each micro-batch of a step.
+
+    Weighed by samples, means of micro-batches make up the mean of all samples where they are taken over
+    equally many elements per sample. That may end to hold in any step: a label that is ignored, a mask.
+    """
+
+    def __init__(self) -> None:
+        self._passes: list[list[_Mean]] = []
+
+    def begin(self) -> None:
+        """The next pass is the first of a step."""
+        self._passes.clear()
+
+    def note(self, returned: Any, num_samples: int) -> None:
+        """What a loss function returned for a micro-batch, before its backward. Does not wait for the
+        device."""
+        self._passes.append(
+            [
+                _Mean(sentence, count, num_samples)
+                for node in (_terms(returned) if isinstance(returned, Tensor) else ())
+                for sentence, count in [_counted(node)]
+                if count is not None
+            ]
+        )
+
+    def empty(self) -> str:
+        """What is wrong with a mean over nothing in one of the step's passes, if there is one."""
+        if all(float(one.count) for means in self._passes for one in means):
+            return ""
+        return (
+            "the mean is one over no element at all: every target or element of a micro-batch is left"
+            " out, so return anybatch.Loss(sum, weight), whose weight may be 0 there"
+        )
+
+    def fault(self) -> str | None:
+        """What is to be said of the step's passes, at its end."""
+        if len(self._passes) < 2:
+            return None
+        for term in zip(*self._passes, strict=False):
+            counts = [float(one.count) for one in term]
+            if len(set(counts)) == 1:
+                continue  # of what does not depend on the samples, a penalty on weights
+            each = [count / one.num_samples for count, one in zip(counts, term, strict=True)]
+            if max(each) - min(each) > _SAME * max(map(abs, each)):
+                return term[0].sentence.format(least=min(each), most=max(each))
+        return None
+
+
+def _counted(node: Any) -> tuple[str, Tensor | float | None]:
+    """What a mean at `node` would be told by, and the number of elements that it is over; None: it is
+    no mean."""
+    name, reduction = node.name(), getattr(node, "_saved_reduction", None)
+    if name in _LIKELIHOODS and reduction == _MEAN:
+        classes = node._saved_weight is not None
+        sentence = _CLASSES if classes else _LEFT_OUT.format(_signed(node._saved_ignore_index))
+        return sentence, node._saved_total_weight
+    if name.startswith("MeanBackward"):
+        return _UNEQUAL, node._saved_self_sym_numel
+    if reduction == _MEAN and type(getattr(node, "_saved_self", None)) is Tensor:
+        return _UNEQUAL, node._saved_self.numel()
+    if name == "DivBackward0" and type(other := node._saved_other) is Tensor and not other.dim():
+        return _UNEQUAL, None if other.requires_grad else other
+    return "", None
 
 
 def _told(node: Any, plain: bool, num_samples: int) -> str | None:
@@ -131,62 +227,59 @@ def _told(node: Any, plain: bool, num_samples: int) -> str | None:
     if not plain or node._saved_reduction != _MEAN:
         return None
     if node._saved_weight is not None:
-        return (
-            "returns a mean that weighs classes (weight=), which is no mean over the samples, so the"
-            " update depends on how the step is cut. Return anybatch.Loss(sum, weight) with"
-            " reduction='sum' and the weights of the targets added up: weight[target].sum()."
-        )
+        return _CLASSES
     ignored = _signed(node._saved_ignore_index)
     if seen and (targets == ignored).any():
-        return (
-            f"returns a mean that leaves out targets (those of {ignored}, ignore_index), which is no"
-            " mean over the samples, so the update depends on how the step is cut. Return"
-            " anybatch.Loss(sum, weight) with reduction='sum' and the number of targets that count, or"
-            " what anybatch.model_loss makes of a model of transformers."
-        )
+        return _LEFT_OUT.format(ignored)
     return None
 
 
-def warn_of_attached(function: LossFunction, returned: Any) -> None:
-    """Warn of an autograd function of the user's in the graph that has a gradient where the loss has
-    none: an auxiliary loss that is attached in backward, as some mixtures of experts do."""
-    if dist.is_available() and dist.is_initialized():
-        return  # such a function may meet other ranks
-    total = returned if isinstance(returned, Tensor) else _sum_of(returned)
-    nodes, seen = [getattr(total, "grad_fn", None)], set()
+_CLASSES = (
+    "returns a mean that weighs classes (weight=), which is no mean over the samples, so the update"
+    " depends on how the step is cut. Return anybatch.Loss(sum, weight) with reduction='sum' and the"
+    " weights of the targets added up: weight[target].sum()."
+)
+_LEFT_OUT = (
+    "returns a mean that leaves out targets (those of {}, ignore_index), which is no mean over the"
+    " samples, so the update depends on how the step is cut. Return anybatch.Loss(sum, weight) with"
+    " reduction='sum' and the number of targets that count, or what anybatch.model_loss makes of a"
+    " model of transformers."
+)
+_UNEQUAL = (
+    "returns a mean over {least:.6g} elements per sample in one micro-batch and {most:.6g} in another"
+    " (what a mask leaves, or samples of unequal length), and micro-batches are weighed by their"
+    " samples, so the update depends on how the step is cut. Return anybatch.Loss(sum, weight) with the"
+    " number of elements."
+)
+
+
+def warn_of_no_proportion(function: LossFunction, total: Tensor) -> None:
+    """Warn that twice the loss has not twice the gradient. `total`: what was returned, in a graph."""
+    named = ", ".join(repr(name) for name in dict.fromkeys(_own_functions(total)))
+    warn_of(
+        function,
+        "has a gradient that is not proportional to it: in backward something is added to the gradient"
+        " (an auxiliary loss that is attached), or clamps or normalises it"
+        + (f" (look at {named})" if named else "")
+        + ". Micro-batches add up gradients of sums, which are divided by the weight in the end, so the"
+        " update depends on how the step is cut. Return an auxiliary loss as a part of the whole:"
+        " anybatch.Loss(sum + auxiliary * weight, weight); clip_norm clips the mean.",
+    )
+
+
+def _own_functions(total: Tensor) -> Iterator[str]:
+    """Names of the user's autograd functions in the graph of `total`."""
+    nodes, seen = [total.grad_fn], set()
     while nodes:
-        node = nodes.pop()
+        node: Any = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         nodes.extend(before for before, _ in node.next_functions)
-        if isinstance(node, BackwardCFunction) and _attaches(node):
-            name = node._forward_cls.__qualname__  # pyright: ignore[reportAttributeAccessIssue]
-            warn_of(
-                function,
-                f"runs through {name!r}, whose backward gives a gradient even where that of the loss is"
-                " zero (an auxiliary loss that is attached, say). It is not scaled with the loss, which"
-                " is a sum that is divided by the weight in the end, so it comes out too small, and"
-                " depends on how the step is cut. Return that loss as a part of the whole:"
-                " anybatch.Loss(sum + auxiliary * weight, weight).",
-            )
-            return
-
-
-def _attaches(node: Any) -> bool:
-    """Whether the backward of a user's autograd function makes a gradient of zeros."""
-    if str(node._forward_cls.__module__).partition(".")[0] in ("torch", "anybatch"):
-        return False
-    try:
-        zeros = [
-            torch.zeros(one.shape, dtype=one.dtype, device=one.device)
-            for one in node._input_metadata
-        ]
-        found = node.apply(*zeros)
-    except Exception:  # it may be made for the engine alone
-        return False
-    given = found if isinstance(found, tuple) else (found,)
-    return any(isinstance(one, Tensor) and bool(one.isfinite().all() & one.any()) for one in given)
+        if isinstance(node, BackwardCFunction):
+            kind = node._forward_cls  # pyright: ignore[reportAttributeAccessIssue]
+            if str(kind.__module__).partition(".")[0] not in ("torch", "anybatch"):
+                yield kind.__qualname__
 
 
 def warn_of_hooks(model: nn.Module, function: LossFunction) -> None:
@@ -229,6 +322,11 @@ def _place_of(function: Any) -> tuple[str, int]:
     """File and line of `function`; of one that is not written in Python, this file."""
     code = getattr(function, "__code__", None)
     return (code.co_filename, code.co_firstlineno) if code is not None else (__file__, 1)
+
+
+def tell_again() -> None:
+    """A new run, or a new Step: what was told of an earlier one is told of this one, too."""
+    _warn.cache_clear()
 
 
 @cache  # a plan is made of many passes

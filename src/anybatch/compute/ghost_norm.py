@@ -71,14 +71,20 @@ def depends_on_cut(model: nn.Module, drawn: bool = True) -> tuple[str, ...]:
 
 
 def counting_buffers(model: nn.Module) -> dict[str, tuple[Tensor | None, int]]:
-    """The buffers of `model` whose module is none that `depends_on_cut` or ghost batches know, by name,
-    with their versions."""
+    """The buffers of `model` whose module is none that `depends_on_cut` or ghost batches know, and its
+    frozen parameters, by name, with their versions."""
     return {
         f"{prefix}.{name}" if prefix else name: (buffer, 0 if buffer is None else buffer._version)
         for prefix, module in model.named_modules()
         if not isinstance(module, _BatchNorm) and _why_it_depends(module, trains=False) is None
-        for name, buffer in module._buffers.items()
+        for name, buffer in (*module._buffers.items(), *_frozen_in(module))
     }
+
+
+def _frozen_in(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Its own parameters without a gradient: a momentum encoder's, say."""
+    params = module._parameters.items()
+    return [(name, p) for name, p in params if p is not None and not p.requires_grad]
 
 
 def written_since(model: nn.Module, before: dict[str, tuple[Tensor | None, int]]) -> list[str]:
@@ -92,8 +98,8 @@ def written_since(model: nn.Module, before: dict[str, tuple[Tensor | None, int]]
 
 
 def depends_on_writes(names: Sequence[str]) -> tuple[str, ...]:
-    """What to say of the buffers of those names, which passes write to."""
-    return (_WRITTEN.format(names=_some(names), s="s" if len(names) > 1 else ""),) if names else ()
+    """What to say of the buffers and frozen parameters of those names, which passes write to."""
+    return (_WRITTEN.format(names=_some(names)),) if names else ()
 
 
 class GhostBatches:
@@ -201,16 +207,20 @@ _SPECTRAL = (
     "Spectral norm {names} make{s} one step of power iteration per pass, so the estimate of the norm"
     " depends a little on the micro-batch and the number of ranks."
 )
+_FREQUENT = (
+    "Embedding {names} divide{s} gradients by how often an id comes up in a pass (scale_grad_by_freq),"
+    " so the update depends on the micro-batch and the number of ranks: leave it out."
+)
 _FOREIGN = (
     "{names} keep{s} running statistics in a way that only torch's own BatchNorm is known to, so the"
     " result may depend on the micro-batch and the number of ranks: anybatch verify shows whether it"
     " does."
 )
 _WRITTEN = (
-    "Every pass writes to the buffer{s} {names}: what is kept there (a queue, a codebook, a running"
-    " mean) advances once per pass and rank, so the result depends on the micro-batch and the number of"
-    " ranks where the model computes with it. anybatch verify shows by how much; one pass per step on"
-    " one rank is what a plain loop does."
+    "Every pass writes to {names}: what is kept there (a queue, a codebook, a running mean, a momentum"
+    " encoder) advances once per pass and rank, so the result depends on the micro-batch and the number"
+    " of ranks where the model computes with it. anybatch verify shows by how much; one pass per step"
+    " on one rank is what a plain loop does."
 )
 _RANDOM = (
     "The model draws random numbers (in {names}): another plan, or another number of ranks, draws"
@@ -235,6 +245,8 @@ def _why_it_depends(module: nn.Module, trains: bool) -> str | None:
         return _RANDOM
     if isinstance(module, _BatchNorm):
         return None
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return _FREQUENT if module.scale_grad_by_freq else None
     if isinstance(module, _InstanceNorm):
         tracks = module.running_mean is not None or module.running_var is not None
         return _INSTANCE if tracks else None

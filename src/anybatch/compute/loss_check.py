@@ -33,11 +33,16 @@ from anybatch.task import Loss, LossFunction
 LOOKED_AT = 16
 """The most samples that the check uses."""
 
-_CLOSE, _CLOSE_IN_HALF = 1e-3, 3e-2
-"""Relative differences that rounding explains, in kernels that depend on the size of the batch."""
-
 Evaluate: TypeAlias = Callable[[Any, int], "tuple[Loss, bool]"]
 """(batch, number of samples) -> (loss, whether the function returned a plain number)."""
+
+
+_ANOTHER = (
+    "gives another loss when the same samples pass a second time, before anything is trained: it, or"
+    " the model, keeps something from one pass to the next (a counter, a running mean), or draws random"
+    " numbers from a generator of its own. So the update depends on the number of passes: let it change"
+    " once per step, between two steps."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +65,13 @@ def check_adds_up(
     function: LossFunction,
     evaluate: Evaluate,
     explained: Callable[[Any, int], bool],
-    batch: Any,
+    take: Callable[[int, int], Any],
     num_samples: int,
-    coarse: bool,
-) -> bool:
-    """Check the first of the `num_samples` samples of `batch`; return whether a warning was issued.
+    cut: int,
+    close: float,
+) -> bool | None:
+    """Compare some samples with the first `cut` of them and the others; return whether a warning was
+    issued, or None if the loss raises an error for few samples.
 
     Warns of a loss that compares the samples of a batch, of a penalty in a sum, and of metrics that are
     not additive. Errors of `evaluate` are ignored: the step itself meets what is wrong with the batch.
@@ -73,31 +80,36 @@ def check_adds_up(
         function: the user's.
         explained: warns if the autograd graph of the loss shows why it is not additive, and returns
             whether it did.
-        coarse: the loss is computed in less than float32.
+        take: from a first sample to an end, these as a batch.
+        num_samples: how many there are to take; of a single one, it is taken twice.
+        cut: not half of them: of equal parts any mean of two means would be right.
+        close: relative, what rounding explains; see `rounding`.
 
     Raises `LossError` for a sum that is returned as a mean, a mean that is returned as a sum, and a
     weight that does not add up.
     """
-    size = min(num_samples, LOOKED_AT)
-    cut = max(1, size // 3)  # of equal parts any mean of two means would be right
-    close = _CLOSE_IN_HALF if coarse else _CLOSE
 
     def sums(piece: Any, count: int) -> _Sums:
         with _not_for_few_samples():
             return _sums(*evaluate(piece, count), count)
 
     try:
-        some = _first(batch, size)
-        if size == 1:
+        with _not_for_few_samples():
+            some = take(0, num_samples)
+        if num_samples == 1:
             some = doubled(some)
             first = sums(slice_batch(some, 0, 1), 1)
             parts = _Parts(sums(some, 2), first, first, close)
         else:
-            first = sums(slice_batch(some, 0, cut), cut)
-            second = sums(slice_batch(some, cut, size), size - cut)
-            parts = _Parts(sums(some, size), first, second, close)
+            with _not_for_few_samples():
+                pieces = take(0, cut), take(cut, num_samples)
+            first, second = sums(pieces[0], cut), sums(pieces[1], num_samples - cut)
+            parts = _Parts(sums(some, num_samples), first, second, close)
         if not parts.is_finite:
             return False
+        if not parts.adds_up and not parts.is_same(sums(some, parts.together.num_samples)):
+            warn_of(function, _ANOTHER)
+            return True
         count = parts.together.num_samples
         twice = parts.together if parts.adds_up else sums(doubled(some), 2 * count)
         if fault := parts.fault(twice):
@@ -109,7 +121,7 @@ def check_adds_up(
                 known = explained(some, count)
             warnings.append(None if known else parts.doubt(twice))
     except _NotForFew:
-        return False
+        return None
     for sentence in filter(None, warnings):
         warn_of(function, sentence)
     return known or any(warnings)
@@ -127,11 +139,6 @@ def _not_for_few_samples() -> Iterator[None]:
         raise _NotForFew from error
 
 
-def _first(batch: Any, size: int) -> Any:
-    with _not_for_few_samples():
-        return slice_batch(batch, 0, size)
-
-
 @contextmanager
 def comparable(model: nn.Module) -> Iterator[bool]:
     """`model` in training mode without randomness, so that passes over different samples compare.
@@ -145,6 +152,18 @@ def is_coarse(model: nn.Module, device: torch.device) -> bool:
     """Whether `model` computes in less than float32."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return torch.is_autocast_enabled(device.type) or any(torch.finfo(d).eps > 1e-5 for d in dtypes)
+
+
+def rounding(model: nn.Module, device: torch.device) -> float:
+    """How far, relatively, losses of the same samples may be apart by rounding alone, in kernels that
+    are chosen by the size of the batch."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex()}
+    coarsest = max((torch.finfo(dtype).eps for dtype in dtypes), default=1.0)
+    if is_coarse(model, device):
+        return 3e-2
+    if coarsest < 1e-12:
+        return 1e-8
+    return 1e-4 if device.type == "cpu" else 1e-3  # TF32 may be on
 
 
 def _sums(loss: Loss, is_plain: bool, num_samples: int) -> _Sums:
@@ -177,6 +196,10 @@ class _Parts:
     def adds_up(self) -> bool:
         """Whether the sums are additive."""
         return self._equal(self.together.total, self.first.total, self.second.total)
+
+    def is_same(self, again: _Sums) -> bool:
+        """Whether the same samples give the same when they pass `again`."""
+        return self._equal(2 * again.total, again.total, self.together.total)
 
     def fault(self, twice: _Sums) -> str | None:
         """A sentence on what is certainly wrong, or None. `twice`: the samples together, repeated."""

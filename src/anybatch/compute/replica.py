@@ -15,7 +15,7 @@ that no micro-batch used has none, so that the optimizer passes it over as in a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from anybatch.compute import chunked_loss, kernel_choices, no_cache, recompute
-from anybatch.compute.averages import warn_of_attached, warn_of_hooks, warn_of_reduction
+from anybatch.compute.averages import (
+    CountedMeans,
+    warn_of,
+    warn_of_hooks,
+    warn_of_no_proportion,
+    warn_of_reduction,
+)
 from anybatch.compute.buckets import Buckets, check_dense, norm_of
 from anybatch.compute.ghost_norm import GhostBatches, batch_norms
 from anybatch.compute.indices import naming_ids
@@ -39,12 +45,13 @@ from anybatch.compute.loss import (
     read_loss,
     widened,
 )
-from anybatch.compute.loss_check import check_adds_up, comparable, is_coarse
+from anybatch.compute.loss_check import check_adds_up, comparable, rounding
 from anybatch.compute.low_bit_optimizers import check_whole, rehearse
 from anybatch.compute.modes import with_modes
 from anybatch.compute.optimizer_update import Updater
 from anybatch.compute.outside_gradients import OutsideGradients
 from anybatch.compute.outside_norms import NormsOutside
+from anybatch.compute.parameter_writes import ParameterWrites
 from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised_norm import Exchange
 from anybatch.data.batch_copies import copied
@@ -52,6 +59,12 @@ from anybatch.data.microbatch import map_leaves, samples_left
 from anybatch.plans import Choice, KernelChoices
 from anybatch.side_effects import code_of, untouched
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
+
+_FEW = 4
+"""Samples by which it is seen whether the gradient is proportional to the loss."""
+
+_LARGER, _PROPORTIONAL = 2.0**10, 1e-4
+"""A factor that changes no digit of what is multiplied by it, and what is equal: relative."""
 
 
 class Replica:
@@ -64,6 +77,7 @@ class Replica:
         loss_as_given: the user's loss.
         optimizer: the user's optimizer.
         updater: runs its step.
+        parameter_writes: frozen parameters that forward writes to.
         loss_scale: the factor of fp16 loss scaling, or None where there is none.
         phase: what is being done, for the report of a failure.
         keeps_gradients: those of an update are there until the next step begins.
@@ -90,8 +104,11 @@ class Replica:
         self._loss: LossFunction = self._joint or loss
         self.loss_as_given: LossFunction = loss
         self._is_loss_known = self.is_joint  # whether what it returns was looked at
+        self._is_told = self.is_joint  # that it does not add up, or need not
+        self._means = CountedMeans()
         self._derives = False  # whether the loss needs gradients in evaluation
         self._outside = NormsOutside(model, loss)
+        self.parameter_writes: ParameterWrites = ParameterWrites(model)
         self._device = device
         self._host = host or torch.device("cpu")
         warn_of_hooks(model, loss)  # before there are any of anybatch's own
@@ -336,13 +353,14 @@ class Replica:
                 self._numerics.region(),
                 recompute.keeping(self._recompute, self.model, self._host),
                 self._outside.watched(),
+                self._watched_writes(),
             ):
                 returned = self._loss(self.model, batch)
                 if not self._is_loss_known and num_samples > 1:
                     self._is_loss_known = True
-                    warn_of_reduction(self.loss_as_given, returned, num_samples)
-                    if not self._recompute.blocks and detect_fake_mode() is None:
-                        warn_of_attached(self.loss_as_given, returned)
+                    self._is_told |= warn_of_reduction(self.loss_as_given, returned, num_samples)
+                if num_samples and not self.is_joint and detect_fake_mode() is None:
+                    self._means.note(returned, num_samples)
                 loss = read_loss(returned, partial(samples_left, batch, num_samples))
                 mean = returned if whole and isinstance(returned, Tensor) else None
                 del returned  # or backward would hold what the loss has beside its sum
@@ -365,6 +383,10 @@ class Replica:
             total.backward(seed if num_samples else torch.zeros_like(seed))
         outputs = None if loss.outputs is None else map_leaves(loss.outputs, _detached)
         return Loss(loss.sum.detach(), loss.weight, loss.metrics, outputs)
+
+    def _watched_writes(self) -> AbstractContextManager[None]:
+        compiled = self._kernels.compile or kernel_choices.is_compiled(self.model)
+        return nullcontext() if compiled else self.parameter_writes.watched()
 
     def region(self) -> AbstractContextManager[Any]:
         """Where forward passes run, in the precision of the plan."""
@@ -393,10 +415,10 @@ class Replica:
             found = read_loss(returned, left, training=False)
         return replace(found, sum=found.sum.detach())
 
-    def check_loss(self, batch: Any, num_samples: int) -> None:
-        """Check that the loss is additive over the `num_samples` samples of `batch`; see `loss_check`.
-        Joint losses (which need not be) and anybatch's own (which are) are not checked. The caller
-        restores buffers and random generators.
+    def check_loss(self, take: Callable[[int, int], Any], num_samples: int, cut: int) -> bool:
+        """Check that the loss is additive over samples; see `check_adds_up`. Returns whether the check
+        was possible, or is not needed: joint losses need not be additive, and anybatch's own are. The
+        caller restores buffers and random generators.
 
         Warns, or raises `LossError`, as `check_adds_up` does.
         """
@@ -404,7 +426,7 @@ class Replica:
         ours = (getattr(own, "__module__", None) or "").startswith("anybatch.")
         compiled = self._kernels.compile or kernel_choices.is_compiled(self.model)
         if self._joint is not None or ours or compiled:  # each new shape would be compiled
-            return
+            return True
         plain = False
 
         def noting(model: nn.Module, piece: Any) -> Any:
@@ -426,11 +448,39 @@ class Replica:
                 return warn_of_reduction(own, own(self.model, copied(piece)), size)
 
         with self._numerics.region():
-            coarse = is_coarse(self.model, self._device)
-        with self.loss_untouched(), comparable(self.model) as are_comparable:
-            if are_comparable:
-                warned = check_adds_up(own, evaluate, explained, batch, num_samples, coarse)
-                self._is_loss_known |= warned
+            close = rounding(self.model, self._device)
+        writes = self._watched_writes()
+        with self.loss_untouched(), comparable(self.model) as are_comparable, writes:
+            if not are_comparable:
+                return True
+            told = check_adds_up(own, evaluate, explained, take, num_samples, cut, close)
+            self._is_loss_known |= bool(told)
+            self._is_told |= bool(told)
+            if told is False:
+                self._check_proportional(partial(take, 0, min(num_samples, _FEW)))
+            return told is not None
+
+    def _check_proportional(self, take: Callable[[], Any]) -> None:
+        """Warn if a larger loss of a few samples has not a gradient that is larger in proportion."""
+        if self._numerics.scaler is not None or (dist.is_available() and dist.is_initialized()):
+            return  # float16 has no range for it; an autograd function may meet other ranks
+        params = [param for param in self.model.parameters() if param.requires_grad]
+        if any(param._backward_hooks for param in params):
+            return  # which is said by itself
+        with suppress(Exception), torch.enable_grad():  # the step itself meets what is wrong
+            few = take()
+            found: list[Tensor] = []
+            for factor in (1.0, _LARGER):
+                with self._numerics.region(), chunked_loss.active(self._chunked):
+                    total = read_loss(self.loss_as_given(self.model, copied(few)), lambda: 1).sum
+                seed = torch.full_like(total, factor)
+                gradients = torch.autograd.grad(total, params, seed, allow_unused=True)
+                prints = [_fingerprint(one) for one in gradients if one is not None]
+                found.append(torch.tensor(prints, dtype=torch.float64) / factor)
+            norms = found[0][:, :1]
+            rounding = _PROPORTIONAL * norms + _PROPORTIONAL**1.5 * norms.max()
+            if ((found[1] - found[0]).abs() > rounding).any():
+                warn_of_no_proportion(self.loss_as_given, total)
 
     def gradient_is_finite(self, loss: LossFunction, batch: Any) -> bool:
         """Whether that of one batch by itself is. The model is in evaluation mode already; the sums of
@@ -462,6 +512,9 @@ class Replica:
         them is not.
         """
         self.phase = "update"
+        if not self._is_told and (fault := self._means.fault()):
+            self._is_told = True
+            warn_of(self.loss_as_given, fault)
         if not self._has_gradients:
             return torch.zeros(())
         if self._numerics.scaler is not None:
@@ -548,9 +601,14 @@ class Replica:
         rehearse(self.optimizer)
         self.updater.reserve()
 
+    def empty_mean(self) -> str:
+        """See `CountedMeans.empty`."""
+        return self._means.empty()
+
     def begin_step(self) -> None:
         """The next pass is the first of a step, as far as warnings of further ones go."""
         self._outside.begin_step()
+        self._means.begin()
 
     def drop(self) -> None:
         """Forget the gradients."""
@@ -581,6 +639,14 @@ class Replica:
         squares = norm.square()  # of this rank's parts: one sum over the ranks, not one for each
         dist.all_reduce(squares, group=first.device_mesh.get_group())
         return squares.sqrt()
+
+
+def _fingerprint(gradient: Tensor) -> tuple[float, float]:
+    """Its 2-norm and its sum, both of which are proportional to it."""
+    (values,) = _values([gradient])
+    values = torch.view_as_real(values) if values.is_complex() else values
+    wide = values.double()
+    return float(wide.norm()), float(wide.sum())
 
 
 def _own(gradient: Tensor) -> Tensor:

@@ -34,9 +34,11 @@ from anybatch.data.loader import StepData as StepData
 from anybatch.data.loader import is_map_style as is_map_style
 from anybatch.data.loader import num_samples_of as num_samples_of
 from anybatch.data.microbatch import batch_size as batch_size
+from anybatch.data.microbatch import differs as differs
 from anybatch.data.microbatch import map_leaves as map_leaves
 from anybatch.data.microbatch import parts_of as parts_of
 from anybatch.data.microbatch import samples_left as samples_left
+from anybatch.data.microbatch import shows_samples as shows_samples
 from anybatch.data.microbatch import slice_batch as slice_batch
 from anybatch.data.microbatch import split as split
 from anybatch.data.microbatch import to_device as to_device

@@ -30,13 +30,25 @@ from anybatch.data.failure import Bad, BadSamples, Place, Survey, told
 from anybatch.data.fetch import Piece, Request, SampleFetch, TensorFetch, open_fetch
 from anybatch.data.generators import Borrowed, restore, seed_by, snapshot
 from anybatch.data.lengths import Extent, micro_batches_by_length
-from anybatch.data.loader import is_map_style
+from anybatch.data.loader import is_map_style, num_samples_of
 from anybatch.data.microbatch import is_samples, parts_of, rebuilt
 from anybatch.data.order import Order, mix
 from anybatch.data.stream import over_after, unreadable
 from anybatch.data.workers import Beside, WorkerPool
 from anybatch.errors import DataError, InputError
 from anybatch.oom import is_memory_error
+
+MOST_WITHOUT_LENGTH = 100_000
+"""Samples that a held-out stream may give without a length, or as many as the whole training has."""
+
+
+def check_ends(name: str, num_samples: int, most: int | None) -> None:
+    """Raises `DataError` for held-out samples of no known length, if there are more than `most`."""
+    if most is not None and num_samples > most:
+        raise DataError(
+            f"the held-out stream {name} has given {most:,} samples and goes on, so it may have no end:"
+            " give it a length (__len__), or end it (itertools.islice)."
+        )
 
 
 def evaluation_batches(
@@ -55,6 +67,7 @@ def evaluation_batches(
     find_all: bool = False,
     lengths: Tensor | None = None,
     most: int = 0,
+    endless: int | None = None,
     beside: Beside = nullcontext,
 ) -> Iterator[tuple[Any, int]]:
     """(collated batch, number of samples) over this rank's part of `dataset`, at most `batch` each.
@@ -70,6 +83,8 @@ def evaluation_batches(
         find_all: bad samples are told all at once: what comes after the first is loaded, and not given.
         lengths: of the samples of map-style data. Then the ranks' parts go by total length, and a batch
             has a padded size of at most `most`, instead of `batch` samples.
+        endless: a stream without a length that gives more samples is taken for one without an end;
+            None: however many. One with a length is read so far.
         beside: stands around the start and the end of worker processes.
 
     Raises `InputError` for a batch below one or a stream that can be read only once, `DataError` as
@@ -80,7 +95,7 @@ def evaluation_batches(
     if not is_map_style(dataset):
         collate = collate or default_collate
         return _of_stream(
-            dataset, collate, batch, first, rank, shares, seed, lockstep, gaps, find_all
+            dataset, collate, batch, first, rank, shares, seed, lockstep, gaps, find_all, endless
         )
     ranks = range(len(shares)) if lockstep else (rank,)
     kept = None if lengths is None else np.delete(lengths.numpy(), list(gaps))
@@ -147,8 +162,9 @@ def _of_stream(
     lockstep: bool,
     gaps: Sequence[int],
     find_all: bool,
+    endless: int | None,
 ) -> Iterator[tuple[Any, int]]:
-    stream = _Stream(dataset, seed, gaps, find_all)
+    stream = _Stream(dataset, seed, gaps, find_all, endless)
     given = len(stream.read(first))
     counts = [0] * len(shares)  # blocks, by rank
     last: list[tuple[int, Any]] = []  # a sample for those who only keep step
@@ -200,8 +216,12 @@ class _Stream:
     a state of its own, so that no cut into batches changes it. See `evaluation_batches` for `gaps` and
     `find_all`."""
 
-    def __init__(self, dataset: Any, seed: int, gaps: Sequence[int], find_all: bool) -> None:
+    def __init__(
+        self, dataset: Any, seed: int, gaps: Sequence[int], find_all: bool, endless: int | None
+    ) -> None:
         self._dataset = dataset
+        self._length = num_samples_of(dataset)
+        self._endless = endless
         self._name = type(dataset).__name__
         self._position = 0
         self._gaps = frozenset(gaps)
@@ -236,6 +256,8 @@ class _Stream:
         """What the stream gives, until it ends, numbered by what it was to give."""
         while True:
             number = self._position
+            if number == self._length:
+                return
             try:
                 sample = next(self._samples)
             except StopIteration:
@@ -256,6 +278,8 @@ class _Stream:
                 continue
             self._failed = ""
             self._position += 1
+            if self._length is None:
+                check_ends(self._name, self._position, self._endless)
             yield number, sample
 
     def _opened(self, dataset: Any) -> Iterator[Any]:

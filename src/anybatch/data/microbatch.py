@@ -88,6 +88,28 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
     return _sliced(batch, size, start, stop, has_records(batch, size))
 
 
+def shows_samples(batch: Any) -> bool:
+    """Whether every part of `batch` is one of its samples, and none belongs to all of them."""
+    parts = parts_of(batch)
+    if parts is None:
+        return _has_samples(batch)
+    return _has_samples(batch) and all(
+        shows_samples(value) or isinstance(value, str) for _, value in parts
+    )
+
+
+def differs(one: Any, other: Any) -> bool:
+    """Whether batches of the same samples have other numbers where their tensors have the same shape
+    (not that of padding, then). What belongs to no single sample is passed over."""
+    parts, others = parts_of(one), parts_of(other)
+    if parts is None or others is None:
+        are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor) and one.dim() > 0
+        if not are_tensors or one.shape != other.shape or one.layout is not torch.strided:
+            return False
+        return not torch.allclose(one, other, equal_nan=True)
+    return any(differs(a, b) for (_, a), (_, b) in zip(parts, others, strict=False))
+
+
 def doubled(batch: Any) -> Any:
     """`batch`, and all of its samples once more, as the same structure; a copy.
 

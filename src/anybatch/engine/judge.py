@@ -35,6 +35,7 @@ class Staged:
         totals: sums over the micro-batches.
         numbers: of the micro-batches that are in the totals, in that order.
         in_float16: the loss function added up in float16.
+        empty: what is wrong with a mean over nothing, in words, if the loss has one.
         outputs: of each of these micro-batches, if the loss hands any out, with its number of samples;
             when all are done, those of the whole part.
     """
@@ -43,6 +44,7 @@ class Staged:
     source: Source
     totals: Totals
     in_float16: bool = False
+    empty: str = ""
     outputs: Any = None
     numbers: array[int] = field(default_factory=lambda: array("q"))
 
@@ -180,7 +182,7 @@ class Judge:
     def _suspicion(self, staged: Staged) -> _Suspicion:
         source = staged.source
         numbers = [staged.numbers[place] for place in staged.totals.not_finite()]
-        wrong = wrong_target()  # before any sample is run again
+        wrong = wrong_target() or staged.empty  # before any sample is run again
         bad = () if self._blame is None else tuple(self._blame.losses(numbers, source))
         where = f"micro-batch {numbers[0]} ({source.describe(numbers[0])})" if numbers else ""
         every = len(bad) > 1 and sum(len(source.places(n)) for n in staged.numbers) == len(bad)

@@ -3,8 +3,8 @@
 Forward writes BatchNorm's running statistics and whatever else a module keeps in buffers. They are
 copied before each step and put back when the step is redone. All of them, every time: some kernels
 write a buffer without changing its version, so there is no safe way to know which ones changed. The
-same for plain attributes of modules (a counter), and for generators of random numbers that the model or
-the loss has for itself.
+same for plain attributes of modules (a counter), for generators of random numbers that the model or the
+loss has for itself, and for frozen parameters that forward writes to (a momentum encoder).
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.compute.module_state import ModuleState
+from anybatch.compute.parameter_writes import ParameterWrites
 from anybatch.side_effects import generators_in
 
 
 class SavedBuffers:
     """The buffers of `model`, saved and put back, and what it and `loss` have besides."""
 
-    def __init__(self, model: nn.Module, loss: object = None) -> None:
+    def __init__(
+        self, model: nn.Module, loss: object = None, writes: ParameterWrites | None = None
+    ) -> None:
         self._modules = list(model.modules())
         self._users = model, loss
+        self._writes = writes
         self._generators: Sequence[Any] | None = None
         self._state: ModuleState | None = None
         # By `items`, since nothing else goes through the buffers of what torch.jit has compiled.
@@ -47,6 +51,8 @@ class SavedBuffers:
         if self._places:
             self._save()
         self._state = ModuleState(self._modules, self._generators)
+        if self._writes is not None:
+            self._writes.save()
 
     def held(self, module: nn.Module, name: str) -> Tensor | None:
         """What buffer `name` of `module` held at `save`. To be read only."""
@@ -79,6 +85,8 @@ class SavedBuffers:
         self.put_back_buffers()
         if self._state is not None:
             self._state.put_back()
+            if self._writes is not None:
+                self._writes.put_back()
 
     @torch.no_grad()
     def put_back_buffers(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from anybatch.data import Bad, Place
 from anybatch.plans import Choice
+
+Take: TypeAlias = "Callable[[int, int], Any]"
+"""From a first sample to an end: these as one batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,14 @@ class Source(Protocol):
         """The micro-batches that were kept, all of which have been given."""
         ...
 
-    def first_samples(self, most: int) -> tuple[Any, int] | None:
-        """The first samples of this rank as one batch on the device, at most so many, and their number;
-        None: they are not at hand before their passes."""
+    def first_samples(self, most: int, batch: Any) -> tuple[Take, int]:
+        """How to take some of the first samples of this rank, on the device, and how many there are to
+        take from, at most `most`. `batch`: its first micro-batch."""
+        ...
+
+    def is_coupled(self, batch: Any) -> bool:
+        """Whether samples are made into batches in a way by which those of its first micro-batch,
+        `batch`, would be others alone."""
         ...
 
     def describe(self, number: int) -> str:

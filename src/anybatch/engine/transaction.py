@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from anybatch.compute import Replica
-from anybatch.compute.averages import warn_of_no_gradient
+from anybatch.compute.averages import warn_of_collate, warn_of_no_gradient
 from anybatch.compute.joint import Ask
 from anybatch.compute.loss_check import LOOKED_AT
 from anybatch.data import Bad, BadSamples, to_device, told_samples
@@ -130,7 +130,7 @@ class Transactions:
         self._clip_norm = clip_norm
         self._commit_bytes = commit_bytes
         self._skips = skips
-        self._buffers = SavedBuffers(replica.model, replica.loss_as_given)
+        self._buffers = SavedBuffers(replica.model, replica.loss_as_given, replica.parameter_writes)
         self._headroom = Headroom(device)
         self.crossing: Crossing = Crossing(group, limit, device)
         self._joint = JointPasses(
@@ -340,6 +340,7 @@ class Transactions:
                     whole.push(sure.pop_all())
                     return self._committed
             if done is None:
+                staged.empty = self._replica.empty_mean()
                 self._put_back()
                 return self._judge.totals(means, staged)
             if isinstance(done, _Steep):
@@ -429,10 +430,15 @@ class Transactions:
                 torch.random.fork_rng(others, enabled=bool(others)),
                 Borrowed(),
             ):
-                # Of one or two samples little can be seen; a few fit without gradients.
+                # Of one or two samples little can be seen; a few fit without gradients. A loss that
+                # asks for more (the hardest k) is given as many as it will be.
                 few = min(LOOKED_AT, max(4, micro.num_samples))
-                found = source.first_samples(few) or (micro.batch, micro.num_samples)
-                self._replica.check_loss(*found)
+                for most, cut in ((few, few // 3), (2 * micro.num_samples - 1, micro.num_samples)):
+                    take, size = source.first_samples(most, micro.batch)
+                    if self._replica.check_loss(take, size, min(cut, size - 1)):
+                        break
+                if source.is_coupled(micro.batch):
+                    warn_of_collate(self._replica.loss_as_given)
         finally:
             self._buffers.put_back()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -11,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from anybatch.errors import DataError
 from anybatch.proof.runs import Runs, deviation, number_of
 from anybatch.task import JointLoss, Loss, LossFunction
 
@@ -204,10 +206,10 @@ def _is_mean_over_tokens(runs: Runs, tolerance: float, names: Sequence[str]) -> 
 def _fault_is_of_padding(runs: Runs, tolerance: float) -> bool:
     """Whether pieces that are cut from the whole batch agree with it, unlike those that are collated by
     themselves."""
-    if runs.sample.fetch is None:
-        return False
     once = replace(runs, sample=runs.sample.collated_once())
-    return once.deviation_when(()) <= tolerance
+    with suppress(DataError):  # a batch that does not show its samples cannot be cut
+        return once.deviation_when(()) <= tolerance
+    return False
 
 
 def _pairs(runs: Runs, sizes: Sequence[int], names: Sequence[str]) -> list[float]:

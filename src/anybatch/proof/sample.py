@@ -11,7 +11,6 @@ from torch import Tensor
 from anybatch.data import (
     Piece,
     Request,
-    batch_size,
     copied,
     evaluation_batches,
     is_map_style,
@@ -31,21 +30,22 @@ class Sample:
 
     Attributes:
         batch: all of them, collated together.
-        order: their numbers, in map-style data.
-        fetch: collates some of them by themselves, as training would; None: pieces are cut from the
-            whole.
+        order: their numbers in the data.
+        fetch: collates some of them by themselves, as training would.
+        once: pieces are cut from the whole instead.
         num_smallest: how many at the end have fewer elements than all others; 0 where all are alike.
     """
 
     batch: object
     order: Tensor
-    fetch: Callable[[Request], object] | None
+    fetch: Callable[[Request], object]
     num_smallest: int = 0
+    once: bool = False
 
     @property
     def size(self) -> int:
         """How many there are."""
-        return batch_size(self.batch)
+        return len(self.order)
 
     def cut(self, sizes: Sequence[int], dtype: torch.dtype) -> Iterator[object]:
         """Pieces of these sizes, of their own, their floating-point numbers in `dtype`."""
@@ -61,8 +61,6 @@ class Sample:
     def largest_first(self, count: int) -> Sample:
         """The first `count` of them, in order of the elements each has where it is collated by itself:
         so pieces are padded to lengths of their own, and what does not mask it shows."""
-        if self.fetch is None:
-            return replace(self, batch=slice_batch(self.batch, 0, count), order=self.order[:count])
         order, smallest = self.order[:count], 0
         if elements := sizes_alone(self.fetch, order):
             order = order[torch.tensor(elements).argsort(descending=True, stable=True)]
@@ -71,17 +69,15 @@ class Sample:
 
     def name_of(self, place: int) -> str:
         """What to call the sample at `place`: by its number in the data, where it has one."""
-        if len(self.order):
-            return f"sample {int(self.order[place])} of the training data"
-        return f"the sample at place {place} of the first batch"
+        return f"sample {int(self.order[place])} of the training data"
 
     def collated_once(self) -> Sample:
         """The same samples, of which pieces are cut from the whole."""
-        return replace(self, fetch=None)
+        return replace(self, once=True)
 
     def _piece(self, start: int, stop: int) -> object:
-        if self.fetch is None or stop - start == self.size:
-            return slice_batch(self.batch, start, stop)
+        if self.once or stop - start == self.size:
+            return self.batch if stop - start == self.size else slice_batch(self.batch, start, stop)
         return self.fetch([Piece(0, self.order[start:stop])])
 
 
@@ -97,15 +93,16 @@ def sample_of(task: Task, wanted: int) -> Sample:
     """The first samples of the first epoch of `task`, at most `wanted`. Raises `InputError` if there is
     a single one."""
     data = task.train
-    nothing = torch.empty(0, dtype=torch.int64)
     if is_map_style(data):
         order = permutation(task.seed, 0, len(data), task.shuffle)[:wanted]
-        if len(order) > 1:
-            fetch = open_fetch(data, task.collate, task.seed)
-            return Sample(fetch([Piece(0, order)]), order, fetch)
-    for batch, num_samples in evaluation_batches(data, task.collate, wanted, seed=task.seed):
-        if num_samples >= 2:
-            return Sample(batch, nothing, None)
+    else:
+        data = next(
+            (rows for rows, _ in evaluation_batches(data, list, wanted, seed=task.seed)), []
+        )
+        order = torch.arange(len(data))
+    if len(order) > 1:
+        fetch = open_fetch(data, task.collate, task.seed)
+        return Sample(fetch([Piece(0, order)]), order, fetch)
     raise InputError(
         f"the training data of task {task.name!r} has a single sample, which cannot be cut:"
         " there is nothing to prove."

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from anybatch.data import Beside, evaluation_batches, is_map_style, lengths_of, on_device
+from anybatch.data import (
+    Beside,
+    evaluation_batches,
+    is_map_style,
+    lengths_of,
+    on_device,
+    steps_of,
+)
+from anybatch.data.evaluation import MOST_WITHOUT_LENGTH
 from anybatch.engine import Pulse, Skips
 from anybatch.parallel import Group
 from anybatch.task import Task
@@ -46,6 +54,7 @@ class Batches:
         # Lengths by index are those of the training data alone.
         known = callable(task.lengths) and task.valid is not None and is_map_style(task.valid)
         self._lengths = lengths_of(task.lengths, task.valid, "held-out") if known else None
+        self._endless = max(MOST_WITHOUT_LENGTH, steps_of(task).total_samples or 0)
 
     def of(
         self,
@@ -81,6 +90,7 @@ class Batches:
             find_all=skips is not None,
             lengths=self._lengths if data is task.valid else None,
             most=size * self._longest,
+            endless=self._endless if data is task.valid else None,
             beside=self._beside,
         )
         numbers: deque[int] = deque()  # a batch is copied ahead: its number waits for it here

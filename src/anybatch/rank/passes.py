@@ -12,9 +12,11 @@ as the plan says. In a reproducible run micro-batches are grains, and shares who
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from anybatch.data import (
     Place,
     StepData,
     StreamLoader,
+    differs,
     divided_ghosts,
     ghosts,
     micro_batches,
@@ -35,11 +38,16 @@ from anybatch.data import (
     padded_size,
     part_at,
     share,
+    shows_samples,
+    slice_batch,
     to_device,
 )
 from anybatch.engine import MicroBatch, Pulse
 from anybatch.parallel import Group
 from anybatch.plans import Choice, Plan
+
+_ALONE = 2
+"""Samples that are collated by themselves, to see whether they are then as they are among others."""
 
 
 class Cutting:
@@ -215,20 +223,36 @@ class GlobalStep:
         """See `Source`."""
         return self._given.num_samples
 
-    def first_samples(self, most: int) -> tuple[Any, int] | None:
-        """See `engine.Source`. None too where the first micro-batch has as many, or where they cannot
-        be read: the step itself meets what is wrong."""
+    def first_samples(self, most: int, batch: Any) -> tuple[Callable[[int, int], Any], int]:
+        """See `engine.Source`. Where each of the parts of `batch` shows its samples they are cut from
+        it, else collated by themselves."""
         parts = [part for part in self._given.parts[: most + 1] if part]
-        if not parts or len(parts[0]) >= most:
-            return None
+        if len(parts[0]) >= most and shows_samples(batch):
+            return partial(slice_batch, batch), most
         start, stop = parts[0].start, parts[0].stop
         for part in parts[1:]:
             stop = part.stop if part.start == stop else stop
-        wanted = range(start, min(stop, start + most))
+        return partial(self._together, start), min(most, stop - start)
+
+    def is_coupled(self, batch: Any) -> bool:
+        """See `engine.Source`. Two of the samples are collated by themselves."""
+        part = next(part for part in self._given.parts if part)
+        if len(part) <= _ALONE:
+            return False
         try:
-            return to_device(self._loader.together(wanted), self._device), len(wanted)
-        except Exception:
-            return None
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                alone, again = (self._together(part.start, 0, _ALONE) for _ in range(2))
+            if told:  # that it draws random numbers, say
+                return False
+            return differs(slice_batch(batch, 0, _ALONE), alone) and not differs(again, alone)
+        except Exception:  # the step itself meets what is wrong
+            return False
+
+    def _together(self, first: int, start: int, stop: int) -> Any:
+        """Samples by position, counted from the first one, collated by themselves."""
+        batch = self._loader.together(range(first + start, first + stop))
+        return to_device(batch, self._device)
 
     def once_more(self) -> Iterator[MicroBatch]:
         """See `Source`. Samples are fetched once, and wait in the host's memory, as they were before a

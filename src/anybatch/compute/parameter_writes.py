@@ -1,0 +1,91 @@
+"""Frozen parameters that forward writes to, as they were before the step.
+
+A momentum encoder or a teacher follows the trained weights inside forward, in parameters without a
+gradient. A pass that is undone has to leave them as they were. They are not copied before it is known
+that there are such: a frozen base model may be most of the memory. The first pass is watched, and what
+it writes to is copied just before it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@final
+class ParameterWrites:
+    """See the module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._is_known = False  # which parameters these are
+        self._saved: dict[nn.Parameter, Tensor] = {}
+
+    def save(self) -> None:
+        """Remember what they hold now."""
+        self._saved = {param: param.detach().clone() for param in self._saved}
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make them hold what they held at `save`, or before the first pass."""
+        for param, before in self._saved.items():
+            param.data.copy_(before)  # through .data: a graph may have saved this version
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around a forward pass."""
+        frozen = {} if self._is_known or detect_fake_mode() is not None else _frozen(self._model)
+        if not frozen:
+            yield
+            return
+        with _CopyOnWrite(frozen, self._saved):
+            yield
+        self._is_known = True
+
+
+class _CopyOnWrite(TorchDispatchMode):
+    """Copies each of `params`, by storage, into `saved` before an operation writes to it."""
+
+    def __init__(
+        self, params: Mapping[int, nn.Parameter], saved: dict[nn.Parameter, Tensor]
+    ) -> None:
+        super().__init__()
+        self._params = params
+        self._saved = saved
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        options = dict(kwargs or {})
+        if func._schema.is_mutable:
+            for place, formal in enumerate(func._schema.arguments):
+                if formal.alias_info is not None and formal.alias_info.is_write:
+                    given = args[place] if place < len(args) else options.get(formal.name)
+                    for one in tree_leaves(given):
+                        self._keep(one)
+        return func(*args, **options)
+
+    def _keep(self, one: object) -> None:
+        param = self._params.get(_storage(one)) if isinstance(one, Tensor) else None
+        if param is not None and param not in self._saved:
+            self._saved[param] = param.detach().clone()
+
+
+def _frozen(model: nn.Module) -> dict[int, nn.Parameter]:
+    return {
+        _storage(param): param
+        for param in model.parameters()
+        if not param.requires_grad and type(param) is nn.Parameter
+    }
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
