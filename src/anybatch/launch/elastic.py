@@ -26,6 +26,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -226,6 +227,15 @@ class _Agent(LocalElasticAgent):
         state = self._state()
         values = dict.fromkeys(worker.global_rank for worker in worker_group.workers)
         return RunResult(state=state, return_values=values)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """See the base class. Ranks begin with SIGINT blocked, until they can answer it (`worker`):
+        while Python starts it would print a traceback."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _restart_workers(  # type: ignore[override]
         self, worker_group: WorkerGroup
