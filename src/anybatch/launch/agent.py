@@ -15,6 +15,7 @@ The environment of a rank is this process's own and, added by the agent: `RANK`,
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -33,6 +34,7 @@ from anybatch.launch import janitor
 from anybatch.launch.exits import SAID_BY_STATUS, End, first
 from anybatch.launch.membership import find
 from anybatch.launch.network import parse_address
+from anybatch.signing import SECRET
 
 if TYPE_CHECKING:
     from anybatch.launch.elastic import Ending, Orders
@@ -48,10 +50,6 @@ TIMEOUT_SECONDS = 300.0
 GRACE_SECONDS = 30.0
 """That ranks get to end after a signal, or after one of them failed, before they are killed. torch
 gives no more than this after a failure."""
-
-SECRET = "ANYBATCH_RENDEZVOUS_SECRET"
-"""The environment variable with the secret that the machines of a run share. They sign with it the
-state of torch's rendezvous, which is a pickle, and unpickle no other."""
 
 ELASTIC_RESTARTS = 3
 """Restarts where the number of machines may change, and nobody says how many: a machine that goes takes
@@ -283,7 +281,8 @@ def _prepared(
     if rendezvous is not None:
         meeting = parse_address(rendezvous.removeprefix("tcp://"), "rendezvous")
     if most == 1:
-        meeting, secret = None, ""  # nobody else is to come, so nothing listens for them
+        meeting = None  # nobody else is to come, so nothing listens for them
+        secret = secrets.token_hex(_SECRET_LENGTH)
     else:
         secret = _checked_secret(secret)
     already = find()
