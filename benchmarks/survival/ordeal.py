@@ -3,6 +3,9 @@
     python benchmarks/survival/ordeal.py --kills 50        ranks and agents are killed, nothing else
     python benchmarks/survival/ordeal.py --minutes 20      everything happens, for so long
 
+and of the kills once more for a model with dropout, on two ranks (`--dropout`), or reproducible on any
+number of them (`--dropout --reproducible`): there nothing may differ.
+
 Trains a small task by the command that a user types, while faults are done to its processes and its
 checkpoints from outside (`tests/faults/ordeal.py`), and compares each run with one that nothing
 disturbed. Prints the table and writes it to `benchmarks/results/survival-kills.md` or `-soak.md`, and
@@ -64,11 +67,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, help="so many kills, and nothing else")
     parser.add_argument("--minutes", type=float, default=20.0, help="how long everything happens")
+    parser.add_argument("--dropout", action="store_true", help="train a model with dropout")
+    parser.add_argument("--reproducible", action="store_true", help="reproducible runs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     kinds = KILLS if options.kills else KINDS
     name = "kills" if options.kills else "soak"
+    name += "-dropout" * options.dropout + "-reproducible" * options.reproducible
     stories: list[Story] = []
     begun = time.monotonic()
 
@@ -78,13 +84,16 @@ def main() -> None:
         return time.monotonic() - begun < 60 * options.minutes
 
     with tempfile.TemporaryDirectory(prefix="ordeal-") as folder:
-        ordeal = Ordeal(Path(folder))
+        dropout = 0.3 if options.dropout else 0.0
+        ordeal = Ordeal(Path(folder), dropout=dropout, reproducible=options.reproducible)
         ordeal.undisturbed()
         while goes_on():
             story = ordeal.run(options.seed + len(stories), kinds)
             stories.append(story)
             print(f"{len(stories)}: {story}", flush=True)
     title = "Ranks and agents killed" if options.kills else "Everything at random moments"
+    title += ", a model with dropout" if options.dropout else ""
+    title += ", reproducible runs" if options.reproducible else ""
     told = "\n".join(lines_of(title, stories, time.monotonic() - begun)) + "\n"
     print(told)
     (options.out / f"survival-{name}.md").write_text(told, encoding="utf-8")

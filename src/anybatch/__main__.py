@@ -1,5 +1,16 @@
-"""`python -m anybatch`"""
+"""`python -m anybatch`, and the command `anybatch`."""
 
-from anybatch.cli import main
+from __future__ import annotations
 
-main()
+from anybatch import early_signals
+
+
+def main() -> None:
+    """Run the command line, as `anybatch.cli.main` does. Its imports end quietly by Ctrl-C, too."""
+    with early_signals.ending_at_once():
+        from anybatch.cli import main
+    main()
+
+
+if __name__ == "__main__":
+    main()

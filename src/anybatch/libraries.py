@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+
+from anybatch import early_signals
 
 _sets_aside = False
 
@@ -23,7 +25,14 @@ def stay() -> None:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Inside, libraries are imported, and nothing else is done in this thread."""
+    """Inside, libraries are imported, and nothing else is done in this thread. The first time that a
+    process of anybatch's own does it, a signal ends it at once."""
+    with early_signals.ending_at_once() if _sets_aside else nullcontext(), _uncollected():
+        yield
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
     global _sets_aside
     if not gc.isenabled():
         yield

@@ -16,6 +16,9 @@ Each time the command is given again with `--resume`, on a number of ranks that 
 weights at the end are compared with those of a run that nothing disturbed, on one rank. Afterwards no
 process and no temporary file may be left.
 
+A model with dropout draws other masks on another number of ranks: then all is done on two, or the runs
+are reproducible, and nothing may differ.
+
 `tests/faults/test_ordeal.py` runs one, `benchmarks/survival/` many.
 """
 
@@ -63,7 +66,7 @@ def task(pause: float = 0.05):
     def model():
         return nn.Sequential(
             nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Tanh(), nn.Flatten(),
-            nn.Linear(8 * 36, 64), nn.Tanh(), nn.Linear(64, 5),
+            nn.Dropout(DROPOUT), nn.Linear(8 * 36, 64), nn.Tanh(), nn.Linear(64, 5),
         ).double()
 
     def loss(model, batch):
@@ -122,19 +125,33 @@ class Ordeal:
         folder: for everything; empty.
         epochs: of the task; nine steps each.
         pause: seconds that a step takes at least, so that faults have time to come.
+        dropout: probability that the model drops an activation.
+        reproducible: whether the runs are.
     """
 
-    def __init__(self, folder: Path, epochs: int = 6, pause: float = 0.1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        epochs: int = 6,
+        pause: float = 0.1,
+        dropout: float = 0.0,
+        reproducible: bool = False,
+    ) -> None:
         self._folder = folder
         self._pause = pause
+        self._reproducible = reproducible
+        self._ranks = 2 if dropout and not reproducible else None
+        self._tolerance = 0.0 if dropout else TOLERANCE
         self._temporary = folder / "temporary"
         self._temporary.mkdir(parents=True)
-        (folder / "ordeal.py").write_text(TASK.replace("EPOCHS", str(epochs)))
+        (folder / "ordeal.py").write_text(
+            TASK.replace("EPOCHS", str(epochs)).replace("DROPOUT", str(dropout))
+        )
         self._wanted: dict[str, torch.Tensor] = {}
 
     def undisturbed(self) -> None:
         """The run to compare with."""
-        process = self._start(1, "undisturbed", pause=0.0)
+        process = self._start(self._ranks or 1, "undisturbed", pause=0.0)
         _, told = process.communicate(timeout=_COMMAND_SECONDS)
         assert process.returncode == 0, told
         self._wanted = load_file(self._folder / "undisturbed" / "model.safetensors")
@@ -157,7 +174,7 @@ class Ordeal:
         while status != 0 and not story.wrong:
             if "damage" in kinds and left and story.statuses and draw.random() < 0.4:
                 left -= _damage(out / "checkpoints", draw, story)
-            ranks = draw.randint(2, most_ranks)
+            ranks = self._ranks or draw.randint(2, most_ranks)
             story.ranks.append(ranks)
             process = self._start(ranks, out.name)
             watched = _Watched(process, draw, story, out / "events.jsonl")
@@ -177,7 +194,8 @@ class Ordeal:
     def _start(self, ranks: int, out: str, pause: float | None = None) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "anybatch", "train", "ordeal.py", "--out", out, "--resume"]
         command += ["--ranks", str(ranks), "--checkpoint-every", "3", "--restarts", "20"]
-        command += ["--micro-batch", "8", "-s", f"pause={self._pause if pause is None else pause}"]
+        command += ["--reproducible"] if self._reproducible else ["--micro-batch", "8"]
+        command += ["-s", f"pause={self._pause if pause is None else pause}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary)}
         return subprocess.Popen(
             command,
@@ -214,7 +232,7 @@ class Ordeal:
             float((found[name] - value).double().norm() / value.double().norm().clamp_min(1e-12))
             for name, value in self._wanted.items()
         )
-        if not story.deviation <= TOLERANCE:
+        if not story.deviation <= self._tolerance:
             story.wrong.append(f"the weights deviate by {story.deviation:.3g}")
         events = read(out / "events.jsonl")
         steps = [event.step for event in events if isinstance(event, StepDone)]

@@ -25,6 +25,13 @@ from anybatch.cli.scale import scale
 from anybatch.cli.submit import submit
 from anybatch.cli.train import train
 from anybatch.cli.verify import verify
+from anybatch.early_signals import (
+    BEFORE_THE_FIRST_STEP,
+    MARK,
+    STOPPED,
+    STOPPED_BY_HAND,
+    StoppedEarly,
+)
 from anybatch.errors import AnybatchError, PeerLost, Stopped
 
 _app = typer.Typer(
@@ -47,11 +54,6 @@ _app.command()(export)
 _app.command(cls=BareOptions)(report)
 _app.command()(recipes)
 _app.command(cls=BareOptions)(doctor)
-
-STOPPED_BY_HAND = 130
-"""128 + SIGINT, as shells report it."""
-
-_STOPPED = "stopped by hand; nothing of the unfinished step was kept."
 
 # typer stands on click, or carries a copy of it, by version; this is the class of either.
 _UsageError: Any = typer.BadParameter.__base__
@@ -84,10 +86,16 @@ def run(arguments: list[str]) -> int:
         result = _app(arguments, standalone_mode=False, prog_name="anybatch", obj=arguments)
     except AnybatchError as error:
         return _tell(str(error), error.exit_status) if _is_news(error) else error.exit_status
+    except StoppedEarly:
+        status = Stopped.exit_status
+        return status if _is_rank() else _tell(BEFORE_THE_FIRST_STEP, status)
     except _UsageError as error:
         return _tell_usage(error)
     except (typer.Abort, KeyboardInterrupt):
-        return STOPPED_BY_HAND if _is_rank() else _tell(_STOPPED, STOPPED_BY_HAND)
+        exec(
+            ""
+        )  # forgets an interrupt that came within such a call: CPython would die of it at its end
+        return STOPPED_BY_HAND if _is_rank() else _tell(STOPPED, STOPPED_BY_HAND)
     except BrokenPipeError:  # whoever read the output has gone (`anybatch plan ... | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1  # as rich, which meets it first where a table is printed
@@ -102,7 +110,7 @@ def run(arguments: list[str]) -> int:
     if (
         result == STOPPED_BY_HAND and not _is_rank()
     ):  # so some versions of typer report the interrupt
-        return _tell(_STOPPED, STOPPED_BY_HAND)
+        return _tell(STOPPED, STOPPED_BY_HAND)
     return result if isinstance(result, int) else 0
 
 
@@ -114,8 +122,6 @@ def _is_news(error: AnybatchError) -> bool:
 
 def _is_rank() -> bool:
     """Whether this process was started by another one of anybatch."""
-    from anybatch.launch.membership import MARK
-
     return MARK in os.environ
 
 

@@ -15,6 +15,7 @@ The environment of a rank is this process's own and, added by the agent: `RANK`,
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -27,11 +28,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
+from anybatch import early_signals
 from anybatch.errors import InputError, LaunchError, Stopped
 from anybatch.launch import janitor
-from anybatch.launch.exits import End, first
+from anybatch.launch.exits import SAID_BY_STATUS, End, first
 from anybatch.launch.membership import find
 from anybatch.launch.network import parse_address
+from anybatch.signing import SECRET
 
 if TYPE_CHECKING:
     from anybatch.launch.elastic import Ending, Orders
@@ -47,10 +50,6 @@ TIMEOUT_SECONDS = 300.0
 GRACE_SECONDS = 30.0
 """That ranks get to end after a signal, or after one of them failed, before they are killed. torch
 gives no more than this after a failure."""
-
-SECRET = "ANYBATCH_RENDEZVOUS_SECRET"
-"""The environment variable with the secret that the machines of a run share. They sign with it the
-state of torch's rendezvous, which is a pickle, and unpickle no other."""
 
 ELASTIC_RESTARTS = 3
 """Restarts where the number of machines may change, and nobody says how many: a machine that goes takes
@@ -124,13 +123,12 @@ def run_command(
         ending = elastic.run(orders, ["command", module, *arguments], _tell)
         ends = [ending.ends[local] for local in sorted(ending.ends)]
         if ending.signal is not None:
-            if all(end.status == 0 for end in ends):
-                return 0
-            _tell_of_stop(ends)
-            spoken = [end.status for end in ends if end.spoke and end.status]
-            if len(spoken) == len(ends) and set(spoken) == {Stopped.exit_status}:
+            status = _status_after(ending.signal, ends)
+            if status and not _tell_of_stop(ends) and status == Stopped.exit_status:
+                _tell(early_signals.BEFORE_THE_FIRST_STEP)
+            if {end.status for end in ends} == {Stopped.exit_status}:
                 _delete(orders.logs, unless=logs)  # each has said what was told
-            return spoken[0] if spoken else 128 + ending.signal
+            return status
         cause = ending.cause or first(ends)
         if ending.silent or ending.lost is not None:
             _tell(_gone(orders, ending))
@@ -283,7 +281,8 @@ def _prepared(
     if rendezvous is not None:
         meeting = parse_address(rendezvous.removeprefix("tcp://"), "rendezvous")
     if most == 1:
-        meeting, secret = None, ""  # nobody else is to come, so nothing listens for them
+        meeting = None  # nobody else is to come, so nothing listens for them
+        secret = secrets.token_hex(_SECRET_LENGTH)
     else:
         secret = _checked_secret(secret)
     already = find()
@@ -525,6 +524,19 @@ def _tail(path: Path) -> str:
 def _tell(sentence: str) -> None:
     sys.stderr.write(f"anybatch: {sentence}\n")
     sys.stderr.flush()
+
+
+def _status_after(number: signal.Signals, ends: Sequence[End]) -> int:
+    """Of a command that was sent the signal `number`."""
+    if all(end.status == 0 for end in ends):
+        return 0
+    said = [end for end in ends if end.spoke or end.status in SAID_BY_STATUS]
+    statuses = [end.status for end in said if end.status and not end.has_lost_a_peer]
+    if statuses:
+        return statuses[0]
+    # Ranks that end of it had not yet begun to answer it.
+    unbegun = number != signal.SIGINT and any(end.status == -number for end in ends)
+    return Stopped.exit_status if unbegun else 128 + number
 
 
 def _tell_of_stop(ends: Sequence[End]) -> bool:

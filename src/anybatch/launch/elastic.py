@@ -26,6 +26,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -49,6 +50,7 @@ from anybatch.launch.heartbeat import Heartbeat
 from anybatch.launch.membership import ATTEMPT
 from anybatch.launch.network import LOOPBACK, Deadline, joined, literal, meet, route_to
 from anybatch.launch.rendezvous import Rendezvous, of_machines
+from anybatch.signing import SECRET
 from anybatch.silence import silenced
 
 _POLL_SECONDS = 0.05
@@ -71,7 +73,7 @@ class Orders:
         ranks: processes on this machine.
         least, most: machines.
         meeting: host and port where the agents of several machines meet.
-        secret: that they share.
+        secret: that they share, and their ranks.
         timeout_seconds: within which they have to.
         grace_seconds: that ranks get to end after a signal, or after one of them failed.
         restarts: how often all ranks are started again after one failed, see `exits`.
@@ -135,7 +137,7 @@ def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -
         stack.callback(_end_all, orders.folder)
         meeting, place = _rendezvous(orders, tell)
         stack.callback(meeting.heartbeat.close)
-        where = _Where(meeting.heartbeat, orders.restarts)
+        where = _Where(meeting.heartbeat, orders)
         spec = WorkerSpec(
             role="rank",
             local_world_size=orders.ranks,
@@ -226,6 +228,17 @@ class _Agent(LocalElasticAgent):
         state = self._state()
         values = dict.fromkeys(worker.global_rank for worker in worker_group.workers)
         return RunResult(state=state, return_values=values)
+
+    def _start_workers(  # type: ignore[override]
+        self, worker_group: WorkerGroup
+    ) -> dict[int, Any]:
+        """See the base class. Ranks begin with SIGINT blocked, until they can answer it (`worker`):
+        while Python starts it would print a traceback."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return super()._start_workers(worker_group)  # type: ignore[call-arg]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _restart_workers(  # type: ignore[override]
         self, worker_group: WorkerGroup
@@ -357,13 +370,13 @@ class _Where(LogsSpecs):
     themselves (stdout and stderr of one rank in one file, which torch cannot). Learns in passing
     which ranks there are, and tells them which attempt this is."""
 
-    def __init__(self, heartbeat: Heartbeat, restarts: int) -> None:
+    def __init__(self, heartbeat: Heartbeat, orders: Orders) -> None:
         super().__init__()
         self.numbers: dict[int, int] = {}
         self.world_size: int = 0
         self.ended: dict[int, int] = {}  # when each rank of the attempt was seen to have ended
         self._heartbeat = heartbeat
-        self._restarts = restarts
+        self._orders = orders
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """See the base class. The ranks are about to be started."""
@@ -374,7 +387,8 @@ class _Where(LogsSpecs):
         attempt = str(self._heartbeat.attempt)
         for variables in envs.values():
             variables[ATTEMPT] = variables["TORCHELASTIC_RESTART_COUNT"] = attempt
-            variables["TORCHELASTIC_MAX_RESTARTS"] = str(self._restarts)
+            variables["TORCHELASTIC_MAX_RESTARTS"] = str(self._orders.restarts)
+            variables[SECRET] = self._orders.secret  # which no other user can read there
         nowhere = dict.fromkeys(envs, "")
         return LogsDest(stdouts=dict(nowhere), stderrs=dict(nowhere), error_files=dict(nowhere))
 

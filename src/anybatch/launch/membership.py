@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeAlias
 from urllib.parse import urlsplit
 
+from anybatch.early_signals import MARK
 from anybatch.errors import InputError, LaunchError
 from anybatch.launch import first_failure
 from anybatch.launch.hostlist import counts, hosts
@@ -42,11 +43,9 @@ if TYPE_CHECKING:
 Launcher: TypeAlias = Literal["torch", "torchrun", "slurm", "mpi", "anybatch"]
 DeviceType: TypeAlias = Literal["cpu", "cuda"]
 
-MARK = "ANYBATCH_LAUNCHED"
-"""Set by this package in the ranks that it starts, in nothing else."""
-
 ATTEMPT = "ANYBATCH_ATTEMPT"
-"""Set by it, too: how often ranks of this run have been started before."""
+"""Set by this package in the ranks that it starts, as `MARK`: how often the ranks of this
+run have been started before."""
 
 COLLECTIVE_SECONDS = 1800.0
 """How long a collective of the process group may take, as torch has it for gloo. Reaching each other

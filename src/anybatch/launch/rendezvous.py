@@ -13,8 +13,6 @@ machine opens no further port for them, and it outlives any rank.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -39,8 +37,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from anybatch.launch.heartbeat import Heartbeat
 from anybatch.launch.network import Deadline, joined
+from anybatch.signing import signed, verified
 
 RUN = "anybatch"
+_PURPOSE = "rendezvous"
 
 _POLL_SECONDS = 0.1
 _GOODBYE_SECONDS = 5.0
@@ -162,7 +162,7 @@ class SignedBackend(RendezvousBackend):
 
     def __init__(self, store: TCPStore, secret: str) -> None:
         self._backend = C10dRendezvousBackend(store, RUN)
-        self._key = hashlib.sha256(f"anybatch rendezvous: {secret}".encode()).digest()
+        self._secret = secret
 
     @property
     def name(self) -> str:
@@ -178,16 +178,12 @@ class SignedBackend(RendezvousBackend):
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
         """See the base class."""
-        found = self._backend.set_state(self._signature(state) + state, token)
+        found = self._backend.set_state(signed(state, self._secret, _PURPOSE), token)
         return None if found is None else (self._verified(found[0]), found[1], found[2])
 
-    def _signature(self, state: bytes) -> bytes:
-        return hmac.digest(self._key, state, "sha256")
-
-    def _verified(self, signed: bytes) -> bytes:
-        size = hashlib.sha256().digest_size
-        signature, state = signed[:size], signed[size:]
-        if not hmac.compare_digest(signature, self._signature(state)):
+    def _verified(self, found: bytes) -> bytes:
+        state = verified(found, self._secret, _PURPOSE)
+        if state is None:
             raise RendezvousStateError(
                 "the state of the rendezvous is not signed with this machine's secret: give all"
                 " machines the same one, and see who else reaches the port"

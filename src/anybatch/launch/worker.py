@@ -21,6 +21,7 @@ import runpy
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -28,20 +29,31 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from anybatch import libraries
+from anybatch import early_signals, libraries
+from anybatch.early_signals import MARK
 from anybatch.errors import name_of
 from anybatch.launch import first_failure
 from anybatch.launch.exits import write_whole, write_word
 from anybatch.launch.forced_exit import prepare
 from anybatch.launch.janitor import start_time
-from anybatch.launch.membership import ATTEMPT, MARK
+from anybatch.launch.membership import ATTEMPT
 
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Run one rank."""
-    folder, agent, logs, kind, *arguments = sys.argv[1:]
+    os.environ[MARK] = "1"
+    with early_signals.ending_at_once():
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, {signal.SIGINT}
+        )  # blocked by the agent, see there
+        work = _prepared(*sys.argv[1:])
+    work()
+
+
+def _prepared(folder: str, agent: str, logs: str, kind: str, *arguments: str) -> Callable[[], None]:
+    """What the rank is to do, when all that is needed for it is in place."""
     _tie_to(int(agent))
     libraries.stay()
     path = Path(folder) / f"{os.environ[ATTEMPT]}-{os.environ['LOCAL_RANK']}"
@@ -49,11 +61,9 @@ def main() -> None:
     _place_output(Path(folder), Path(logs), int(os.environ["RANK"]))
     first_failure.listener = partial(_note, path.with_suffix(".noted"))
     faulthandler.enable()
-    os.environ[MARK] = "1"
     if kind == "call":
-        _call(Path(folder) / "call", path)
-    else:
-        _command(arguments[0], arguments[1:], path)
+        return _loaded(Path(folder) / "call", path)
+    return partial(_command, arguments[0], arguments[1:], path)
 
 
 def _note(path: Path, failure: first_failure.Failure | None) -> None:
@@ -90,7 +100,7 @@ def _place_output(folder: Path, logs: Path, rank: int) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _call(payload: Path, path: Path) -> None:
+def _loaded(payload: Path, path: Path) -> Callable[[], None]:
     import cloudpickle
 
     prepare(partial(_write_failure, path))
@@ -101,7 +111,17 @@ def _call(payload: Path, path: Path) -> None:
             with libraries.loading():
                 import_module(home)
         function, args, kwargs = cloudpickle.loads(data)
-        result = function(*args, **kwargs)
+    except BaseException as error:
+        _write_failure(path, error)
+        sys.exit(1)
+    return partial(_call, partial(function, *args, **kwargs), path)
+
+
+def _call(function: Callable[[], Any], path: Path) -> None:
+    import cloudpickle
+
+    try:
+        result = function()
     except BaseException as error:
         _write_failure(path, error)
         sys.exit(1)
@@ -134,7 +154,7 @@ def _write_failure(path: Path, error: BaseException) -> None:
     write_word(path.with_suffix(".word"), 1, replace(noted, what=what))
 
 
-def _command(module: str, arguments: list[str], path: Path) -> None:
+def _command(module: str, arguments: Sequence[str], path: Path) -> None:
     sys.argv[1:] = arguments
     word = path.with_suffix(".word")
     prepare(lambda error: write_word(word, error.exit_status, first_failure.note(error)))
@@ -146,6 +166,9 @@ def _command(module: str, arguments: list[str], path: Path) -> None:
         code = leaving.code
         status = code if isinstance(code, int) else 0 if code is None else 1
         raise
+    except KeyboardInterrupt:
+        status = early_signals.STOPPED_BY_HAND
+        sys.exit(status)  # its agent says so
     except BaseException as error:
         failed = error
         raise

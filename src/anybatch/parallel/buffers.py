@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from anybatch.parallel.objects import broadcast_object
 from anybatch.parallel.overwrite import overwrite
 
 Held = Callable[[nn.Module, str], Tensor | None]
@@ -379,8 +380,7 @@ def _given_by(
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor | None]:
     """See `Broadcast`. Tensors cross in place where their shapes agree."""
-    forms: list[Any] = [None if t is None else _form(t) for t in mine]
-    dist.broadcast_object_list(forms, group_src=rank, group=group)
+    forms = broadcast_object([None if t is None else _form(t) for t in mine], rank, group)
     given: list[Tensor | None] = []
     for own, form in zip(mine, forms, strict=True):
         if form is None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from anybatch.errors import PeerLost
 from anybatch.oom import is_memory_error
 from anybatch.parallel.group import NUM_FIXED, Agreed, Wish
+from anybatch.parallel.objects import gather_objects
 from anybatch.parallel.overwrite import overwrite
 
 T = TypeVar("T")
@@ -127,10 +128,8 @@ def exchange(value: T) -> list[T]:
     """
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
     with calling("while the ranks told each other what happened"):
-        dist.all_gather_object(values, value)
-    return values
+        return gather_objects(value)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from anybatch.errors import InputError, listed
+from anybatch.parallel.objects import broadcast_object
 from anybatch.parallel.overwrite import overwrite
 from anybatch.parallel.vote import calling
 
@@ -47,11 +48,10 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None) -
     places = cast(dict[str, Tensor], model.state_dict(keep_vars=True))
     first = dist.get_rank() == 0
     fault = _fault(places, state or {}) if first else ""
-    told: list[Any] = [fault]
     with calling("while the weights were sent"):
-        dist.broadcast_object_list(told, src=0)
-        if told[0]:
-            raise InputError(told[0])
+        fault = broadcast_object(fault, 0)
+        if fault:
+            raise InputError(fault)
         seen: set[int] = set()
         for name, place in places.items():
             if id(place) not in seen:
@@ -73,16 +73,15 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any] | N
     """Fill `optimizer`, which works on a sharded model, with `state` of rank 0."""
     first = dist.get_rank() == 0
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    skeleton: list[Any] = [None]
+    skeleton: dict[str, Any] = {}
     if first and state is not None:
         values = {
             number: {n: _outline(v) if isinstance(v, Tensor) else v for n, v in own.items()}
             for number, own in state["state"].items()
         }
-        skeleton = [{**state, "state": values}]
+        skeleton = {**state, "state": values}
     with calling("while the optimizer's state was sent"):
-        dist.broadcast_object_list(skeleton, src=0)
-        packed = skeleton[0]
+        packed = broadcast_object(skeleton, 0)
         for number, own in packed["state"].items():
             for name, outline in own.items():
                 if isinstance(outline, Tensor):

@@ -136,15 +136,14 @@ WAITING = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
 from anybatch import early_signals
-from anybatch.errors import Stopped
 from anybatch.launch import run_command
 early_signals.end_with_status_75()
 try:
     run_command(
         ["devices"], 1, nodes=2, rendezvous=sys.argv[2], secret="of these machines"
     )
-except Stopped as stopped:
-    sys.exit(stopped.exit_status)
+except early_signals.StoppedEarly:
+    sys.exit(75)
 """
 
 

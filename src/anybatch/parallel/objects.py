@@ -1,0 +1,66 @@
+"""Python objects between ranks, as by torch's object collectives, but signed: they are pickled, and who
+reaches a rank's port can write there. Without a secret, as under torchrun, everybody can sign."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from anybatch.errors import LaunchError
+from anybatch.signing import SECRET, signed, verified
+
+T = TypeVar("T")
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The `value` of every rank, by rank. Raises `LaunchError` if one has another secret."""
+    device, own = _device(group), _packed(value)
+    size = torch.tensor([len(own)], device=device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    lengths = [int(one) for one in sizes]
+    row = torch.zeros(max(lengths), dtype=torch.uint8)
+    row[: len(own)] = torch.frombuffer(own, dtype=torch.uint8)
+    rows = [torch.empty(max(lengths), dtype=torch.uint8, device=device) for _ in lengths]
+    dist.all_gather(rows, row.to(device), group=group)
+    return [
+        _unpacked(one[:length], rank)
+        for rank, (one, length) in enumerate(zip(rows, lengths, strict=True))
+    ]
+
+
+def broadcast_object(value: T, rank: int, group: dist.ProcessGroup | None = None) -> T:
+    """The `value` of `rank`, a number in the group. Raises `LaunchError` if it has another secret."""
+    device, own = _device(group), _packed(value)
+    size = torch.tensor([len(own)], device=device)
+    dist.broadcast(size, group_src=rank, group=group)
+    if dist.get_rank(group) == rank:
+        row = torch.frombuffer(own, dtype=torch.uint8).to(device)
+    else:
+        row = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(row, group_src=rank, group=group)
+    return _unpacked(row, rank)
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Of the tensors that the group carries."""
+    nccl = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def _packed(value: Any) -> bytearray:
+    return bytearray(signed(pickle.dumps(value), os.environ.get(SECRET, ""), "objects"))
+
+
+def _unpacked(row: torch.Tensor, rank: int) -> Any:
+    data = verified(row.cpu().numpy().tobytes(), os.environ.get(SECRET, ""), "objects")
+    if data is None:
+        raise LaunchError(
+            f"what rank {rank} sent is not signed with this rank's secret, and was not read: set the"
+            f" environment variable {SECRET} alike for all ranks, or see who else reaches their ports."
+        )
+    return pickle.loads(data)
