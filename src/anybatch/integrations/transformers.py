@@ -8,8 +8,8 @@
 
 Loop, callbacks, logging, evaluation, schedule and checkpoints stay the host's. Its loader yields one
 batch per optimizer step, this rank's share of the global batch, and `training_step` gives that to a
-`Step`, which cuts it and makes the update. By the time the host clips the gradient and steps the
-optimizer both are done, so these calls do nothing but report.
+`Step`, which cuts it and makes the update. When the host then clips the gradient and steps the
+optimizer, both are done already: it only reads the norm.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
-from anybatch.data import batch_size, share, slice_batch
+from anybatch.data import batch_size, share
 from anybatch.errors import InputError
 from anybatch.events import Sink
-from anybatch.plans import Recompute
+from anybatch.integrations.padding import PaddingCut
 from anybatch.step import Outcome, Step
 from anybatch.task import Loss
 
@@ -36,34 +36,27 @@ if TYPE_CHECKING:
 else:
     _Host = object
 
-_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"})
-"""Parts of a batch that have one column per token."""
-
-_MULTIPLE = 8
-"""Lengths are cut to multiples of it, which tensor cores want."""
-
 
 class AnyBatch(_Host):
     """Mixin in front of `transformers.Trainer` or a class derived from it.
 
-    `per_device_train_batch_size` is set by it to the share of a rank. The gradient is that of the mean
-    over all items of the global batch, on all ranks: labels that are not -100, or samples where there
-    are no labels. A `compute_loss` or `compute_loss_func` of yours may return a sum divided by
-    `num_items_in_batch` or a plain mean over these items; for another mean override `count_items`.
+    It sets `per_device_train_batch_size` to the share of a rank. The gradient is that of the mean over
+    all items of the global batch, on all ranks: labels that are not -100, or samples where there are
+    no labels. A `compute_loss` or `compute_loss_func` of yours returns a sum divided by
+    `num_items_in_batch`, or a plain mean over these items; for another mean override `count_items`.
 
     On several ranks the last batch of an epoch is what is left, not filled up with samples that were
-    seen already (except from an `IterableDataset`, which is the host's way). What a `compute_loss`
-    gathers from other ranks for its own metrics is of this rank alone, since ranks may differ in their
+    seen already (from an `IterableDataset` it is, as the host has it). What `compute_loss` gathers
+    from other ranks for metrics of its own is of this rank alone, since ranks may differ in their
     number of micro-batches.
 
     Args:
         global_batch: samples per optimizer step, of all ranks together.
         memory: budget of each rank, see `Step`; None: plan for what is free.
-        micro_batch, recompute, sinks: see `Step`.
+        micro_batch, sinks: see `Step`.
         args, kwargs: of the host.
 
-    Raises `InputError` for arguments of the host that also set the batch, and for a model that is
-    divided over devices.
+    Raises `InputError` for arguments of the host that set the batch, too, or divide the model.
     """
 
     def __init__(
@@ -72,7 +65,6 @@ class AnyBatch(_Host):
         global_batch: int,
         memory: str | int | None = None,
         micro_batch: int | None = None,
-        recompute: Recompute | None = None,
         sinks: Sequence[Sink] = (),
         **kwargs: Any,
     ) -> None:
@@ -82,16 +74,10 @@ class AnyBatch(_Host):
                 " step and has to be 1 or more."
             )
         self.global_batch = global_batch
-        self._options: dict[str, Any] = {
-            "memory": memory,
-            "micro_batch": micro_batch,
-            "recompute": recompute,
-            "sinks": sinks,
-        }
+        self._options: Any = {"memory": memory, "micro_batch": micro_batch, "sinks": sinks}
         self._step: Step | None = None
         self._outcome: Outcome | None = None
-        self._lengths: Tensor | None = None
-        self._order: Tensor | None = None
+        self._cut = PaddingCut()
         super().__init__(*args, **kwargs)
 
     def count_items(self, inputs: dict[str, Any]) -> Tensor | float:
@@ -104,7 +90,7 @@ class AnyBatch(_Host):
             labels = labels[..., 1:]
         return labels.ne(-100).sum()
 
-    # ------------------------------------------------------------------ what the host calls
+    # ---------------------------------------------------------------------- what the host calls
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -118,42 +104,35 @@ class AnyBatch(_Host):
         if args.n_gpu > 1:
             raise InputError(
                 f"one process sees {args.n_gpu} GPUs: start one process for each (torchrun"
-                f" --nproc-per-node {args.n_gpu} ...), or set CUDA_VISIBLE_DEVICES to one of them."
+                f" --nproc-per-node {args.n_gpu}), or set CUDA_VISIBLE_DEVICES to one of them."
             )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled or accelerator.parallelism_config:
             raise InputError(
-                "TrainingArguments divide the model over devices (deepspeed, fsdp or"
-                " parallelism_config), and Step takes a model that each rank has whole: leave them out."
+                "deepspeed, fsdp or parallelism_config in TrainingArguments divides the model, and"
+                " Step takes one that each rank has whole: leave it out."
             )
         args.per_device_train_batch_size = -(-self.global_batch // args.world_size)
         args.average_tokens_across_devices = False  # Step adds up over the ranks
 
         def prepare_model(model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-            if model not in accelerator._models:
-                accelerator._models.append(model)
+            accelerator._models.append(model)  # else the host prepares it in each evaluation
             return model
 
-        def prepare_optimizer(optimizer: Any, *_: Any, **__: Any) -> AcceleratedOptimizer:
-            if not isinstance(optimizer, _Updated):
-                optimizer = _Updated(optimizer)
-            accelerator._optimizers.append(optimizer)
-            return optimizer
-
-        # No DistributedDataParallel and no autocast around the model: both are Step's.
+        # No DistributedDataParallel or autocast around the model: Step does what they do.
         accelerator.prepare_model = prepare_model
-        accelerator.prepare_optimizer = prepare_optimizer
+        accelerator.prepare_optimizer = lambda optimizer, *_, **__: _Updated.of(optimizer)
 
     def autocast_smart_context_manager(
         self, cache_enabled: bool | None = True
     ) -> AbstractContextManager[Any]:
-        return nullcontext() if self.model.training else self.accelerator.autocast()
+        is_training = self.model is not None and self.model.training
+        return nullcontext() if is_training else self.accelerator.autocast()
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return self.global_batch
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
-        is_map_style = hasattr(kwargs.get("dataset"), "__getitem__")
-        if is_training and is_map_style and "batch_size" in kwargs:
+        if is_training and hasattr(kwargs.get("dataset"), "__getitem__"):
             kwargs["batch_size"] = self.global_batch
         loader: Any = super()._get_dataloader(*args, is_training=is_training, **kwargs)
         if not is_training:
@@ -165,7 +144,7 @@ class AnyBatch(_Host):
             shard.batch_sampler = _Shares(shard.batch_sampler, rank, size)
             shard.num_processes, shard.process_index, shard.batch_size = 1, 0, None
             name = getattr(self.model, "main_input_name", "input_ids")
-            loader.collate_fn = _OrNone(loader.collate_fn, name)
+            loader.collate_fn = _Collate(loader.collate_fn, name)
         return loader
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -183,9 +162,8 @@ class AnyBatch(_Host):
         optimizer: Any = self.optimizer
         optimizer.train()
         step = self._step = self._step or self._make_step(model, optimizer.optimizer)
-        batch: dict[str, Any] = dict(inputs)
-        self._lengths = _token_lengths(batch)
-        self._order = None if self._lengths is None else self._lengths.argsort(descending=True)
+        batch = dict(inputs)
+        self._cut.expect(batch)
         accelerator: Any = self.accelerator
         accelerator.gather_for_metrics = lambda values, *_, **__: values
         try:
@@ -201,18 +179,16 @@ class AnyBatch(_Host):
         assert self._outcome is not None
         return self._outcome.grad_norm
 
-    # ------------------------------------------------------------------ what Step calls
+    # ---------------------------------------------------------------------- what Step calls
 
     def _make_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
         args = self.args
-        precision = {"no": "tf32" if args.tf32 else "fp32"}.get(
-            args.mixed_precision, args.mixed_precision
-        )
+        precision = args.mixed_precision
         return Step(
             model,
             optimizer,
             self._loss,
-            precision=precision,
+            precision=("tf32" if args.tf32 else "fp32") if precision == "no" else precision,
             clip_norm=args.max_grad_norm or None,
             compile=bool(args.torch_compile),
             keep_grad=True,  # callbacks may look at it
@@ -224,20 +200,16 @@ class AnyBatch(_Host):
     def _loss(self, model: nn.Module, inputs: dict[str, Any]) -> Loss:
         """The host's loss of one micro-batch, as a sum over its items."""
         items = torch.as_tensor(self.count_items(inputs))
-        mean = self.compute_loss(model, dict(inputs), num_items_in_batch=items.clamp(min=1))
+        mean: Any = self.compute_loss(model, dict(inputs), num_items_in_batch=items.clamp(min=1))
         return Loss(mean * items, items)
-
-    def _cut(self, batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """Samples `start` to `stop`, the longest first, padded to the longest of them only."""
-        if self._order is None or self._lengths is None:
-            return slice_batch(batch, start, stop)
-        which = self._order[start:stop]
-        width = -(-int(self._lengths[which[0]]) // _MULTIPLE) * _MULTIPLE
-        return {k: v[which, :width] if v.dim() > 1 else v[which] for k, v in batch.items()}
 
 
 class _Updated(AcceleratedOptimizer):
-    """The optimizer as the host holds it: when it is stepped, `Step` has made the update."""
+    """The optimizer as the host holds it: when that steps it, `Step` has made the update."""
+
+    @classmethod
+    def of(cls, optimizer: Any) -> _Updated:
+        return optimizer if isinstance(optimizer, cls) else cls(optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Nothing."""
@@ -256,31 +228,12 @@ class _Shares(BatchSampler):
             yield batch[part.start : part.stop]
 
 
-class _OrNone:
+class _Collate:
     """`collate`, and for no samples a batch of none."""
 
     def __init__(self, collate: Callable[[Any], Any], name: str) -> None:
         self._collate, self._name = collate, name
 
     def __call__(self, samples: Any) -> Any:
-        if samples:
-            return self._collate(samples)
         nothing = torch.empty(0, 0, dtype=torch.long)
-        return {self._name: nothing, "attention_mask": nothing}
-
-
-def _token_lengths(batch: dict[str, Any]) -> Tensor | None:
-    """Columns up to the last token or label of each sample, shape `(samples,)`; None if the batch is
-    not of padded sequences with one column per token."""
-    mask = batch.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or not mask.numel():
-        return None
-    used = mask.ne(0)
-    for name, value in batch.items():
-        if not isinstance(value, Tensor) or value.shape[:1] != mask.shape[:1]:
-            return None
-        if value.dim() > 1 and (name not in _TOKENS or value.shape != mask.shape):
-            return None
-        if name == "labels" and value.dim() > 1:
-            used = used | value.ne(-100)
-    return (used * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1)
+        return self._collate(samples) if samples else {self._name: nothing}
