@@ -14,7 +14,7 @@ from tests.equivalence.test_transformers import WORDS, llama
 from torch.nn import functional as F
 
 from anybatch.errors import InputError
-from anybatch.integrations.padding import PaddingCut
+from anybatch.integrations.batches import PaddingCut
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -14,7 +14,7 @@ optimizer, both are done already: it only reads the norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
-from anybatch.data import batch_size, share
+from anybatch.data import batch_size
 from anybatch.errors import InputError
 from anybatch.events import Sink
-from anybatch.integrations.padding import PaddingCut
+from anybatch.integrations.batches import CollateOrNone, PaddingCut, Shares
 from anybatch.step import Outcome, Step
 from anybatch.task import Loss
 
@@ -141,10 +141,11 @@ class AnyBatch(_Host):
         shard = loader.batch_sampler
         if isinstance(shard, BatchSamplerShard) and type(shard.batch_sampler) is BatchSampler:
             rank, size = shard.process_index, shard.num_processes
-            shard.batch_sampler = _Shares(shard.batch_sampler, rank, size)
+            shard.batch_sampler = Shares(shard.batch_sampler, rank, size)
             shard.num_processes, shard.process_index, shard.batch_size = 1, 0, None
             name = getattr(self.model, "main_input_name", "input_ids")
-            loader.collate_fn = _Collate(loader.collate_fn, name)
+            nothing = {name: torch.empty(0, 0, dtype=torch.long)}
+            loader.collate_fn = CollateOrNone(loader.collate_fn, nothing)
         return loader
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,27 +214,3 @@ class _Updated(AcceleratedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Nothing."""
-
-
-class _Shares(BatchSampler):
-    """This rank's part of each batch; that of the last batch may be empty."""
-
-    def __init__(self, whole: BatchSampler, rank: int, num_ranks: int) -> None:
-        super().__init__(whole.sampler, whole.batch_size, whole.drop_last)
-        self._rank, self._shares = rank, (1.0,) * num_ranks
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in super().__iter__():
-            part = share(len(batch), self._shares, self._rank)
-            yield batch[part.start : part.stop]
-
-
-class _Collate:
-    """`collate`, and for no samples a batch of none."""
-
-    def __init__(self, collate: Callable[[Any], Any], name: str) -> None:
-        self._collate, self._name = collate, name
-
-    def __call__(self, samples: Any) -> Any:
-        nothing = torch.empty(0, 0, dtype=torch.long)
-        return self._collate(samples) if samples else {self._name: nothing}

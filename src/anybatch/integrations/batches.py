@@ -1,16 +1,15 @@
-"""Cuts of a padded batch of sequences that carry no more padding than they need.
-
-A loader that yields one batch per step pads all of it to its longest sequence. Micro-batches cut from
-it in order would carry that padding, too; a loader that pads each micro-batch by itself does not.
-"""
+"""One batch per optimizer step from the loader of a framework: the share of a rank, cut into
+micro-batches."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, arange
+from torch.utils.data import BatchSampler
 
-from anybatch.data import slice_batch
+from anybatch.data import share, slice_batch
 
 _TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"})
 """Parts of a batch that have one column per token."""
@@ -19,8 +18,34 @@ _MULTIPLE = 8
 """Lengths are cut to multiples of it, which tensor cores want."""
 
 
+class Shares(BatchSampler):
+    """This rank's part of each batch of `whole`; that of the last batch may be empty."""
+
+    def __init__(self, whole: BatchSampler, rank: int, num_ranks: int) -> None:
+        super().__init__(whole.sampler, whole.batch_size, whole.drop_last)
+        self._rank, self._shares = rank, (1.0,) * num_ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in super().__iter__():
+            part = share(len(batch), self._shares, self._rank)
+            yield batch[part.start : part.stop]
+
+
+class CollateOrNone:
+    """`collate`; `nothing` where there are no samples."""
+
+    def __init__(self, collate: Callable[[Any], Any], nothing: Any) -> None:
+        self._collate, self._nothing = collate, nothing
+
+    def __call__(self, samples: Any) -> Any:
+        return self._collate(samples) if samples else self._nothing
+
+
 class PaddingCut:
     """Cuts batches, the longest samples first, and pads each piece to the longest of its own.
+
+    A loader that yields one batch per step pads all of it to its longest sequence. Micro-batches cut
+    from it in order would carry that padding, too; a loader that pads each by itself does not.
 
     Only of batches that are padded on the right and are nothing but tensors with the samples in dim 0,
     one column per token; others are cut in order, as they are.
