@@ -1,30 +1,23 @@
-"""A pytest plugin that runs a host's own tests with the adapter in place (`-p in_place`).
+"""A pytest plugin that runs a host's own tests with the adapter in place: `-p in_place`, and
+`IN_PLACE=transformers` or `lightning` in the environment; without that variable, the host alone.
 
-`transformers.Trainer` becomes one with the mixin in front. What a test asks for by
-`per_device_train_batch_size` and `gradient_accumulation_steps` is its global batch, and the former the
-micro-batch. Names that tests of another version import and this one has no more are None.
+What a test asks for by batch size and accumulation steps is its global batch, and the former the
+micro-batch. In transformers, names that tests of another version import and this one has no more are
+None.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-import sys
-
-import transformers
-import transformers.testing_utils
 
 GONE = ("GlueDataset", "GlueDataTrainingArguments", "LineByLineTextDataset")
 
-sys.path.extend(os.environ.get("LAST_PATHS", "").split(os.pathsep))
-
-for name in GONE:
-    if not hasattr(transformers, name):
-        setattr(transformers, name, None)
-
 
 def mixed(host):
-    """`host`, a class of trainers, with the adapter in front."""
+    """`host`, a class of transformers' trainers, with the adapter in front."""
+    import transformers
+
     from anybatch.integrations.transformers import AnyBatch
 
     class Mixed(AnyBatch, host):
@@ -43,8 +36,42 @@ def mixed(host):
     return Mixed
 
 
-if os.environ.get("IN_PLACE") == "1":
+def in_lightning():
+    """Every Trainer without a strategy of its own has the adapter's, for the batch size that each
+    loader has."""
+    import lightning.pytorch as pl
+
+    from anybatch.integrations.lightning import AnyBatch
+
+    class OfLoader(AnyBatch):
+        def __init__(self):
+            super().__init__(global_batch=1)
+
+        def process_dataloader(self, dataloader):
+            self.global_batch = getattr(dataloader, "batch_size", None) or 1
+            self._options["micro_batch"] = self.global_batch
+            return super().process_dataloader(dataloader)
+
+    init = pl.Trainer.__init__
+
+    def with_strategy(self, *args, **options):
+        if not args and options.get("devices", 1) in (1, "auto", "1"):
+            options.setdefault("strategy", OfLoader())
+        init(self, *args, **options)
+
+    pl.Trainer.__init__ = with_strategy
+
+
+if os.environ.get("IN_PLACE") == "lightning":
+    in_lightning()
+else:
+    import transformers
+    import transformers.testing_utils
     import transformers.trainer_seq2seq
 
-    transformers.Seq2SeqTrainer = mixed(transformers.trainer_seq2seq.Seq2SeqTrainer)
-    transformers.Trainer = mixed(transformers.trainer.Trainer)
+    for name in GONE:
+        if not hasattr(transformers, name):
+            setattr(transformers, name, None)
+    if os.environ.get("IN_PLACE") == "transformers":
+        transformers.Seq2SeqTrainer = mixed(transformers.trainer_seq2seq.Seq2SeqTrainer)
+        transformers.Trainer = mixed(transformers.trainer.Trainer)

@@ -1,5 +1,5 @@
 """Lightning's Trainer with the strategy: every update is that of the whole global batch, and the rest
-of the host works as it does. In processes of their own, since Lightning leaves a process group behind."""
+of the host works as it does. In processes of their own, since it leaves a process group behind."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from tests.equivalence.test_transformers_trainer import (
 
 pytest.importorskip("transformers")
 pytest.importorskip("lightning")
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import sys
