@@ -34,6 +34,7 @@ from anybatch.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from anybatch.events import Sink
     from anybatch.run import PlanOptions
 
 
@@ -166,6 +167,14 @@ def train(
             help="Write a log for TensorBoard too; without DIR, into the run folder.",
         ),
     ] = None,
+    track: Annotated[
+        str | None,
+        typer.Option(
+            "--track",
+            metavar="TRACKER",
+            help="Send the curves to an experiment tracker: wandb, mlflow or trackio.",
+        ),
+    ] = None,
     settings: Settings = None,
     why: Why = False,
 ) -> None:
@@ -176,6 +185,7 @@ def train(
         from rich.console import Console
 
         from anybatch.insight.noise_text import lines, unmeasured
+        from anybatch.integrations.trackers import check_tracker
         from anybatch.launch import find, parse_nodes, read_secret, run_command
         from anybatch.parallel import exchange as tell
         from anybatch.parallel import leads
@@ -227,6 +237,7 @@ def train(
     keeping.check(out)
     # Or it says why there can be no log.
     tensorboard_folder(tensorboard, out or Path("runs"), keeping.resumes)
+    tracker = None if track is None else check_tracker(track)
     given = None if plan_file is None else Plan.load(plan_file)
     processes = num_processes(given, ranks, way)
     check_started(ranks, "--ranks")
@@ -267,6 +278,9 @@ def train(
         if not again or (leads() and chosen != last_plan(folder)):
             print_plan(console, chosen, why)
         with Progress(console) as progress:
+            sinks: list[Sink] = [progress]
+            if tracker is not None and leads():
+                sinks.append(stack.enter_context(tracker(name=loaded.name)))
             result = run_training(
                 loaded,
                 plan=chosen,
@@ -278,7 +292,7 @@ def train(
                 stall_seconds=stall_seconds,
                 tensorboard=tensorboard,
                 progress=False,  # here it is, on standard output
-                sinks=[progress],
+                sinks=sinks,
             )
         print_result(
             console,

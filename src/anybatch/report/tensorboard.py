@@ -197,7 +197,7 @@ class TensorBoardLog:
                 _files(writer).add_event(record.Event(session_log=log), last + 1, started.time)
         else:
             hparams = import_module(_HPARAMS).hparams_pb
-            settings = hparams(_settings(started), start_time_secs=started.time)
+            settings = hparams(settings_of(started), start_time_secs=started.time)
             _files(by_step).add_summary(settings, walltime=started.time)
         by_step.add_text("run", _as_text(started), self._step, started.time)
         self._follow(started.plan, started.time)
@@ -215,7 +215,7 @@ class TensorBoardLog:
             self._samples_seen = event.samples_seen
         self._step = getattr(event, "step", self._step)  # the last ones have none
         by_step, by_samples = self._writers
-        _add_scalars(by_step, _scalars(event, self._budget), self._step, event.time)
+        _add_scalars(by_step, scalars_of(event, self._budget), self._step, event.time)
         if isinstance(event, StepDone | Evaluated):
             group = "by_samples/train" if isinstance(event, StepDone) else "by_samples/held_out"
             _add_scalars(by_samples, _scores(group, event), self._samples_seen, event.time)
@@ -228,7 +228,7 @@ class TensorBoardLog:
 # ------------------------------------------------------------------------------------------- curves
 
 
-def _scalars(event: Event, budget_bytes: int | None) -> Scalars:
+def scalars_of(event: Event, budget_bytes: int | None) -> Scalars:
     """The values of `event` on the curves against steps; none of an event that is not drawn. Seconds
     and bytes are what their names say; `budget_bytes` is what training may use."""
     match event:
@@ -331,7 +331,7 @@ def _budget(plan: Mapping[str, Any]) -> int | None:
     return plan.get("budget_bytes") if plan.get("enforced") else None
 
 
-def _settings(started: RunStarted) -> dict[str, bool | float | str]:
+def settings_of(started: RunStarted) -> dict[str, bool | float | str]:
     """What tells runs apart, as far as events know it."""
     plan = started.plan
     task, choice = plan.get("task", {}), plan.get("choice", {})

@@ -1,0 +1,196 @@
+"""Lightning's `Trainer` at a global batch of any size, for modules with automatic optimization.
+
+    trainer = L.Trainer(strategy=AnyBatch(global_batch=512, memory="22GiB"), devices=2)
+    trainer.fit(module, loader)
+
+The loader's samples come as one batch per optimizer step, this rank's share of the global batch, whose
+`training_step` a `Step` calls for each micro-batch. Gradients are those of the whole batch, clipped
+once, when `on_after_backward` and what follows are called; the update has been made by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader
+
+from anybatch.data import batch_size
+from anybatch.errors import InputError
+from anybatch.events import Sink
+from anybatch.integrations.batches import CollateOrNone, PaddingCut, Shares
+from anybatch.step import Step
+from anybatch.task import Loss
+
+_PRECISIONS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
+
+
+class AnyBatch(DDPStrategy):
+    """A strategy for any number of ranks, each with the whole model, as `DDPStrategy` is one.
+
+    `batch_size` of a training `DataLoader` is replaced by this rank's share of the global batch, and
+    the last batch of an epoch is what is left. Loaders of an `IterableDataset` or with a batch sampler
+    of their own yield the batches of this rank as they are.
+
+    What `training_step` logs with `self.log` is logged once per step, as the mean over all ranks.
+
+    Args:
+        global_batch: samples per optimizer step, of all ranks together.
+        memory: budget of each rank, see `Step`; None: plan for what is free.
+        count_items: of a batch, the number of items that the loss is a mean over; None: its samples.
+        micro_batch, sinks: see `Step`.
+        options: of `DDPStrategy`.
+
+    Raises `InputError` in `fit` for a trainer or a module that cuts or updates by itself.
+    """
+
+    strategy_name = "anybatch"
+
+    def __init__(
+        self,
+        global_batch: int,
+        memory: str | int | None = None,
+        *,
+        count_items: Callable[[Any], Tensor | float] | None = None,
+        micro_batch: int | None = None,
+        sinks: Sequence[Sink] = (),
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
+            raise InputError(
+                f"global_batch is {global_batch!r} in AnyBatch(...): it counts samples per optimizer"
+                " step and has to be 1 or more."
+            )
+        self.global_batch = global_batch
+        self._options: Any = {"memory": memory, "micro_batch": micro_batch, "sinks": sinks}
+        self._count_items = count_items or batch_size
+        self._step: Step | None = None
+        self._cut = PaddingCut()
+        self._logged: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self._beside: dict[str, Any] = {}
+        self._gradients: list[Tensor | None] = []
+
+    # ---------------------------------------------------------------------- what the host calls
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        whole = {"num_replicas": 1, "rank": 0}  # Shares divides each batch
+        return whole if self._trains else super().distributed_sampler_kwargs
+
+    def configure_ddp(self) -> None:
+        """Not wrapped: Step exchanges the gradients."""
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if not self._trains:
+            return
+        module = self.lightning_module
+        for said, remedy in (
+            (trainer.accumulate_grad_batches != 1, "leave accumulate_grad_batches out"),
+            (trainer.gradient_clip_algorithm == "value", "clip by norm"),
+            (not module.automatic_optimization, "call anybatch.Step in training_step instead"),
+        ):
+            if said:
+                raise InputError(
+                    "the strategy AnyBatch makes each update by itself, of the whole global batch,"
+                    f" which the trainer or the module does not leave to it: {remedy}."
+                )
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        loader = super().process_dataloader(dataloader)
+        if not self._trains or type(getattr(loader, "batch_sampler", None)) is not BatchSampler:
+            return loader
+        whole = BatchSampler(loader.sampler, self.global_batch, loader.drop_last)
+        return DataLoader(
+            loader.dataset,
+            batch_sampler=Shares(whole, self.global_rank, self.world_size),
+            num_workers=loader.num_workers,
+            collate_fn=CollateOrNone(loader.collate_fn, ()),
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    def training_step(self, batch: Any, *args: Any) -> dict[str, Any]:
+        step = self._step = self._step or self._make_step()
+        self._place = args
+        self._cut.expect(batch)
+        self._logged.clear()
+        outcome = step(batch if isinstance(batch, Tensor) or len(batch) else None)
+        self._gradients = [p.grad for p in self.lightning_module.parameters()]
+        for name, (value, options) in self._logged.items():
+            size = max(1, round(outcome.weight))
+            options = {"batch_size": size, "sync_dist": self.world_size > 1, **options}
+            self.lightning_module.log(name, outcome.metrics.get(name, value), **options)
+        loss = torch.tensor(outcome.loss, device=self.root_device)
+        return {**self._beside, "loss": loss}
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.lightning_module
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        # The host has set them to None since.
+        for parameter, gradient in zip(module.parameters(), self._gradients, strict=True):
+            parameter.grad = gradient
+        self._gradients = []
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        module = model or self.lightning_module
+        return self.precision_plugin._wrap_closure(module, optimizer, closure)
+
+    def teardown(self) -> None:
+        if self._step is not None:
+            self._step.close()
+            self._step = None
+        super().teardown()
+
+    # ---------------------------------------------------------------------- what Step calls
+
+    @property
+    def _trains(self) -> bool:
+        module = self.lightning_module
+        return module is not None and bool(module.trainer.training)
+
+    def _make_step(self) -> Step:
+        return Step(
+            self.lightning_module,
+            self.optimizers[0],
+            self._loss,
+            precision=_PRECISIONS.get(self.precision_plugin.precision, "fp32"),
+            clip_norm=self.lightning_module.trainer.gradient_clip_val or None,
+            keep_grad=True,  # hooks may look at it
+            count_samples=batch_size,
+            slice_batch=self._cut,
+            **self._options,
+        )
+
+    def _loss(self, module: nn.Module, batch: Any) -> Loss:
+        """The module's loss of one micro-batch, as a sum over its items, and what it logs."""
+        items, metrics = self._count_items(batch), {}
+
+        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+            self._logged[name] = value, options
+            if isinstance(value, Tensor | float | int):
+                metrics[name] = (torch.as_tensor(value).detach() * items, items)
+
+        own: Any = module
+        own.log = log
+        try:
+            output = own.training_step(batch, *self._place)
+        finally:
+            del own.log
+        if isinstance(output, dict):
+            self._beside = {name: value for name, value in output.items() if name != "loss"}
+            output = output["loss"]
+        return Loss(output * items, items, metrics)

@@ -1,0 +1,216 @@
+"""transformers' `Trainer`, and trainers derived from it, at a global batch of any size.
+
+    class Trainer(AnyBatch, transformers.Trainer):
+        pass
+
+    trainer = Trainer(model, args, train_dataset=data, global_batch=512, memory="22GiB")
+    trainer.train()
+
+Loop, callbacks, logging, evaluation, schedule and checkpoints stay the host's. Its loader yields one
+batch per optimizer step, this rank's share of the global batch, and `training_step` gives that to a
+`Step`, which cuts it and makes the update. When the host then clips the gradient and steps the
+optimizer, both are done already: it only reads the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader
+
+from anybatch.data import batch_size
+from anybatch.errors import InputError
+from anybatch.events import Sink
+from anybatch.integrations.batches import CollateOrNone, PaddingCut, Shares
+from anybatch.step import Outcome, Step
+from anybatch.task import Loss
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Host
+else:
+    _Host = object
+
+
+class AnyBatch(_Host):
+    """Mixin in front of `transformers.Trainer` or a class derived from it.
+
+    It sets `per_device_train_batch_size` to the share of a rank. The gradient is that of the mean over
+    all items of the global batch, on all ranks: labels that are not -100, or samples where there are
+    no labels. A `compute_loss` or `compute_loss_func` of yours returns a sum divided by
+    `num_items_in_batch`, or a plain mean over these items; for another mean override `count_items`.
+
+    On several ranks the last batch of an epoch is what is left, not filled up with samples that were
+    seen already (from an `IterableDataset` it is, as the host has it). What `compute_loss` gathers
+    from other ranks for metrics of its own is of this rank alone, since ranks may differ in their
+    number of micro-batches.
+
+    Args:
+        global_batch: samples per optimizer step, of all ranks together.
+        memory: budget of each rank, see `Step`; None: plan for what is free.
+        micro_batch, sinks: see `Step`.
+        args, kwargs: of the host.
+
+    Raises `InputError` for arguments of the host that set the batch, too, or divide the model.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        global_batch: int,
+        memory: str | int | None = None,
+        micro_batch: int | None = None,
+        sinks: Sequence[Sink] = (),
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
+            raise InputError(
+                f"global_batch is {global_batch!r} in Trainer(...): it counts samples per optimizer"
+                " step and has to be 1 or more."
+            )
+        self.global_batch = global_batch
+        self._options: Any = {"memory": memory, "micro_batch": micro_batch, "sinks": sinks}
+        self._step: Step | None = None
+        self._outcome: Outcome | None = None
+        self._cut = PaddingCut()
+        super().__init__(*args, **kwargs)
+
+    def count_items(self, inputs: dict[str, Any]) -> Tensor | float:
+        """The number of items that the loss of `inputs` is a mean over: labels that are not -100, or
+        samples. A scalar tensor or a number."""
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        if not isinstance(labels, Tensor):
+            return float(batch_size(inputs))
+        if self._loss_shifts_labels and "shift_labels" not in inputs:
+            labels = labels[..., 1:]
+        return labels.ne(-100).sum()
+
+    # ---------------------------------------------------------------------- what the host calls
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        args, accelerator = self.args, self.accelerator
+        for name, default in (("gradient_accumulation_steps", 1), ("auto_find_batch_size", False)):
+            if getattr(args, name) != default:
+                raise InputError(
+                    f"{name} is {getattr(args, name)} in TrainingArguments: global_batch says how many"
+                    f" samples a step has, and how it is cut is planned. Leave {name} out."
+                )
+        if args.n_gpu > 1:
+            raise InputError(
+                f"one process sees {args.n_gpu} GPUs: start one process for each (torchrun"
+                f" --nproc-per-node {args.n_gpu}), or set CUDA_VISIBLE_DEVICES to one of them."
+            )
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled or accelerator.parallelism_config:
+            raise InputError(
+                "deepspeed, fsdp or parallelism_config in TrainingArguments divides the model, and"
+                " Step takes one that each rank has whole: leave it out."
+            )
+        args.per_device_train_batch_size = -(-self.global_batch // args.world_size)
+        args.average_tokens_across_devices = False  # Step adds up over the ranks
+
+        def prepare_model(model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+            accelerator._models.append(model)  # else the host prepares it in each evaluation
+            return model
+
+        # No DistributedDataParallel or autocast around the model: Step does what they do.
+        accelerator.prepare_model = prepare_model
+        accelerator.prepare_optimizer = lambda optimizer, *_, **__: _Updated.of(optimizer)
+
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> AbstractContextManager[Any]:
+        is_training = self.model is not None and self.model.training
+        return nullcontext() if is_training else self.accelerator.autocast()
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return self.global_batch
+
+    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
+        if is_training and hasattr(kwargs.get("dataset"), "__getitem__"):
+            kwargs["batch_size"] = self.global_batch
+        loader: Any = super()._get_dataloader(*args, is_training=is_training, **kwargs)
+        if not is_training:
+            return loader
+        loader.device = None  # Step moves one micro-batch at a time
+        shard = loader.batch_sampler
+        if isinstance(shard, BatchSamplerShard) and type(shard.batch_sampler) is BatchSampler:
+            rank, size = shard.process_index, shard.num_processes
+            shard.batch_sampler = Shares(shard.batch_sampler, rank, size)
+            shard.num_processes, shard.process_index, shard.batch_size = 1, 0, None
+            name = getattr(self.model, "main_input_name", "input_ids")
+            nothing = {name: torch.empty(0, 0, dtype=torch.long)}
+            loader.collate_fn = CollateOrNone(loader.collate_fn, nothing)
+        return loader
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            if self._step is not None:
+                self._step.close()
+                self._step = None
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        model.train()
+        optimizer: Any = self.optimizer
+        optimizer.train()
+        step = self._step = self._step or self._make_step(model, optimizer.optimizer)
+        batch = dict(inputs)
+        self._cut.expect(batch)
+        accelerator: Any = self.accelerator
+        accelerator.gather_for_metrics = lambda values, *_, **__: values
+        try:
+            self._outcome = step(batch if batch_size(batch) else None)
+        finally:
+            del accelerator.gather_for_metrics
+        return torch.tensor(self._outcome.loss, device=self.args.device)
+
+    def _clip_grad_norm(self, model: nn.Module) -> float:
+        return self._get_grad_norm(model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
+        assert self._outcome is not None
+        return self._outcome.grad_norm
+
+    # ---------------------------------------------------------------------- what Step calls
+
+    def _make_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+        args = self.args
+        precision = args.mixed_precision
+        return Step(
+            model,
+            optimizer,
+            self._loss,
+            precision=("tf32" if args.tf32 else "fp32") if precision == "no" else precision,
+            clip_norm=args.max_grad_norm or None,
+            compile=bool(args.torch_compile),
+            keep_grad=True,  # callbacks may look at it
+            count_samples=batch_size,
+            slice_batch=self._cut,
+            **self._options,
+        )
+
+    def _loss(self, model: nn.Module, inputs: dict[str, Any]) -> Loss:
+        """The host's loss of one micro-batch, as a sum over its items."""
+        items = torch.as_tensor(self.count_items(inputs))
+        mean: Any = self.compute_loss(model, dict(inputs), num_items_in_batch=items.clamp(min=1))
+        return Loss(mean * items, items)
+
+
+class _Updated(AcceleratedOptimizer):
+    """The optimizer as the host holds it: when that steps it, `Step` has made the update."""
+
+    @classmethod
+    def of(cls, optimizer: Any) -> _Updated:
+        return optimizer if isinstance(optimizer, cls) else cls(optimizer)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Nothing."""

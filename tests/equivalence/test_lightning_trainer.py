@@ -1,0 +1,139 @@
+"""Lightning's Trainer with the strategy: every update is that of the whole global batch, and the rest
+of the host works as it does. In processes of their own, since it leaves a process group behind."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.equivalence.test_transformers_trainer import (
+    RATE,
+    STEPS,
+    distance,
+    plainly,
+    seeded_llama,
+)
+
+pytest.importorskip("transformers")
+pytest.importorskip("lightning")
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import lightning as L
+import torch
+from tests.equivalence.test_transformers_trainer import *
+from anybatch.integrations.lightning import AnyBatch
+
+torch.set_num_threads(1)
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.told, self.evaluated = seeded_llama(), [], 0
+
+    def training_step(self, batch, number):
+        loss = self.inner(**batch).loss
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return {"loss": loss, "size": len(batch["input_ids"])}
+
+    def on_before_optimizer_step(self, optimizer):
+        squares = [float(p.grad.norm()) ** 2 for p in self.inner.parameters()]
+        self.told.append(sum(squares) ** 0.5)
+
+    def on_train_batch_end(self, outputs, batch, number):
+        self.told[-1] = (float(outputs["loss"]), self.told[-1])
+
+    def validation_step(self, batch, number):
+        self.evaluated += len(batch["input_ids"])
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=RATE)
+        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / STEPS, 0.1))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
+
+def count(batch):
+    return batch["labels"][:, 1:].ne(-100).sum()
+
+folder, devices, max_steps, resume = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+loaders = [
+    torch.utils.data.DataLoader(sequences(num), batch_size=4, shuffle=num > 20, collate_fn=collate)
+    for num in (52, 8)
+]
+strategy = AnyBatch(global_batch=BATCH, micro_batch=4, count_items=count)
+options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+keep = L.pytorch.callbacks.ModelCheckpoint(folder, every_n_train_steps=STEPS, save_top_k=-1)
+trainer = L.Trainer(
+    strategy=strategy, accelerator="cpu", devices=devices, max_steps=max_steps, callbacks=[keep],
+    gradient_clip_val=CLIP, num_sanity_val_steps=0, log_every_n_steps=1, **options,
+)
+module = Module()
+trainer.fit(module, *loaders, ckpt_path=resume or None)
+sampler = trainer.train_dataloader.batch_sampler.sampler
+sampler.set_epoch(0)
+found = {
+    "state": module.inner.state_dict(),
+    "order": list(sampler),
+    "told": module.told,
+    "steps": trainer.global_step,
+    "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
+    "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
+    "evaluated": module.evaluated,
+}
+torch.save(found, Path(folder) / f"rank{trainer.global_rank}.pt")
+"""
+
+
+def fit(folder: Path, devices: int, max_steps: int = STEPS, resume: str = "") -> list[Any]:
+    """What each rank found."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    arguments = [str(script), str(folder), str(devices), str(max_steps), resume]
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(devices)]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_every_update_is_that_of_the_whole_batch(devices: int, tmp_path: Path):
+    found, *others = fit(tmp_path, devices)
+    first = seeded_llama()
+    told = plainly(wanted := copy.deepcopy(first), found["order"])
+    assert distance(found["state"], wanted.state_dict(), first.state_dict()) < 1e-6
+    for other in others:
+        assert all(
+            torch.equal(other["state"][name], value) for name, value in found["state"].items()
+        )
+    assert found["steps"] == STEPS
+    losses = [loss for loss, _ in told]
+    assert [loss for loss, _ in found["told"]] == pytest.approx(losses, rel=1e-6)
+    clipped = [min(norm, 0.5) for _, norm in told]
+    assert [norm for _, norm in found["told"]] == pytest.approx(clipped, rel=1e-5)
+    assert found["logged"]["loss_step"] == pytest.approx(losses[-1], rel=1e-6)
+    assert found["rates"] == pytest.approx([0.1 * RATE])
+    assert found["evaluated"] == 8 // devices
+
+
+def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path):
+    [whole] = fit(tmp_path, 1, max_steps=2 * STEPS)
+    [checkpoint] = tmp_path.glob(f"*step={STEPS}.ckpt")
+    [again] = fit(tmp_path, 1, max_steps=2 * STEPS, resume=str(checkpoint))
+    assert again["steps"] == 2 * STEPS
+    assert again["told"] == whole["told"][STEPS:]
+    assert all(torch.equal(again["state"][name], value) for name, value in whole["state"].items())
