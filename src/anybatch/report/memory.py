@@ -171,8 +171,8 @@ def layers(rows: Sequence[Row], ledger: Ledger, width: int | None = None) -> Tab
         parts = [part for part in parts if part[0] == "activations"]
     columns: list[tuple[str, Content]] = [("layer", "words")]
     if is_wide:
-        columns += [("type", "words"), ("output", "whole")]
-    columns += [(title, "number") for title, _ in (*parts, ("all", -1))]
+        columns.extend([("type", "words"), ("output", "whole")])
+    columns.extend((title, "number") for title in (*(title for title, _ in parts), "all"))
     cells = [
         [
             "  " * row.depth + row.name,

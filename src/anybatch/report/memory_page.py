@@ -17,6 +17,7 @@ from anybatch.report.memory import (
     BY_KIND,
     BY_LAYER,
     OVER_TIME,
+    Content,
     Section,
     Table,
     layers,
@@ -79,7 +80,9 @@ def write_frontier(path: str | os.PathLike[str], plan: Plan) -> Path:
             ("micro-batch", format_count(plan.choice.micro_batch), ""),
         ]
     grid = points_of(plan, with_plan(plan))
-    columns = [(it.title, "number" if it.number else "words") for it in grid.columns]
+    columns: list[tuple[str, Content]] = [
+        (it.title, "number" if it.number else "words") for it in grid.columns
+    ]
     text = "Each of these is beaten by no other in both memory and time; the leanest comes first."
     figure = figures.candidates(plan)
     sections = [
