@@ -247,8 +247,8 @@ def test_the_page_holds_every_layer_and_loads_nothing(tmp_path: Path):
     assert traces["most in use"]["y"] == [pytest.approx(56)]
     in_use = zip(traces["parameters"]["y"], traces["activations"]["y"], strict=True)
     assert max(map(sum, in_use)) == pytest.approx(56)
-    budget = [line for line in drawn["curve"]["layout"]["shapes"] if line.get("xref") == "paper"]
-    assert [line["y0"] for line in budget] == [pytest.approx(100)]
+    budget = [mark for mark in drawn["curve"]["layout"]["marks"] if mark["axis"] == "y"]
+    assert [mark["value"] for mark in budget] == [pytest.approx(100)]
     # Only phases whose names have room are named.
     assert "backward" in drawn["curve"]["layout"]["xaxis"]["ticktext"]
 
