@@ -1,7 +1,7 @@
-"""doctor: what this machine has to train with, what is wrong with it, and the remedy.
+"""doctor: examine this machine, report what is wrong with it and how to repair it.
 
-It has to work where nothing else does: this package imports no torch. Everything is looked at in a
-child process, each check within a deadline, since a broken driver or library may hang or crash.
+It has to work where nothing else does, so this package does not import torch. Everything is examined in
+a child process with deadlines, since a broken driver or library may hang or crash.
 """
 
 from anybatch.doctor.examine import examine as examine

@@ -1,20 +1,17 @@
-"""Finding: one thing that was checked, its value, and if something is wrong with it, the remedy.
-`Report`: all findings in groups, for the terminal and as JSON."""
+"""Finding: one thing that was checked, its value, and if something is wrong, the remedy. `Report`: all
+findings in groups, for the terminal and as JSON."""
 
 from __future__ import annotations
 
-import re
 import textwrap
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
 Level: TypeAlias = Literal["ok", "note", "warning", "problem"]
-"""`note`: worth knowing; `warning`: training goes on, but not as well or not as predicted; `problem`:
+"""`note`: worth knowing; `warning`: training works, but not as well or not as predicted; `problem`:
 something does not work."""
 
 Facts: TypeAlias = dict[str, Any]
@@ -26,7 +23,7 @@ _STYLES: dict[Level, str] = {
     "warning": "yellow",
     "problem": "bold red",
 }
-_INDENT, _LEVEL_WIDTH, _NAME_WIDTH = 2, 9, 20
+_MEANING_INDENT, _VALUE_INDENT = 11, 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,7 @@ class Finding:
         name: what was checked.
         value: what it is.
         level: see `Level`.
-        place: where the value comes from, if the name does not say so.
+        place: where the value comes from, unless the name says so.
         meaning: what follows from it; empty where all is well.
         remedy: what to do; empty where there is nothing to do.
     """
@@ -68,6 +65,12 @@ def problem(name: str, value: str, meaning: str, remedy: str = "", place: str = 
     return Finding(name, value, "problem", place, meaning, remedy)
 
 
+def first_line(error: BaseException) -> str:
+    """The type of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """All findings, by the title of their group, and the facts behind them."""
@@ -94,13 +97,11 @@ class Report:
     def print(self, console: Console) -> None:
         """Print groups of rows, and below each row that is not well its meaning and remedy."""
         for title, findings in self.groups.items():
-            if not findings:
-                continue
-            console.print(title, style="bold")
-            for finding in findings:
-                for line in _lines(finding, console.width):
-                    console.print(line, soft_wrap=True)
-            console.print()
+            if findings:
+                console.print(title, style="bold")
+                for finding in findings:
+                    _print(finding, console)
+                console.print()
         levels: tuple[Level, ...] = ("problem", "warning")
         parts = [
             f"{len(names)} {level}{'s' * (len(names) > 1)} ({', '.join(dict.fromkeys(names))})"
@@ -112,52 +113,29 @@ class Report:
             console.print(line, soft_wrap=True)
 
 
-def _lines(finding: Finding, width: int) -> Iterator[Text | str]:
-    """A finding as lines of at most `width`."""
+def _print(finding: Finding, console: Console) -> None:
     from rich.text import Text
 
     value = f"{finding.value} ({finding.place})" if finding.place else finding.value
     if finding.remedy and not finding.meaning:
         value += f": {finding.remedy}"
-    head = " " * _INDENT + f"{finding.level:<{_LEVEL_WIDTH}}{finding.name:<{_NAME_WIDTH - 1}} "
-    hanging = " " * (_INDENT + _LEVEL_WIDTH + _NAME_WIDTH)
-    first, *others = textwrap.wrap(
-        head + value, width, subsequent_indent=hanging, break_on_hyphens=False
-    )
-    text = Text(first)
-    text.stylize(_STYLES[finding.level], _INDENT, _INDENT + len(finding.level))
-    yield text
-    yield from others
+    row = f"  {finding.level:<9}{finding.name:<19} {value}"
+    hanging = " " * _VALUE_INDENT
+    lines = textwrap.wrap(row, console.width, subsequent_indent=hanging, break_on_hyphens=False)
     if finding.meaning:
-        yield from _wrapped(finding.sentence, width, " " * (_INDENT + _LEVEL_WIDTH))
+        lines += _wrapped(finding.sentence, console.width, " " * _MEANING_INDENT)
+    text = Text("\n".join(lines))
+    text.stylize(_STYLES[finding.level], 2, 2 + len(finding.level))
+    console.print(text, soft_wrap=True)
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
     """Lines of whole words, so that commands and paths can be copied."""
-    wrapper = textwrap.TextWrapper(
-        width, indent, indent, break_long_words=False, break_on_hyphens=False
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
-    return wrapper.wrap(text)
-
-
-# ------------------------------------------------------------------------------------------ versions
-
-
-def numbers_of(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` as (2, 13, 0); empty where it does not begin with a number."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
-
-
-def is_before(version: str, other: str) -> bool:
-    """Whether `version` is an earlier one, where both can be read."""
-    one, two = numbers_of(version), numbers_of(other)
-    length = max(len(one), len(two))
-    padded = [numbers + (0,) * (length - len(numbers)) for numbers in (one, two)]
-    return bool(one and two) and padded[0] < padded[1]
-
-
-def first_line(error: BaseException) -> str:
-    """The type of an error and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,22 +1,12 @@
-"""GPUs: driver, torch's build for them, which can be seen, how they are set, and who holds them."""
+"""GPUs: the driver, whether torch can use them, which are visible, their settings and their users."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from anybatch.doctor.finding import (
-    Facts,
-    Finding,
-    first_line,
-    is_before,
-    note,
-    numbers_of,
-    problem,
-    warning,
-)
+from anybatch.doctor.finding import Facts, Finding, first_line, note, problem, warning
 from anybatch.units import format_bytes
 
 T = TypeVar("T")
@@ -33,18 +23,15 @@ _GET_STARTED = "https://pytorch.org/get-started/locally"
 _COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 
 
-def look(sys: str = "/sys", proc: str = "/proc") -> Facts:
-    """NVIDIA's GPUs as the driver shows them by NVML, whatever this process may see of them, and as the
-    PCI bus does where no driver answers. None stands for what is not known."""
+def look(sys: str = "/sys") -> Facts:
+    """NVIDIA's GPUs as NVML shows them, whatever `CUDA_VISIBLE_DEVICES` hides, and their number on the
+    PCI bus, which is known without a driver. None: not known."""
     devices = Path(sys) / "bus/pci/devices"
-    version = _text(Path(proc) / "driver/nvidia/version")
-    module = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", version)
     found = {
         "driver": "",
         "cuda": "",
         "fault": "",
         "on_bus": sum(map(_is_gpu, devices.iterdir())) if devices.is_dir() else None,
-        "module": module[1] if module else "",
         "gpus": [],
     }
     try:
@@ -71,10 +58,9 @@ def _seen_gpu(nvml: Any, index: int) -> Facts:
     def ask(question: Callable[..., T], *arguments: object) -> T | None:
         try:
             return question(handle, *arguments)
-        except nvml.NVMLError:  # this GPU, or this driver, does not know
+        except nvml.NVMLError:  # not supported by this GPU or driver
             return None
 
-    capability = ask(nvml.nvmlDeviceGetCudaComputeCapability)
     ecc, mig = ask(nvml.nvmlDeviceGetEccMode), ask(nvml.nvmlDeviceGetMigMode)
     kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     mode = ask(nvml.nvmlDeviceGetComputeMode)
@@ -84,7 +70,6 @@ def _seen_gpu(nvml: Any, index: int) -> Facts:
         "uuid": _decoded(nvml.nvmlDeviceGetUUID(handle)),
         "total_bytes": memory.total,
         "free_bytes": memory.free,
-        "capability": "{}.{}".format(*capability) if capability else "",
         "ecc": bool(ecc[0]) if ecc else None,
         "errors": ask(nvml.nvmlDeviceGetTotalEccErrors, *kinds),
         "mig": bool(mig[0]) if mig else None,
@@ -128,7 +113,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     gpus, environment = facts["gpus"], facts["environment"]
     torch = facts["torch"] if facts["torch"] is not None and not facts["torch"]["fault"] else None
     if gpus is not None and not (torch is not None and torch["hip"]):
-        yield _driver(gpus, torch) if gpus["driver"] else _no_driver(gpus, torch)
+        yield _driver(gpus, torch)
     if torch is not None and (torch["cuda"] or torch["hip"]):
         yield _usable(torch, gpus, VISIBLE in environment or bool(torch["allocator_fault"]))
     elif torch is not None and gpus is not None and (gpus["gpus"] or gpus["on_bus"]):
@@ -141,59 +126,25 @@ def check(facts: Facts) -> Iterator[Finding]:
         yield from map(_gpu, gpus["gpus"])
         order = environment.get("CUDA_DEVICE_ORDER", "") or "FASTEST_FIRST"
         if len({gpu["name"] for gpu in gpus["gpus"]}) > 1 and order != "PCI_BUS_ID":
-            meaning = "they differ, and CUDA numbers them otherwise than nvidia-smi and this list"
+            meaning = "they differ, and CUDA numbers them in another order than nvidia-smi"
             remedy = "set CUDA_DEVICE_ORDER=PCI_BUS_ID to have one order"
             yield note("order of GPUs", order, meaning, remedy)
-    if torch is not None and torch["cuda"] and torch["architectures"]:
-        yield from _kernels(torch["architectures"], torch["devices"])
-
-
-def _kernels(built: list[str], devices: list[Facts]) -> Iterator[Finding]:
-    """GPUs for which torch has no kernels: none of their generation, and none to be translated."""
-    for index, device in enumerate(devices):
-        name, capability = device["name"], device["capability"]
-        if not has_kernels(built, capability):
-            value = f"none for sm_{capability.replace('.', '')}"
-            meaning = f"{name} has capability {capability}; torch was built for {', '.join(built)}"
-            remedy = f"install a build of torch for it: {_GET_STARTED}"
-            yield problem(f"kernels for cuda:{index}", value, meaning, remedy)
 
 
 def _driver(gpus: Facts, torch: Facts | None) -> Finding:
-    for_cuda = torch["cuda"] if torch is not None else ""
-    value = f"{gpus['driver']}, for CUDA up to {gpus['cuda']}"
-    built, spoken = numbers_of(for_cuda), numbers_of(gpus["cuda"])
-    if built and built[0] > spoken[0]:
-        meaning = f"it is too old for torch, which was built for CUDA {for_cuda}"
-        remedy = f"update the driver, or install a torch that was built for CUDA {spoken[0]}"
-        return problem("driver", value, meaning, remedy)
-    if built and built > spoken[: len(built)]:
-        # CUDA promises that minor versions go together; only what is compiled at run time does not.
-        meaning = (
-            f"it is older than CUDA {for_cuda} of torch: kernels compiled in training may not load"
-        )
-        return note("driver", value, meaning, "update it if they do not")
-    return Finding("driver", value)
-
-
-def _no_driver(gpus: Facts, torch: Facts | None) -> Finding:
-    fault, module, count = gpus["fault"], gpus["module"], gpus["on_bus"] or 0
+    fault, count = gpus["fault"], gpus["on_bus"] or 0
+    if gpus["driver"]:
+        return Finding("driver", f"{gpus['driver']}, for CUDA up to {gpus['cuda']}")
     if torch is not None and torch["devices"]:
         meaning = f"torch sees its GPUs; their users and settings are not known ({fault})"
         return note("driver", "not reached by NVML", meaning)
-    if "mismatch" in fault:
-        value = f"module {module}" if module else "of two versions"
-        meaning = f"the module in the kernel and the libraries are of different versions ({fault})"
-        remedy = "restart the machine, or load the module anew, after the update of the driver"
-        return problem("driver", value, meaning, remedy)
-    if module:
-        meaning = f"the module is in the kernel, but does not answer ({fault})"
-        remedy = "in a container, add docker run --gpus all; else look for NVRM in dmesg"
-        return problem("driver", f"module {module}", meaning, remedy)
     if count:
-        are = "GPUs are" if count != 1 else "GPU is"
-        meaning = f"{count} {are} on the bus of this machine, and no driver ({fault})"
-        remedy = "install NVIDIA's driver, or start the container with docker run --gpus all"
+        are = "GPUs are" if count > 1 else "GPU is"
+        meaning = f"{count} {are} on the bus of this machine, and no driver answers ({fault})"
+        remedy = (
+            "in a container, add docker run --gpus all; else install NVIDIA's driver, or restart the "
+            "machine after its update, or look for NVRM in dmesg"
+        )
         return problem("driver", "none", meaning, remedy)
     if torch is not None and torch["cuda"]:
         meaning = f"no GPU of NVIDIA is here: torch for CUDA {torch['cuda']} computes on the CPU"
@@ -202,8 +153,8 @@ def _no_driver(gpus: Facts, torch: Facts | None) -> Finding:
 
 
 def _usable(torch: Facts, gpus: Facts | None, is_explained: bool) -> Finding:
-    """The devices that torch can use. `is_explained`: a variable, which has a finding of its own, hides
-    them, or stops torch."""
+    """The devices that torch can use. `is_explained`: a variable that has a finding of its own hides
+    them or stops torch."""
     name = "torch and CUDA" if torch["cuda"] else "torch and ROCm"
     if torch["devices"]:
         names = dict.fromkeys(device["name"] for device in torch["devices"])
@@ -211,7 +162,9 @@ def _usable(torch: Facts, gpus: Facts | None, is_explained: bool) -> Finding:
     if gpus is not None and gpus["gpus"] and not is_explained:
         meaning = f"the driver shows {len(gpus['gpus'])}, and torch can use none"
         meaning += f" ({torch['cuda_fault']})" * bool(torch["cuda_fault"])
-        remedy = "see the driver above; if it is well, restart the machine"
+        remedy = (
+            f"update the driver if it is older than CUDA {torch['cuda']}; else restart the machine"
+        )
         return problem(name, "no device seen", meaning, remedy)
     return Finding(name, "no device seen")
 
@@ -283,22 +236,3 @@ def _users(users: list[Facts]) -> str:
     ]
     more = len(users) - len(shown)
     return ", ".join(shown) + f", and {more} more" * bool(more)
-
-
-def has_kernels(architectures: list[str], capability: str) -> bool:
-    """Whether code for `architectures` runs on a GPU of that capability: binary code on the same
-    generation from its own version on, what can be translated on all that are not older."""
-    for architecture in architectures:
-        kind, _, text = architecture.partition("_")
-        digits = text.rstrip("af")  # sm_90a runs on 9.0 alone
-        if not digits.isdecimal():
-            continue
-        own = f"{digits[:-1]}.{digits[-1]}"
-        if text != digits:
-            runs = kind == "sm" and own == capability
-        else:
-            is_same = numbers_of(own)[0] == numbers_of(capability)[0]
-            runs = not is_before(capability, own) and (is_same or kind != "sm")
-        if runs:
-            return True
-    return False

@@ -18,9 +18,7 @@ from anybatch.units import format_bytes
 _FEW_FILES, _MANY_FILES = 1024, 65536
 _SMALL_SHM_BYTES, _FULL_SHM_BYTES = 256 << 20, 64 << 20
 _LITTLE_MEMORY = 0.1
-"""Of the machine's memory, available."""
-_NO_LIMIT = 1 << 60
-"""Control groups of version 1 write the largest number of pages for none."""
+"""Of the memory of the machine or of its control group, available."""
 _LEFT_BYTES, _ASKED_BYTES = 32 << 20, 256 << 20
 
 _MALLOCS = re.compile(r"lib(?:jemalloc|tcmalloc|mimalloc|snmalloc|hoard)[\w.+-]*")
@@ -33,10 +31,11 @@ def look() -> Facts:
     limit."""
     import psutil
 
+    from anybatch.control_group import group_here
     from anybatch.threads import num_cores
 
+    group = group_here()
     memory, overcommit = psutil.virtual_memory(), _text("/proc/sys/vm/overcommit_memory")
-    huge_pages = re.search(r"\[(\w+)\]", _text("/sys/kernel/mm/transparent_hugepage/enabled"))
     infiniband = Path("/sys/class/infiniband")
     shm = None
     if hasattr(os, "statvfs") and os.access("/dev/shm", os.W_OK):
@@ -48,9 +47,12 @@ def look() -> Facts:
         "total_bytes": memory.total,
         "available_bytes": memory.available,
         "swap_bytes": psutil.swap_memory().total,
-        **control_group(),
+        "quota_cores": group.cores,
+        "group_bytes": group.limit_bytes,
+        "group_used_bytes": group.used_bytes,
+        "group_file": group.file,
+        "oom_kills": group.oom_kills,
         "overcommit": int(overcommit) if overcommit.isdecimal() else None,
-        "huge_pages": huge_pages[1] if huge_pages else "",
         "limits": _rlimits(),
         "shm_bytes": shm and shm.f_blocks * shm.f_frsize,
         "shm_free_bytes": shm and shm.f_bavail * shm.f_frsize,
@@ -72,64 +74,6 @@ def _rlimits() -> dict[str, tuple[int | None, int | None]]:
         it: (None if soft == none else soft, None if hard == none else hard)
         for it, (soft, hard) in found.items()
     }
-
-
-def control_group(root: str | Path = "/") -> Facts:
-    """What Linux's control groups, of both versions, allow this process. Each group above its own has
-    limits too, and the tightest holds; in a container the root of the files may be the group itself.
-    """
-    files = Path(root) / "sys/fs/cgroup"
-    paths: dict[str, str] = {}
-    for line in _text(Path(root) / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        paths.update(dict.fromkeys(controllers.split(","), path))
-    own = paths.get("", "/")
-    memory = list(_upwards(files, own))
-    names = "memory.max", "memory.current"
-    if "memory" in paths:  # version 1
-        memory = list(_upwards(files / "memory", paths["memory"]))
-        names = "memory.limit_in_bytes", "memory.usage_in_bytes"
-    limits = [(it, folder) for folder in memory if (it := _number(folder / names[0])) is not None]
-    limit, folder = min(limits, default=(_NO_LIMIT, files))
-    is_limited = limit < _NO_LIMIT
-    if "cpu" in paths:
-        folders = _upwards(files / "cpu", paths["cpu"])
-        quotas = [
-            (_number(it / "cpu.cfs_quota_us"), _number(it / "cpu.cfs_period_us")) for it in folders
-        ]
-    else:
-        texts = (_text(it / "cpu.max").partition(" ") for it in _upwards(files, own))
-        quotas = [(_whole(quota), _whole(period)) for quota, _, period in texts]
-    cores = (quota / period for quota, period in quotas if quota and period and quota > 0)
-    texts = (
-        [_text(memory[0] / it) for it in ("memory.events", "memory.oom_control")] if memory else []
-    )
-    kills = re.search(r"^oom_kill (\d+)$", "\n".join(texts), re.MULTILINE)
-    return {
-        "quota_cores": min(cores, default=None),
-        "group_bytes": limit if is_limited else None,
-        "group_used_bytes": (_number(folder / names[1]) or 0) if is_limited else 0,
-        "group_file": str(folder / names[0]) if is_limited else "",
-        "oom_kills": int(kills[1]) if kills else None,
-    }
-
-
-def _upwards(base: Path, path: str) -> Iterator[Path]:
-    """The folders of a group and of those above it that exist."""
-    folder = base / path.strip("/")
-    for one in (folder, *folder.parents):
-        if one.is_dir():
-            yield one
-        if one == base:
-            return
-
-
-def _number(file: Path) -> int | None:
-    return _whole(_text(file))
-
-
-def _whole(text: str) -> int | None:
-    return int(text) if text.removeprefix("-").isdecimal() else None
 
 
 def _text(path: str | Path) -> str:
@@ -209,12 +153,10 @@ def _memory(host: Facts) -> Finding:
 def _group(host: Facts) -> Iterator[Finding]:
     limit, used, kills = host["group_bytes"], host["group_used_bytes"], host["oom_kills"]
     if limit is not None and limit < host["total_bytes"]:
-        left = max(0, limit - used)
         value = f"{format_bytes(limit)}, {format_bytes(used)} in use"
-        if left < host["available_bytes"]:
-            meaning = "a process is killed beyond it, and CPU plans go by what the machine has free"
-            most = format_bytes(0.9 * left)
-            remedy = f"give --memory, of at most {most} in all, when you train on the CPU"
+        if limit - used < _LITTLE_MEMORY * limit:
+            meaning = "other processes of the group have nearly all of it"
+            remedy = "end what you no longer need, or give the group more"
             yield warning("limit of the group", value, meaning, remedy, host["group_file"])
         else:
             yield Finding("limit of the group", value)
@@ -276,11 +218,6 @@ def _kernel(host: Facts) -> Iterator[Finding]:
         meaning = "the kernel refuses addresses that may stay unfilled, which libraries reserve"
         remedy = "sysctl vm.overcommit_memory=0, as root"
         yield warning("overcommit", "2", meaning, remedy, "/proc/sys/vm/overcommit_memory")
-    if host["huge_pages"] == "always":
-        meaning = "memory comes in pieces of 2 MiB: on the CPU more may be used than is predicted"
-        place = "/sys/kernel/mm/transparent_hugepage/enabled"
-        remedy = "echo madvise to that file, as root, if it matters"
-        yield note("huge pages", "always", meaning, remedy, place)
     for library in host["mallocs"]:
         meaning = (
             "it replaces the C library's, which anybatch sets: on a CPU predictions do not hold"

@@ -8,21 +8,12 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from anybatch.doctor.finding import (
-    Facts,
-    Finding,
-    first_line,
-    is_before,
-    note,
-    numbers_of,
-    problem,
-    warning,
-)
+from anybatch.doctor.finding import Facts, Finding, first_line, note, problem, warning
 
 LEAST, TESTED = "2.11", "2.13"
 """The first version of torch that will do, and the last that anybatch was tested with."""
@@ -36,7 +27,8 @@ _REQUIREMENT = re.compile(
 )
 """The forms that pyproject.toml uses."""
 
-_REINSTALL = "install torch anew (https://pytorch.org/get-started/locally)"
+_REINSTALL = "reinstall torch (https://pytorch.org/get-started/locally)"
+_RAISE_LIMITS = "raise the limits of this process (ulimit -v, ulimit -d)"
 _ON_A_GPU = (
     "see the group GPUs; else set CUDA_LAUNCH_BLOCKING=1, look for Xid in dmesg, and restart"
 )
@@ -45,11 +37,11 @@ _CAUSES = (
     (r"No module named 'torch'", "pip install torch"),
     (
         r"failed to map segment|[Cc]annot allocate memory|MemoryError",
-        "memory ran out while it was loaded: raise the limits of this process (ulimit -v, ulimit -d)",
+        f"memory ran out while it was loaded: {_RAISE_LIMITS}",
     ),
     (
         r"lib(?:cud|cublas|nccl|nv|cufft|curand|cusolver|cusparse)[\w.-]*\.so",
-        f"a library of CUDA is missing, or LD_LIBRARY_PATH leads astray: unset it, or {_REINSTALL}",
+        f"a library of CUDA is missing, or LD_LIBRARY_PATH is wrong: unset it, or {_REINSTALL}",
     ),
     (
         r"undefined symbol",
@@ -111,13 +103,7 @@ def check_packages(facts: Facts) -> Iterator[Finding]:
         return
     yield Finding("Python", f"{python['version']}, {python['executable']}")
     system = ", ".join(filter(None, (python["system"], python["libc"])))
-    if system.startswith("Linux") and not python["libc"].startswith("glibc"):
-        meaning = (
-            "the C library is not glibc, which anybatch sets: a CPU uses more bytes than predicted"
-        )
-        yield note("system", system, meaning)
-    else:
-        yield Finding("system", system)
+    yield Finding("system", system)
     if python["anybatch"]:
         yield Finding("anybatch", _with_folder(python["anybatch"], python["folder"], python))
     else:
@@ -130,6 +116,18 @@ def check_packages(facts: Facts) -> Iterator[Finding]:
     yield from faults
     for extra in dict.fromkeys(one["extra"] for one in python["packages"] if one["extra"]):
         yield _extra(extra, [one for one in python["packages"] if one["extra"] == extra])
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` as (2, 13), without zeros at the end; empty if it does not begin with a number."""
+    found = re.match(r"\d+(?:\.\d+)*?(?=(?:\.0+)*(?![.\d]))", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def is_before(version: str, other: str) -> bool:
+    """Whether `version` is an earlier one, if both can be read."""
+    one, two = numbers_of(version), numbers_of(other)
+    return bool(one and two) and one < two
 
 
 def _with_folder(version: str, folder: str, python: Facts | None) -> str:
@@ -177,6 +175,7 @@ def look_torch() -> Facts:
     if not hasattr(torch, "Tensor") or not hasattr(torch, "__version__"):
         return {"fault": "it is another module of this name", "folder": folder}
     from torch import distributed
+    from torch.cuda import nccl
 
     devices, cuda_fault = _devices(torch)
     backends = [
@@ -185,40 +184,31 @@ def look_torch() -> Facts:
         if distributed.is_available() and getattr(distributed, f"is_{name}_available")()
     ]
     libraries = ("mkl", "mkldnn", "openmp")
-    architectures = getattr(torch._C, "_cuda_getArchFlags", str)  # known without a device, too
     return {
         "fault": "",
         "version": str(torch.__version__),
         "folder": folder,
         "cuda": torch.version.cuda or "",
         "hip": torch.version.hip or "",
-        "architectures": (architectures() or "").split(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "cudnn": _cudnn_version(torch),
+        "cudnn": _version(torch.backends.cudnn.version),
         "libraries": [one for one in libraries if getattr(torch.backends, one).is_available()],
         "threads": torch.get_num_threads(),
         "backends": backends,
-        "nccl": _nccl_version(torch) if "nccl" in backends else "",
+        "nccl": _version(nccl.version) if "nccl" in backends else "",
         "devices": devices,
         "cuda_fault": cuda_fault,
         "allocator_fault": _allocator_fault(torch),
     }
 
 
-def _nccl_version(torch: Any) -> str:
+def _version(ask: Callable[[], Any]) -> str:
+    """The version of a library; empty: it is not there."""
     try:
-        return ".".join(map(str, torch.cuda.nccl.version()))
-    except Exception:
-        return "unknown"
-
-
-def _cudnn_version(torch: Any) -> str:
-    try:
-        number = torch.backends.cudnn.version() or 0
+        found = ask() or ""
     except Exception:  # it is not the one that torch was built with
         return "unknown"
-    major, rest = divmod(number, 10_000 if number >= 90_000 else 1_000)
-    return f"{major}.{rest // 100}.{rest % 100}" if number else ""
+    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
 
 
 def _devices(torch: Any) -> tuple[list[Facts], str]:
@@ -258,36 +248,31 @@ def _allocator_fault(torch: Any) -> str:
 
 
 # The loss is linear in the weights, so each step moves them by the rate times the sums of the columns
-# of the samples; all numbers are whole, and exact in any format.
+# of the samples. All numbers are whole, and exact in any format.
 _SAMPLES = [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
-_WEIGHTS = [1.0 - 2 * 0.5 * sum(column) for column in zip(*_SAMPLES, strict=True)]
+_WEIGHTS = [-3.0, -5.0, -7.0, -9.0]
 
 
 def look_step(device: str) -> Facts:
     """Two steps of training on a device, whose result is known to the last bit."""
     import torch
 
-    def shown(numbers: list[float]) -> str:
-        return ", ".join(f"{number:.3g}" for number in numbers)
-
     fault = ""
     try:
         layer = torch.nn.Linear(4, 3).to(device)
         torch.nn.init.ones_(layer.weight)
         samples = torch.tensor(_SAMPLES, device=device)
-        for _ in range(2):  # by hand, since torch's optimizers load its compiler
-            loss = layer(samples).sum()
-            gradients = torch.autograd.grad(loss, list(layer.parameters()))
+        for _ in range(2):  # without torch.optim, which loads the compiler
+            gradients = torch.autograd.grad(layer(samples).sum(), list(layer.parameters()))
             with torch.no_grad():
                 for parameter, gradient in zip(layer.parameters(), gradients, strict=True):
                     parameter.sub_(gradient, alpha=0.5)
         image = torch.ones(1, 1, 4, 4, device=device)
-        convolved = torch.nn.functional.conv2d(image, torch.ones(1, 1, 3, 3, device=device))
-        weights, sums = layer.weight.tolist(), convolved.flatten().tolist()
-        if weights != [_WEIGHTS] * 3:
-            fault = f"weights came to {shown(weights[0])}, not to {shown(_WEIGHTS)}"
-        elif sums != [9.0] * 4:
-            fault = f"a convolution came to {shown(sums)}, and not to 9 everywhere"
+        sums = torch.nn.functional.conv2d(image, image[..., :3, :3])
+        if layer.weight.tolist() != [_WEIGHTS] * 3:
+            fault = f"weights came to {layer.weight[0].tolist()}, not to {_WEIGHTS}"
+        elif not torch.equal(sums, torch.full_like(sums, 9.0)):
+            fault = f"a convolution came to {sums.flatten().tolist()}, and not to 9 everywhere"
     except Exception as error:
         fault = first_line(error)
     return {"device": device, "fault": fault}
@@ -305,7 +290,7 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
         yield problem(
             "torch", value, f"anybatch needs {LEAST} or later", f"pip install 'torch>={LEAST}'"
         )
-    elif numbers_of(TESTED) < numbers_of(torch["version"])[:2]:
+    elif is_before(TESTED, ".".join(torch["version"].split(".")[:2])):
         meaning = f"tested are {LEAST} to {TESTED}: predictions may be further off"
         yield note("torch", value, meaning)
     else:
@@ -321,6 +306,8 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
         if step["fault"]:
             meaning = f"two small steps of training failed ({step['fault']})"
             remedy = _REINSTALL if step["device"] == "cpu" else _ON_A_GPU
+            if "no kernel image" in step["fault"]:
+                remedy = "install a build of torch for this GPU (https://pytorch.org/get-started/locally)"
             yield problem(name, "wrong or failed", meaning, remedy)
         else:
             yield Finding(name, "two small ones came out right")
@@ -331,16 +318,11 @@ def _not_there(torch: Facts, host: Facts | None) -> Finding:
     if folder:
         remedy = "rename that, or run anybatch from another folder"
         return problem("torch", "not torch", "another module has its name", remedy, folder)
-    found = [remedy for pattern, remedy in _CAUSES if re.search(pattern, fault)]
+    remedy = next((it for words, it in _CAUSES if re.search(words, fault)), "")
     limits = host["limits"] if host is not None else {}
-    tight = [
-        it for it in ("RLIMIT_AS", "RLIMIT_DATA") if limits.get(it, (None, None))[0] is not None
-    ]
-    if tight:
-        found.append(
-            f"raise {' and '.join(tight)} of this process, under which libraries may fail so"
-        )
-    return problem("torch", "cannot be imported", fault.rstrip("."), [*found, _REINSTALL][0])
+    if not remedy and any(limits.get(it, [None])[0] for it in ("RLIMIT_AS", "RLIMIT_DATA")):
+        remedy = _RAISE_LIMITS
+    return problem("torch", "cannot be imported", fault.rstrip("."), remedy or _REINSTALL)
 
 
 def _build(torch: Facts) -> str:

@@ -17,9 +17,6 @@ from anybatch.doctor.finding import Facts, Finding, first_line, problem, warning
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-AHEAD = "ahead"
-"""An argument of `look_pair`."""
-
 LAUNCHERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
@@ -117,24 +114,16 @@ def _master() -> Facts:
 
 # -------------------------------------------------------------------------------------- two processes
 
-_peer: subprocess.Popen[str] | None = None
 
-
-def look_pair(when: str = "") -> Facts | None:
-    """Two processes of this machine that meet, as ranks do, and add up a tensor by gloo. `AHEAD` only
-    starts the second, so that it imports torch while this one looks at other things."""
-    global _peer
-    if _peer is None:
-        _peer = subprocess.Popen(
-            [sys.executable, "-c", "from anybatch.doctor.ranks import second; second()"],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-    if when == AHEAD:
-        return None
-    peer, _peer = _peer, None
-    with peer:
+def look_pair() -> Facts:
+    """Two processes of this machine that meet, as ranks do, and add up a tensor by gloo."""
+    with subprocess.Popen(
+        [sys.executable, "-c", "from anybatch.doctor.ranks import second; second()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as peer:
         try:
             return _first(peer)
         except Exception as error:  # without the place in the sources of gloo

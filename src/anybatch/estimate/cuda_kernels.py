@@ -1,8 +1,8 @@
 """CUDA's kernels: what they take beside arguments and results, by rule.
 
 Sizes follow from shapes, by torch's source and as its caching allocator tells of single operations
-(`benchmarks/allocator/README.md`); those of reductions are exact. What cuDNN's algorithms take
-for themselves is not known without a device, and counts as nothing.
+(`benchmarks/allocator/README.md`); those of reductions are exact. What cuDNN's algorithms take,
+and copies into the layout that they read, are not known without a device, and not counted.
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.estimate.cuda_convolutions import (
-    CONVOLUTION_BACKWARD,
-    IMAGES,
-    copies_on_cuda,
-    scratch_on_cuda,
-)
 from anybatch.estimate.kernels import CTC_BACKWARD, Kernels, Scratch
 from anybatch.estimate.reductions import REDUCTIONS, buffer_bytes, reduction_bytes
 from anybatch.machine import Device
 
 _aten: Any = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
+_CONVOLUTION_BACKWARD = _aten.convolution_backward.default
 _LSTM = _aten.mkldnn_rnn_layer.default
 
 _RESIDENT = {  # compute capability -> threads that the largest device of it runs at once
@@ -65,13 +60,10 @@ class CudaKernels(Kernels):
         """See `Kernels`."""
         if op not in _TAKING:  # asked for every operation of a trace
             return 0
-        if op in IMAGES:
-            copied = scratch_on_cuda(op, args)
-            if op is CONVOLUTION_BACKWARD and args[10][2]:  # the bias comes last, by a sum
-                gradient = args[0]
-                dims = [0, *range(2, gradient.dim())]
-                return max(copied, buffer_bytes(gradient, dims, 4, self._threads))
-            return copied
+        if op is _CONVOLUTION_BACKWARD:  # the gradient of the bias is a sum
+            gradient = args[0]
+            dims = [0, *range(2, gradient.dim())]
+            return buffer_bytes(gradient, dims, 4, self._threads) if args[10][2] else 0
         if op in _RULES:
             return _RULES[op](*args)
         if op is _LAYER_NORM_BACKWARD:
@@ -80,8 +72,6 @@ class CudaKernels(Kernels):
 
     def copies(self, op: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
         """See `Kernels`: of what is not laid out as the operation reads it."""
-        if op in IMAGES:
-            return copies_on_cuda(op, args)
         read = _READ.get(op)
         return () if read is None else tuple(filter(None, map(_copied, read(args))))
 
@@ -245,7 +235,7 @@ _RULES: dict[Any, Callable[..., int]] = {
     _aten._index_put_impl_.default: _index_put,
 }
 
-_TAKING = frozenset((*IMAGES, *_RULES, _LAYER_NORM_BACKWARD, *REDUCTIONS))
+_TAKING = frozenset((_CONVOLUTION_BACKWARD, *_RULES, _LAYER_NORM_BACKWARD, *REDUCTIONS))
 """Operations that take anything beside copies."""
 
 

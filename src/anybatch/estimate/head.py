@@ -1,8 +1,7 @@
-"""Head: the layer that makes the logits of a task, and what its loss takes, whole and in chunks.
+"""Head: the layer that makes the logits of a task, if its loss can be computed in chunks.
 
 Cross-entropy over a vocabulary holds three tensors of the size of the logits in backward. In chunks
-(`compute.chunked_loss`) it holds none. What that frees shows in a trace; what it costs or spares in
-time is the difference of two small traces, of the product and its loss alone.
+(`compute.chunked_loss`) it holds none. What that frees shows in a trace.
 """
 
 from __future__ import annotations
@@ -11,33 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from anybatch.compute import chunked_loss
 from anybatch.compute.blocks import modules_of
-from anybatch.compute.lm_loss import (
-    PLAIN_LOGITS,
-    chunked_cross_entropy,
-    standing_for,
-    tokens_per_chunk,
-    words_per_chunk,
-)
+from anybatch.compute.lm_loss import PLAIN_LOGITS
 from anybatch.compute.logits import noting
 from anybatch.estimate.family import Traced
 from anybatch.estimate.footprint import traced_step
-from anybatch.estimate.recall import fake_mode
-from anybatch.estimate.seconds_operations import Operation
-from anybatch.estimate.seconds_work import Watch
 from anybatch.estimate.stage import num_traced
 from anybatch.estimate.subject import Subject
-from anybatch.estimate.trace import Block
-from anybatch.estimate.trace import Operation as Moment
+from anybatch.estimate.trace import Block, Operation
 from anybatch.estimate.workspaces import PRODUCTS
 from anybatch.machine import Device
 from anybatch.plans import Choice
 
-_ITEM_BYTES = 4  # softmax is computed in float32
 _SOFTMAX = "aten._log_softmax.default"
 _CONVOLUTION = "aten.convolution."
 
@@ -51,8 +38,6 @@ class Head:
         words, width: of its weight, `[words, width]`.
         tokens: of a sample.
         dtype: of the product.
-        has_bias: whether something is added to it.
-        learns: whether its weight is trained.
         num_computed: how often the logits are computed whole all the same in a pass in chunks, for
             something else than the cross-entropy.
     """
@@ -62,8 +47,6 @@ class Head:
     width: int
     tokens: float
     dtype: torch.dtype
-    has_bias: bool
-    learns: bool
     num_computed: int = 0
 
     def num_logits(self, num_samples: int) -> float:
@@ -116,9 +99,8 @@ def _found(subject: Subject, choice: Choice, device: Device) -> Head | None:
     name, layer = _layer_of(model, made_in)
     if layer is None or not chunked_loss.can_be_chunked(layer):
         return None
-    weight, bias = layer.weight, getattr(layer, "bias", None)
-    words, width = weight.shape
-    dtype = weight.dtype
+    words, width = layer.weight.shape
+    dtype = layer.weight.dtype
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(choice.precision.partition("-")[0])
     head = Head(
         name=name,
@@ -126,8 +108,6 @@ def _found(subject: Subject, choice: Choice, device: Device) -> Head | None:
         width=width,
         tokens=numbers / words / choice.micro_batch,
         dtype=dtype if half is None or dtype == torch.float64 else half,
-        has_bias=bias is not None,
-        learns=weight.requires_grad,
     )
     return head if head.is_left_out(subject.whole) else None
 
@@ -163,101 +143,5 @@ def logits_of(traced: Traced) -> tuple[str, int] | None:
     return None
 
 
-def _is_softmax(block: Block, operations: Sequence[Moment]) -> bool:
+def _is_softmax(block: Block, operations: Sequence[Operation]) -> bool:
     return 0 < block.born <= len(operations) and operations[block.born - 1].name == _SOFTMAX
-
-
-# -------------------------------------------------------------------------------------- seconds
-
-
-@dataclass(frozen=True, slots=True)
-class LossWork:
-    """The operations of a loss: those of `once`, and of `each` of the other chunks, of which there are
-    `others`."""
-
-    once: tuple[Operation, ...]
-    each: tuple[Operation, ...] = ()
-    others: float = 0.0
-
-
-def whole_loss(
-    head: Head, num_samples: int, device: torch.device, kind: str, subject: Subject
-) -> LossWork:
-    """The product and the loss as everybody writes them, on a `kind` of device, for which `device` may
-    stand."""
-    tokens = max(1, round(head.tokens * num_samples))
-    return LossWork(_operations(head, tokens, head.words, device, kind, subject, chunked=False))
-
-
-def in_chunks(
-    head: Head, num_samples: int, device: torch.device, kind: str, subject: Subject
-) -> LossWork:
-    """The same in chunks. All of them but the first are alike, so two tell of all."""
-    tokens, words = max(1, round(head.tokens * num_samples)), head.words
-
-    def work(tokens: int, words: int) -> tuple[Operation, ...]:
-        with standing_for(kind):
-            return _operations(head, tokens, words, device, kind, subject, chunked=True)
-
-    if head.dtype in (torch.float16, torch.bfloat16):
-        size, most = words_per_chunk(tokens, kind), words
-        one, two = (tokens, size), (tokens, 2 * size)
-    else:
-        size, most = tokens_per_chunk(words, _ITEM_BYTES, kind), tokens
-        one, two = (size, words), (2 * size, words)
-    if most <= 2 * size:
-        return LossWork(work(tokens, words))
-    first, both = work(*one), work(*two)
-    return LossWork(first, _beyond(first, both), most / size - 1)
-
-
-def _beyond(first: Sequence[Operation], both: Sequence[Operation]) -> tuple[Operation, ...]:
-    """The operations of `both` that are not among the `first`."""
-    left = list(first)
-    more: list[Operation] = []
-    for operation in both:
-        if operation in left:
-            left.remove(operation)
-        else:
-            more.append(operation)
-    return tuple(more)
-
-
-def _operations(
-    head: Head,
-    tokens: int,
-    words: int,
-    device: torch.device,
-    kind: str,
-    subject: Subject,
-    chunked: bool,
-) -> tuple[Operation, ...]:
-    """Of one pass over so many tokens and words, forward and backward."""
-    fake = fake_mode()
-    watch = Watch(fake, subject.recall, kind)
-    with fake, watch, device:
-        hidden = torch.empty(tokens, head.width, dtype=head.dtype, requires_grad=True)
-        weight = torch.empty(words, head.width, dtype=head.dtype, requires_grad=head.learns)
-        bias = None
-        if head.has_bias:
-            bias = torch.empty(words, dtype=head.dtype, requires_grad=head.learns)
-        targets = torch.empty(tokens, dtype=torch.int64)
-        watch.begin("forward")
-        if chunked:
-            loss = chunked_cross_entropy(
-                hidden,
-                weight,
-                bias,
-                targets,
-                ignore_index=-100,
-                label_smoothing=0.0,
-                reduction="sum",
-            )
-        else:
-            logits = F.linear(hidden, weight, bias)
-            wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
-            loss = F.cross_entropy(logits.to(wide), targets, reduction="sum")
-        watch.begin("backward")
-        loss.backward()
-        watch.phase = ""
-    return tuple(watch.operations)

@@ -306,43 +306,6 @@ def _plain(
     return _Result(-1, _geometry(part))
 
 
-def _batch_norm(
-    inputs: FakeTensor,
-    weight: FakeTensor | None,
-    bias: FakeTensor | None,
-    mean: FakeTensor | None,
-    _variance: FakeTensor | None,
-    training: bool,
-    *_rest: Any,
-) -> _Answer | None:
-    """The result, and the mean and deviation of each channel."""
-    if not training or not _are_simple(inputs, weight, bias, mean):
-        return None
-    if inputs.numel() <= inputs.size(1):  # nothing to take a deviation of, says torch
-        return None
-    return _channels(inputs)
-
-
-def _batch_norm_backward(
-    gradient: FakeTensor,
-    inputs: FakeTensor,
-    weight: FakeTensor | None,
-    _mean: FakeTensor | None,
-    _variance: FakeTensor | None,
-    saved_mean: FakeTensor | None,
-    saved_deviation: FakeTensor | None,
-    training: bool,
-    _epsilon: float,
-    wanted: Sequence[bool],
-) -> _Answer | None:
-    """The gradients of the inputs, of the weight and of the bias."""
-    if not (training and all(wanted)):
-        return None
-    if not _are_simple(inputs, gradient, weight, saved_mean, saved_deviation):
-        return None
-    return _channels(inputs)
-
-
 def _lstm_backward(*args: Any) -> _Answer | None:
     """The gradients of the inputs, of both weights and biases, and of both states."""
     if args[_RNN_MODE] != _LSTM:
@@ -375,20 +338,6 @@ def _ctc(
 def _ctc_backward(_gradient: FakeTensor, scores: FakeTensor, *_rest: Any) -> _Answer:
     """The gradient of the scores."""
     return _Answer((_new(scores.shape, scores, scores.dtype),), None)
-
-
-def _are_simple(*tensors: FakeTensor | None) -> bool:
-    return all(
-        tensor is not None
-        and tensor.dtype == torch.float32
-        and tensor.stride() == _contiguous(tensor.shape)  # several strides are, where sizes are 1
-        for tensor in tensors
-    )
-
-
-def _channels(inputs: FakeTensor) -> _Answer:
-    each = inputs.shape[1:2]
-    return _Answer((_new(inputs.shape, inputs), _new(each, inputs), _new(each, inputs)), tuple)
 
 
 def _new(shape: Sequence[int], like: FakeTensor, dtype: torch.dtype = torch.float32) -> _Result:
@@ -432,12 +381,9 @@ _RULES: dict[Any, Callable[..., _Answer | None]] = {
     torch.ops.aten._ctc_loss_backward.Tensor: _ctc_backward,
     torch.ops.aten._grouped_mm.default: _grouped_product,
     torch.ops.aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
-    torch.ops.aten.native_batch_norm.default: _batch_norm,
-    torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
-"""Norms, which torch works out in twenty operations, each time for several milliseconds; the LSTM,
-whose biases it says to have one gradient in common, which they have not when it runs; and what it
-refuses, since a shape depends on numbers: CTC."""
+"""What torch refuses on fake tensors, since a shape depends on numbers (CTC) or because of the dtype
+(grouped products); and the LSTM, whose biases share one gradient on fake tensors, but not in a run."""
 
 
 def _spanned(tensor: Tensor) -> int:

@@ -18,7 +18,7 @@ import torch
 
 from anybatch.estimate.calibration import Speeds, rate_at
 from anybatch.estimate.cuda import is_overlaid
-from anybatch.estimate.head import Head, LossWork, in_chunks, whole_loss
+from anybatch.estimate.head import Head
 from anybatch.estimate.seconds_operations import PRODUCTS, Operation
 from anybatch.estimate.seconds_work import Counting, Work, work_of
 from anybatch.estimate.subject import Subject
@@ -160,8 +160,6 @@ class Pace:
             self._first = self._second  # the operations depend on the batch: proportional, then
         self._device = device
         self._subject = subject
-        self._target = counting.target
-        self._losses: dict[tuple[Head, int], tuple[float, float]] = {}
         self._ghost = subject.identity.ghost_batch
         self._blocks = subject.blocks
         self._lines = _lines(self._first, self._second)
@@ -201,7 +199,7 @@ class Pace:
         """About the pace under autocast to bfloat16, of operations in float32, without tracing them in
         it: products are computed in half precision, everything else as it is."""
         other = copy.copy(self)
-        other._halved, other._tables, other._memo, other._losses = True, {}, {}, {}
+        other._halved, other._tables, other._memo = True, {}, {}
         return other
 
     def micro(
@@ -210,8 +208,7 @@ class Pace:
         """Seconds of forward, backward and recompute of one micro-batch."""
         if head is not None:
             forward, backward, again = self.micro(micro_batch, recompute)
-            more = self._by_chunks(head, micro_batch)
-            return max(0.0, forward + more[0]), max(0.0, backward + more[1]), again
+            return forward + self._by_chunks(head, micro_batch), backward, again
         found = self._memo.get((micro_batch, recompute))
         if found is None:
             table = self._table(micro_batch)
@@ -225,32 +222,27 @@ class Pace:
             )
         return found
 
-    def _by_chunks(self, head: Head, micro_batch: int) -> tuple[float, float]:
-        """Seconds that chunks take more in forward and in backward than the loss as it is written. Less
-        than none where they spare more than they cost: a chunk stays in the caches of a CPU."""
+    def _by_chunks(self, head: Head, micro_batch: int) -> float:
+        """Seconds that the loss in chunks takes more than as it is written: logits are computed once
+        more for backward in half precision, and for anything else that uses them."""
         if not head.is_left_out(micro_batch):
-            return 0.0, 0.0
-        key = head, micro_batch
-        if key not in self._losses:
-            at = self._target, self._device.kind, self._subject
-            whole, cut = whole_loss(head, micro_batch, *at), in_chunks(head, micro_batch, *at)
-            before, after = self._loss_seconds(whole), self._loss_seconds(cut)
-            products = (o for o in whole.once if o.phase == "forward" and _is_product(o))
-            again = head.num_computed * self._in_a_row(self._spent(products))
-            self._losses[key] = after[0] + again - before[0], after[1] - before[1]
-        return self._losses[key]
-
-    def _loss_seconds(self, work: LossWork) -> tuple[float, float]:
-        """Seconds of forward and backward."""
-
-        def seconds(operations: Iterable[Operation], phase: str) -> float:
-            return self._in_a_row(self._spent(o for o in operations if o.phase == phase))
-
-        forward, backward = (
-            seconds(work.once, phase) + work.others * seconds(work.each, phase)
-            for phase in ("forward", "backward")
+            return 0.0
+        tokens = head.tokens * micro_batch
+        numbers = tokens * head.width + head.words * head.width + tokens * head.words
+        product = Operation(
+            name="mm",
+            family="matmul",
+            dtype=head.dtype,
+            flops=2 * tokens * head.width * head.words,
+            num_bytes=head.dtype.itemsize * numbers,
+            narrow=min(tokens, head.width, head.words),
+            num_products=1,
+            num_tensors=1,
+            phase="forward",
+            block=-1,
         )
-        return forward, backward
+        count = head.num_computed + (head.dtype in (torch.float16, torch.bfloat16))
+        return count * self._in_a_row(self._spent([product]))
 
     def _crossing(self, micro_batch: int) -> float:
         """Seconds in which what forward saves goes to host memory, or comes back: queued between the

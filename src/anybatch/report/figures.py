@@ -1,12 +1,13 @@
-"""Figures of the page, as data in plotly's form, which `svg` draws.
+"""Figures of the page, as plain data that `svg` draws and the page's script reads.
 
-Colours are named after custom properties of the page's style sheet (`--blue`), so that one figure
-serves the light theme and the dark one.
+A figure's `spec` has `data`, a list of traces, and `layout`. A trace has values `x` and `y` and is a
+line, markers, an area or bars. A layout has both axes and `marks`: lines across the plot at one value,
+with a label. Colours are names of custom properties of the page's style sheet (`--blue`), so that one
+figure serves the light theme and the dark one.
 """
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ MAX_MARKS = 12
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot: `spec` holds data and layout in plotly's form, `alt` says in words what it shows."""
+    """A plot: `spec` holds traces and layout, `alt` says in words what it shows."""
 
     id: str
     title: str
@@ -81,17 +82,16 @@ def memory(plan: Plan, measured_bytes: int | None) -> Figure | None:
     layout: dict[str, Any] = {
         "barmode": "stack",
         "bargap": 0.35,
-        "hovermode": "closest",
         "showlegend": False,
-        "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
-        "yaxis": {"autorange": "reversed", "showgrid": False, "ticks": ""},
+        "xaxis": {"title": unit, "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "showgrid": False},
     }
     if budget:
         said.append(f"{name} {format_bytes(budget)}")
     if budget and not is_far:  # else what is used would not be seen beside it
         layout["xaxis"]["range"] = [0, 1.06 * max(largest, budget) / scale]
-        layout["shapes"] = [vertical(budget / scale, "--red", "solid")]
-        layout["annotations"] = [_label(budget / scale, f"{name} {format_bytes(budget)}", "right")]
+        text = f"{name} {format_bytes(budget)}"
+        layout["marks"] = [mark("x", budget / scale, "--red", text=text, side="right")]
     alt = f"{', '.join(said)}."
     spec = {"data": bars, "layout": layout}
     return Figure("memory", "Memory", alt[0].upper() + alt[1:], spec, 210)
@@ -100,12 +100,11 @@ def memory(plan: Plan, measured_bytes: int | None) -> Figure | None:
 def _bar(row: str, value: float, name: str, color: str, text: str) -> dict[str, Any]:
     return {
         "type": "bar",
-        "orientation": "h",
         "y": [row],
         "x": [rounded(value)],
-        "name": escaped(name),
-        "marker": {"color": color, "line": {"width": 1, "color": "--card"}},
-        "hovertemplate": f"{escaped(name)}: {text}<extra></extra>",
+        "name": name,
+        "color": color,
+        "text": [f"{name}: {text}"],
     }
 
 
@@ -133,7 +132,7 @@ def loss(record: Record) -> Figure | None:
     levels = [value for value in levels if math.isfinite(value)]
     if levels and min(levels) > 0 and max(levels) / min(levels) > 50:
         ticks = round_numbers(min(levels), max(levels))
-        layout["yaxis"] = {"title": {"text": "loss (logarithmic)"}, "type": "log", **ticks}
+        layout["yaxis"] = {"title": "loss (logarithmic)", "type": "log", **ticks}
     said = [_course("Training loss", smoothed)]
     if held_out:
         last = np.array([value for _, value in held_out])
@@ -249,41 +248,36 @@ def _curve(
 
 def curve_layout(y_title: str, record: Record, steps: Floats, marks: bool = True) -> dict[str, Any]:
     layout: dict[str, Any] = {
-        "hovermode": "x unified",
-        "xaxis": {"title": {"text": "step"}, "tickformat": ",d"},
-        "yaxis": {"title": {"text": y_title}},
+        "xaxis": {"title": "step"},
+        "yaxis": {"title": y_title},
     }
     if len(steps) == 1:
         layout["xaxis"] |= {"range": [steps[0] - 1, steps[0] + 1], "tickvals": [steps[0]]}
     if marks:
-        lines = _marks(record)
-        layout["shapes"] = [vertical(step, color, "dot") for step, _, color in lines]
-        layout["annotations"] = [_label(step, text, "left") for step, text, _ in lines]
+        layout["marks"] = _marks(record)
     return layout
 
 
-def _marks(record: Record) -> list[tuple[int, str, str]]:
-    """Where the plan changed, or memory ran out with no new plan: (step, words, colour)."""
-    found: dict[int, tuple[int, str, str]] = {}
+def _marks(record: Record) -> list[dict[str, Any]]:
+    """Where the plan changed, or memory ran out with no new plan."""
+    found: dict[int, dict[str, Any]] = {}
     for event in record.others:
         if isinstance(event, OutOfMemory):
-            found[event.step] = (event.step, "out of memory", "--red")
+            found[event.step] = mark("x", event.step, "--red", "dot", text="out of memory")
         elif isinstance(event, Replanned):
-            found[event.step] = (event.step, "new plan", "--ink-2")
+            found[event.step] = mark("x", event.step, "--ink-2", "dot", text="new plan")
     return list(found.values())[:MAX_MARKS]
 
 
 def _line(xs: Floats, ys: Floats, name: str, color: str, width: float = 2) -> dict[str, Any]:
     xs, ys = thin(xs, ys)
     return {
-        "type": "scatter",
         "mode": "lines" if len(xs) > 1 else "markers",
         "x": [int(x) for x in xs],
         "y": [rounded(y) for y in ys],
-        "name": escaped(name),
+        "name": name,
         "line": {"width": width, "color": color},
         "marker": {"size": 8, "color": color},
-        "hovertemplate": "%{y:.4~g}",
     }
 
 
@@ -330,10 +324,10 @@ def candidates(plan: Plan) -> Figure | None:
     if budget:
         # A trace, not a shape: it has an entry in the legend.
         at = rounded(budget / per_byte)
-        traces.insert(0, {"type": "scatter", "mode": "lines", "x": [at, at], "y": ys,
+        traces.insert(0, {"mode": "lines", "x": [at, at], "y": ys,
                           "name": "budget", "line": {"color": "--red", "width": 1.5},
-                          "hoverinfo": "skip"})  # fmt: skip
-    layout = {"hovermode": "closest", "xaxis": x_axis, "yaxis": y_axis}
+                          "hover": False})  # fmt: skip
+    layout = {"xaxis": x_axis, "yaxis": y_axis}
     alt = f"{len(weighed):,} candidates not taken, {len(over):,} of them over the budget."
     if len(plan.frontier) > 1:
         alt += f" The line joins the {len(plan.frontier)} that no other beats in both."
@@ -353,13 +347,12 @@ def _same(one: Choice, other: Choice) -> bool:
 def _steps(plan: Plan, scales: tuple[float, float]) -> dict[str, Any]:
     """What memory buys in time: more memory, the next faster plan."""
     return {
-        "type": "scatter",
         "mode": "lines",
         "name": "frontier",
         "x": [rounded(point.peak_bytes / scales[0]) for point in plan.frontier],
         "y": [rounded(point.step_seconds / scales[1]) for point in plan.frontier],
         "line": {"width": 1.5, "color": "--teal", "shape": "hv", "dash": "dot"},
-        "hoverinfo": "skip",
+        "hover": False,
     }
 
 
@@ -368,13 +361,11 @@ def _dots(
 ) -> dict[str, Any]:
     group = list(group)
     return {
-        "type": "scatter",
         "mode": "markers",
         "name": name,
         "x": [rounded(_peak(c) / scales[0]) for c in group],
         "y": [rounded(c.step_seconds / scales[1]) for c in group],
         "text": [_hover(c.choice, _peak(c), c.step_seconds, c.reason) for c in group],
-        "hovertemplate": "%{text}<extra></extra>",
         "marker": {"size": 9, "color": color, "symbol": symbol, "opacity": 0.8},
     }
 
@@ -383,13 +374,11 @@ def _star(
     choice: Choice, peak_bytes: int, seconds: float, scales: tuple[float, float]
 ) -> dict[str, Any]:
     return {
-        "type": "scatter",
         "mode": "markers",
         "name": "the plan",
         "x": [rounded(peak_bytes / scales[0])],
         "y": [rounded(seconds / scales[1])],
         "text": [_hover(choice, peak_bytes, seconds, "the plan")],
-        "hovertemplate": "%{text}<extra></extra>",
         "marker": {
             "size": 15,
             "color": "--amber",
@@ -401,7 +390,7 @@ def _star(
 
 def _hover(choice: Choice, peak_bytes: int, seconds: float, reason: str) -> str:
     told = f"{format_bytes(peak_bytes)}, {format_seconds(seconds)} per step"
-    return f"{escaped(choice.describe())}<br>{told}<br>{escaped(reason)}"
+    return f"{choice.describe()}\n{told}\n{reason}"
 
 
 def _range_axis(
@@ -412,10 +401,10 @@ def _range_axis(
     positive = [value for value in values if value > 0]
     if not positive or len(positive) < len(values) or max(positive) / min(positive) < 20:
         ends = [0.0, 1.08 * max(values, default=1.0) or 1.0]
-        return {"title": {"text": title}, "range": ends}, ends
+        return {"title": title, "range": ends}, ends
     ends = [min(positive) / 1.3, max(positive) * 1.3]
     axis = {
-        "title": {"text": title},
+        "title": title,
         "type": "log",
         "range": [math.log10(end) for end in ends],
         **round_numbers(*ends),
@@ -435,43 +424,19 @@ def round_numbers(low: float, high: float) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ parts
 
 
-def vertical(x: float, color: str, dash: str, width: float = 1.5) -> dict[str, Any]:
-    """A line from the bottom of the plot to its top."""
-    return {
-        "type": "line",
-        "x0": x,
-        "x1": x,
-        "yref": "paper",
-        "y0": 0,
-        "y1": 1,
-        "line": {"color": color, "width": width, "dash": dash},
-    }
-
-
-def horizontal(y: float, color: str) -> dict[str, Any]:
-    """A line across the plot."""
-    return {
-        "type": "line",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "y0": y,
-        "y1": y,
-        "line": {"color": color, "width": 1.5},
-    }
-
-
-def _label(x: float, text: str, side: str) -> dict[str, Any]:
-    return {
-        "x": x,
-        "yref": "paper",
-        "y": 1,
-        "xanchor": side,
-        "yanchor": "bottom",
-        "text": text,
-        "showarrow": False,
-        "font": {"size": 12, "color": "--ink-2"},
-    }
+def mark(
+    axis: str,
+    value: float,
+    color: str,
+    dash: str = "",
+    width: float = 1.5,
+    text: str = "",
+    side: str = "left",
+) -> dict[str, Any]:
+    """A line across the plot where the `axis` has `value`, and its label, which begins (`"left"`) or
+    ends there."""
+    style = {"color": color, "width": width, "dash": dash}
+    return {"axis": axis, "value": value, "text": text, "side": side, **style}
 
 
 def _course(what: str, values: Floats) -> str:
@@ -511,8 +476,3 @@ def _second_scale(largest: float) -> tuple[float, str]:
 def rounded(value: float) -> float | None:
     """Six digits are more than a screen shows; JSON knows no other numbers than finite ones."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
-def escaped(text: str) -> str:
-    """Texts of figures are a kind of HTML, with line breaks and bold letters."""
-    return html.escape(str(text), quote=False)

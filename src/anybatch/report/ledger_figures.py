@@ -45,8 +45,6 @@ _OTHERS = "other kinds"
 _NAME_WIDTH = 0.17
 """Part of the picture that the name of a phase takes on a narrow screen."""
 
-_BELOW = {"orientation": "h", "x": 0, "xanchor": "left", "y": -0.16, "yanchor": "top"}
-
 
 def over_time(ledger: Ledger, budget: int | None) -> Figure:
     """Bytes in use over one step, as areas by kind, and what the process holds as a line above them."""
@@ -56,40 +54,36 @@ def over_time(ledger: Ledger, budget: int | None) -> Figure:
     xs = [moment.number for moment in moments]
     traces = [
         {
-            "type": "scatter",
             "mode": "lines",
-            "name": figures.escaped(kind),
+            "name": kind,
             "stackgroup": "kinds",
             "x": xs,
             "y": [_rounded(size / scale) for size in sizes],
             "fillcolor": color,
             "line": {"width": 0, "color": color, "shape": "hv"},
-            "hoverinfo": "skip",
+            "hover": False,
         }
         for kind, sizes, color in _areas(moments, top)
     ]
     traces.append(
         {
-            "type": "scatter",
             "mode": "lines",
             "name": "held by the process",
             "x": xs,
             "y": [_rounded(moment.num_bytes / scale) for moment in moments],
             "text": [_hover(moment) for moment in moments],
-            "hovertemplate": "%{text}<extra></extra>",
             "line": {"width": 1.5, "color": "--ink", "shape": "hv"},
         }
     )
     peak = ledger.peak
     traces.append(
         {
-            "type": "scatter",
             "mode": "markers",
             "name": "most in use",
             "x": [peak.number],
             "y": [_rounded(peak.used_bytes / scale)],
             "marker": {"size": 9, "color": "--ink", "line": {"width": 2, "color": "--card"}},
-            "hoverinfo": "skip",
+            "hover": False,
         }
     )
     said = (
@@ -97,25 +91,23 @@ def over_time(ledger: Ledger, budget: int | None) -> Figure:
         f" ({where(peak)}), and {format_bytes(top)} held"
     )
     lines = [
-        figures.vertical(moments[begin].number, "--grey", "dot", 1)
+        figures.mark("x", moments[begin].number, "--grey", "dot", 1)
         for _, begin, _ in _runs(moments)
         if begin
     ]
     layout: dict[str, Any] = {
-        "hovermode": "x",
         "xaxis": {
-            "title": {"text": "operations of one step"},
+            "title": "operations of one step",
             "showgrid": False,
             **_ticks(moments),
         },
-        "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
-        "shapes": lines,
-        "legend": _BELOW,
+        "yaxis": {"title": unit, "rangemode": "tozero"},
+        "marks": lines,
     }
     if budget and budget < 4 * top:
-        lines.append(figures.horizontal(budget / scale, "--red"))
+        text = f"budget {format_bytes(budget)}"
+        lines.append(figures.mark("y", budget / scale, "--red", text=text))
         layout["yaxis"]["range"] = [0, 1.06 * max(top, budget) / scale]
-        layout["annotations"] = [_named_budget(budget, scale)]
         said += f"; the red line is the budget of {format_bytes(budget)}"
     return Figure(
         "curve", "Memory over one step", f"{said}.", {"data": traces, "layout": layout}, 460
@@ -128,19 +120,15 @@ def by_kind(ledger: Ledger) -> Figure:
     scale, unit = figures.byte_scale(max([1, *ledger.by_kind.values()]))
     bar = {
         "type": "bar",
-        "orientation": "h",
-        "y": [figures.escaped(kind) for kind, size in kinds if size],
+        "y": [kind for kind, size in kinds if size],
         "x": [size / scale for _, size in kinds if size],
-        "text": [format_bytes(size) for _, size in kinds if size],
-        "hovertemplate": "%{y}: %{text}<extra></extra>",
-        "textposition": "none",
-        "marker": {"color": [_KIND_COLORS.get(kind, "--grey") for kind, size in kinds if size]},
+        "text": [f"{kind}: {format_bytes(size)}" for kind, size in kinds if size],
+        "color": [_KIND_COLORS.get(kind, "--grey") for kind, size in kinds if size],
     }
     layout = {
-        "hovermode": "closest",
         "bargap": 0.3,
-        "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
-        "yaxis": {"autorange": "reversed", "showgrid": False, "ticks": ""},
+        "xaxis": {"title": unit, "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "showgrid": False},
     }
     largest = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds[:3] if size)
     height = 90 + 26 * len(bar["y"])
@@ -153,18 +141,15 @@ def by_layer(ledger: Ledger) -> Figure:
     kept = sorted(rows, key=lambda row: -row.total_bytes)[:_MAX_BARS]
     shown = [row for row in rows if row in kept]
     scale, unit = figures.byte_scale(max([1, *(row.total_bytes for row in shown)]))
-    names = [figures.escaped(row.name) for row in shown]
+    names = [row.name for row in shown]
     bars = [
         {
             "type": "bar",
-            "orientation": "h",
             "name": title,
             "y": names,
             "x": [row.sizes[i] / scale for row in shown],
-            "text": [format_bytes(row.sizes[i]) for row in shown],
-            "hovertemplate": f"%{{y}}, {title}: %{{text}}<extra></extra>",
-            "textposition": "none",
-            "marker": {"color": _PART_COLORS[title]},
+            "text": [f"{row.name}, {title}: {format_bytes(row.sizes[i])}" for row in shown],
+            "color": _PART_COLORS[title],
         }
         for i, (title, _) in enumerate(PARTS)
         if any(row.sizes[i] for row in shown)
@@ -172,11 +157,8 @@ def by_layer(ledger: Ledger) -> Figure:
     layout = {
         "barmode": "stack",
         "bargap": 0.25,
-        "hovermode": "closest",
-        "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
-        "yaxis": {"autorange": "reversed", "showgrid": False, "ticks": "", "type": "category"},
-        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
-        "margin": {"l": 8, "r": 12, "t": 40, "b": 8},
+        "xaxis": {"title": unit, "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "showgrid": False, "type": "category"},
     }
     few = len(shown) < len(rows)
     alt = (
@@ -206,11 +188,11 @@ def _areas(moments: Sequence[Moment], top: int) -> Iterator[tuple[str, list[int]
 def _hover(moment: Moment) -> str:
     largest = sorted(moment.by_kind.items(), key=lambda item: -item[1])[:4]
     lines = [
-        f"<b>{figures.escaped(where(moment))}</b>",
+        where(moment),
         f"{format_bytes(moment.used_bytes)} in use, {format_bytes(moment.num_bytes)} held",
-        *(f"{figures.escaped(kind)} {format_bytes(size)}" for kind, size in largest),
+        *(f"{kind} {format_bytes(size)}" for kind, size in largest),
     ]
-    return "<br>".join(lines)
+    return "\n".join(lines)
 
 
 def _runs(moments: Sequence[Moment]) -> Iterator[tuple[str, int, int]]:
@@ -233,26 +215,10 @@ def _ticks(moments: Sequence[Moment]) -> dict[str, Any]:
     named: list[tuple[float, str]] = []
     for _, middle, phase in sorted(found, reverse=True):
         if all(abs(middle - other) >= _NAME_WIDTH * (last - first) for other, _ in named):
-            named.append((middle, figures.escaped(phase)))
+            named.append((middle, phase))
     return {
-        "tickmode": "array",
         "tickvals": [middle for middle, _ in named],
         "ticktext": [name for _, name in named],
-        "ticks": "",
-        "tickangle": 0,
-    }
-
-
-def _named_budget(budget: int, scale: float) -> dict[str, Any]:
-    return {
-        "xref": "paper",
-        "x": 1,
-        "xanchor": "right",
-        "y": budget / scale,
-        "yanchor": "bottom",
-        "text": f"budget {format_bytes(budget)}",
-        "showarrow": False,
-        "font": {"size": 12, "color": "--red"},
     }
 
 

@@ -1,23 +1,20 @@
-"""A ledger for the terminal: where each byte of a step goes, by layer, by kind and over time.
-
-Read at 80 columns and through pipes: structure comes from words, space and block characters, which a
-terminal without Unicode gets as plain ones.
-"""
+"""A ledger as sections of text and tables: printed to a terminal here, made a page by `memory_page`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich import table as rich_table
+from rich.console import Console, Group
 from rich.text import Text
 
 from anybatch.plans import Plan
+from anybatch.report.figures import Figure
 from anybatch.report.layers import PARTS, Row, every_row, rows_of, total_row
 from anybatch.report.terminal import bullets, pairs, print_section
 from anybatch.report.totals import totals_of
@@ -27,16 +24,45 @@ if TYPE_CHECKING:
     from anybatch.estimate.ledger import Holding, Ledger, Moment
     from anybatch.planner.knobs import Knob
 
-MAX_HELD = 12
+OVER_TIME, BY_KIND, BY_LAYER = "Over one step", "When most is in use, by kind", "By layer"
+"""Titles of the sections to which a page adds a figure."""
+
+_MAX_HELD = 12
 _NARROW, _WIDE = 76, 112
+"""Columns of a terminal that has room for all parts of a layer, and for its type and output."""
+
 _LEAST_FREED = 0.05
-"""Of the peak; less is not worth a word."""
+"""Part of the peak below which a saving is not mentioned."""
 
-_TOLD_ANEW = ("predicted peak", "predicted step", "timing")
+_STATED_BELOW = ("predicted peak", "predicted step", "timing")
 
-_HEIGHT = 8
-_EIGHTHS = " ▁▂▃▄▅▆▇█"
-_PLAIN = "  ..::###"
+Content: TypeAlias = Literal["words", "number", "whole"]
+"""Of a column; `"whole"`: words that are not broken into lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """`columns` are (title, content)."""
+
+    columns: Sequence[tuple[str, Content]]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Part of a page or of what a terminal shows.
+
+    Attributes:
+        sentences: above the table.
+        figures: on a page.
+        more: a table that is opened by a click on its title, on a page.
+    """
+
+    title: str
+    sentences: Sequence[str] = ()
+    table: Table | None = None
+    figures: Sequence[Figure] = ()
+    more: tuple[str, Table] | None = None
 
 
 def print_ledger(
@@ -54,224 +80,133 @@ def print_ledger(
     listed, `every_layer`.
     """
     rows = every_row(ledger) if every_layer else rows_of(ledger, depth)
-    layers = _layers(rows, total_row(ledger), console.width)
-    unicode = _unicode(console)
-    print_section(
-        console, f"Memory of a step of {plan.task.name}", pairs(assumptions(plan, ledger))
+    for section in sections_of(plan, ledger, knobs, in_use, layers(rows, ledger, console.width)):
+        parts = [bullets(section.sentences)] if section.sentences else []
+        if section.table is not None:
+            parts.append(_printed(section.table))
+        print_section(console, section.title, Group(*parts))
+
+
+def _printed(table: Table) -> rich_table.Table:
+    if not any(title for title, _ in table.columns):
+        return pairs((row[0], row[1]) for row in table.rows)
+    printed = rich_table.Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
     )
-    print_section(console, "Most bytes at any time", _totals(plan, ledger))
-    print_section(console, "By layer", layers)
-    print_section(console, "When most is in use, by kind", _kinds(ledger, console.width, unicode))
-    if ledger.held:
-        print_section(console, "When most is in use, the largest", _held(ledger))
-    width = max(24, min(console.width, 100) - 16)
-    print_section(console, "Over one step", curve(ledger, width, plan.budget_bytes, unicode))
-    if knobs:
-        print_section(console, "What would shrink it", knobs_table(knobs, ledger.num_bytes))
-    if in_use:
-        print_section(console, "In use, and what it saves", knobs_table(in_use, ledger.num_bytes))
-    if advice := loss_advice(ledger):
-        print_section(console, "What the loss takes", bullets([advice]))
-    if plan.notices:
-        print_section(console, "Notices", bullets(plan.notices))
-    print_section(console, "How it was found", bullets([ledger.method, *ledger.not_counted]))
+    for number, (title, content) in enumerate(table.columns):
+        if content == "words":
+            longest = max((len(row[number]) for row in table.rows), default=0)
+            printed.add_column(title, overflow="fold", min_width=min(18, longest), max_width=38)
+        else:
+            justify = "right" if content == "number" else "left"
+            printed.add_column(title, justify=justify, no_wrap=True)
+    for row in table.rows:
+        printed.add_row(*map(Text, row))
+    return printed
 
 
-def knobs_table(knobs: Iterable[Knob], peak_bytes: int) -> Table:
-    """The peak and the step with each knob turned, beside a peak that is `peak_bytes` as it is."""
-    table = _table()
-    table.add_column("one change", overflow="fold", min_width=18)
-    for title in ("peak", "bytes", "step"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
-    for knob in knobs:
-        table.add_row(
-            Text(knob.what),
-            format_bytes(knob.peak_bytes),
-            changed(knob, peak_bytes),
-            format_seconds(knob.step_seconds),
-            Text(knob.remark, "dim"),
-        )
-    return table
-
-
-def changed(knob: Knob, peak_bytes: int) -> str:
-    """What a knob makes of a peak of `peak_bytes`, in percent of it."""
-    return f"{knob.peak_bytes / max(1, peak_bytes) - 1:+.0%}"
-
-
-def curve(ledger: Ledger, width: int, budget: int | None, unicode: bool = True) -> Table:
-    """Bytes in use over one step, what the allocator holds above them, and the phases below: `width`
-    characters wide."""
-    moments = ledger.curve or (ledger.peak,)
-    columns = _columns(moments, width)
-    top = max(moment.num_bytes for moment in moments) or 1
-    in_use = [max(moment.used_bytes for moment in column) / top * _HEIGHT for column in columns]
-    held = [max(moment.num_bytes for moment in column) / top * _HEIGHT for column in columns]
-    marks, line = (_EIGHTHS, "─") if unicode else (_PLAIN, "-")
-    table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(justify="right", no_wrap=True, style="dim")
-    table.add_column(no_wrap=True)
-    for row in reversed(range(_HEIGHT)):
-        text = Text()
-        for used, taken in zip(in_use, held, strict=True):
-            filled = marks[round(8 * min(1.0, max(0.0, used - row)))]
-            if filled == " " and row < taken <= row + 1:
-                text.append(line, "dim")
-            else:
-                text.append(filled, "cyan")
-        text.rstrip()
-        label = format_bytes(top) if row == _HEIGHT - 1 else ""
-        label = format_bytes(top / 2) if row == _HEIGHT // 2 - 1 else label
-        table.add_row(label, text)
-    rule, names = _phases([column[0].phase for column in columns], unicode)
-    table.add_row("0 B", Text(rule, "dim"))
-    table.add_row("", Text(names, "dim"))
-    table.add_row("", Text(f"{marks[-1]} in use   {line} held by the allocator", "dim"))
-    if budget:
-        table.add_row("", Text(f"budget {format_bytes(budget)}", "dim"))
-    return table
-
-
-def plain_name(operation: str) -> str:
-    """An operation's name without library and overload: `aten.addmm.default` is `addmm`."""
-    return operation.removeprefix("aten.").removesuffix(".default")
-
-
-def _columns(moments: Sequence[Moment], width: int) -> list[list[Moment]]:
-    """The moments in `width` columns at most, none empty."""
-    count = min(width, len(moments))
-    edges = [len(moments) * i // count for i in range(count + 1)]
-    columns = [list(moments[low:high]) for low, high in pairwise(edges)]
-    if count and width >= 2 * count:  # few operations: each as wide as fits
-        times = width // count
-        return [column for column in columns for _ in range(times)]
-    return columns
-
-
-def _phases(phases: Sequence[str], unicode: bool) -> tuple[str, str]:
-    """A rule with a tick where each phase begins, and their names where they have room."""
-    starts = [i for i, phase in enumerate(phases) if i == 0 or phase != phases[i - 1]]
-    line, tick = ("─", "┴") if unicode else ("-", "+")
-    rule = "".join(tick if i in starts else line for i in range(len(phases)))
-    names = [" "] * (len(phases) + 12)
-    for number, start in enumerate(starts):
-        end = starts[number + 1] if number + 1 < len(starts) else len(names)
-        name = phases[start]
-        if len(name) < end - start:
-            names[start : start + len(name)] = name
-    return rule, "".join(names).rstrip()
-
-
-def assumptions(plan: Plan, ledger: Ledger) -> list[tuple[str, str]]:
-    """(what, how) lines: the plan whose memory is told, without the figures that are told anew."""
-    lines = [line for line in plan.explain() if line[0] not in _TOLD_ANEW]
-    part = (
-        f" ({ledger.num_bytes / plan.budget_bytes:.0%} of the budget)" if plan.budget_bytes else ""
-    )
-    return [
-        *lines,
-        ("parameters", f"{ledger.num_parameters:,}"),
-        ("predicted peak", f"{format_bytes(ledger.num_bytes)}{part}"),
-        ("most in use", where(ledger.peak)),
+def sections_of(
+    plan: Plan, ledger: Ledger, knobs: Sequence[Knob], in_use: Sequence[Knob], by_layer: Table
+) -> list[Section]:
+    """All that is known of `ledger`; `by_layer` has its layers."""
+    sections = [
+        Section(f"Memory of a step of {plan.task.name}", table=_assumptions(plan, ledger)),
+        Section("Most bytes at any time", table=_totals(plan, ledger)),
+        Section(BY_LAYER, table=by_layer),
+        Section(BY_KIND, table=_kinds(ledger)),
     ]
-
-
-def loss_advice(ledger: Ledger) -> str:
-    """What the loss in chunks would free; empty where that is not worth a word."""
-    if ledger.loss_in_chunks is None:
-        return ""
-    freed = ledger.num_bytes - ledger.loss_in_chunks
-    if freed < _LEAST_FREED * ledger.num_bytes:
-        return ""
-    part = ledger.by_kind.get("loss and logits", 0) / max(1, ledger.num_bytes)
-    return (
-        f"Loss and logits are {part:.0%} of the peak. With the loss in chunks (--chunked-loss) the"
-        f" peak is {format_bytes(ledger.loss_in_chunks)}: {format_bytes(freed)} less."
-    )
+    if ledger.held:
+        sections.append(Section("When most is in use, the largest", table=_held(ledger.held)))
+    most = [f"Most is in use in {where(ledger.peak)}."]
+    sections.append(Section(OVER_TIME, most, _phases(ledger)))
+    if knobs:
+        sections.append(Section("What would shrink it", table=_knobs(knobs, ledger.num_bytes)))
+    if in_use:
+        saving = _knobs(in_use, ledger.num_bytes)
+        sections.append(Section("In use, and what it saves", ["Without it:"], saving))
+    if advice := _loss_advice(ledger):
+        sections.append(Section("What the loss takes", [advice]))
+    if plan.notices:
+        sections.append(Section("Notices", plan.notices))
+    return [*sections, Section("How it was found", [ledger.method, *ledger.not_counted])]
 
 
 def where(moment: Moment) -> str:
     """The place of a moment in a step: `backward of blocks.3: addmm`."""
     is_plain = not moment.module or moment.module.endswith(moment.phase)
     phase = moment.phase if is_plain else f"{moment.phase} of {moment.module}"
-    return f"{phase}: {plain_name(moment.operation)}" if moment.operation else phase
+    operation = moment.operation.removeprefix("aten.").removesuffix(".default")
+    return f"{phase}: {operation}" if operation else phase
+
+
+# ---------------------------------------------------------------------------------------- tables
+
+
+def _assumptions(plan: Plan, ledger: Ledger) -> Table:
+    """The plan, without the figures that are stated below."""
+    budget = plan.budget_bytes
+    part = f" ({ledger.num_bytes / budget:.0%} of {format_bytes(budget)})" if budget else ""
+    rows = [line for line in plan.explain() if line[0] not in _STATED_BELOW]
+    rows += [
+        ("parameters", f"{ledger.num_parameters:,}"),
+        ("predicted peak", f"{format_bytes(ledger.num_bytes)}{part}"),
+    ]
+    return Table([("", "whole"), ("", "words")], rows)
 
 
 def _totals(plan: Plan, ledger: Ledger) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
-    for total in totals_of(plan.device, ledger.totals):
-        table.add_row(total.name, format_bytes(total.predicted or 0), Text(total.meaning, "dim"))
-    return table
-
-
-def _layers(rows: Sequence[Row], total: Row, width: int) -> Table:
-    """Columns are left out where the terminal is too narrow for them."""
-    parts = [
-        (title, (lambda row, i=i: row.sizes[i]))
-        for i, (title, _) in enumerate(PARTS)
-        if total.sizes[i]
+    rows = [
+        (total.name, format_bytes(total.predicted or 0), total.meaning)
+        for total in totals_of(plan.device, ledger.totals)
     ]
-    if width < _NARROW:
+    return Table([("account", "whole"), ("predicted", "number"), ("what it counts", "words")], rows)
+
+
+def layers(rows: Sequence[Row], ledger: Ledger, width: int | None = None) -> Table:
+    """`rows` and their total; fewer columns in a terminal that has only `width`."""
+    total = total_row(ledger)
+    is_wide = width is None or width >= _WIDE
+    parts = [(title, i) for i, (title, _) in enumerate(PARTS) if total.sizes[i]]
+    if width is not None and width < _NARROW:
         parts = [part for part in parts if part[0] == "activations"]
-    table = _table()
-    table.add_column("layer", overflow="fold", max_width=38)
-    if width >= _WIDE:
-        table.add_column("type", no_wrap=True)
-        table.add_column("output", no_wrap=True)
-    for title, _ in parts:
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("all", justify="right", no_wrap=True)
-    for row in (*rows, total):
-        if row is total:
-            table.add_section()
-        texts = [
-            Text("  " * row.depth + row.name, "bold" if row is total else ""),
-            *([row.type_name, row.output] if width >= _WIDE else ()),
-            *(_or_empty(size(row)) for _, size in parts),
+    columns: list[tuple[str, Content]] = [("layer", "words")]
+    if is_wide:
+        columns.extend([("type", "words"), ("output", "whole")])
+    columns.extend((title, "number") for title in (*(title for title, _ in parts), "all"))
+    cells = [
+        [
+            "  " * row.depth + row.name,
+            *((row.type_name, row.output) if is_wide else ()),
+            *(_or_empty(row.sizes[i]) for _, i in parts),
             format_bytes(row.total_bytes),
         ]
-        table.add_row(*texts, style="dim" if row.is_part else "")
-    return table
+        for row in (*rows, total)
+    ]
+    return Table(columns, cells)
 
 
 def _or_empty(num_bytes: int) -> str:
     return format_bytes(num_bytes) if num_bytes else ""
 
 
-def _kinds(ledger: Ledger, width: int, unicode: bool) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True)
+def _kinds(ledger: Ledger) -> Table:
     total = max(1, ledger.num_bytes)
-    most = max(1, min(24, width - 54))
-    full = "█" if unicode else "#"
-    for kind, size in sorted(ledger.by_kind.items(), key=lambda item: -item[1]):
-        if size:
-            bar = full * max(1, round(most * size / total))
-            table.add_row(kind, format_bytes(size), f"{size / total:.0%}", Text(bar, "cyan"))
-    return table
+    rows = [
+        (kind, format_bytes(size), f"{size / total:.0%}")
+        for kind, size in sorted(ledger.by_kind.items(), key=lambda item: -item[1])
+        if size
+    ]
+    return Table([("kind", "whole"), ("bytes", "number"), ("share", "number")], rows)
 
 
-def _held(ledger: Ledger) -> Table:
-    table = _table()
-    table.add_column("kind", no_wrap=True)
-    table.add_column("of", overflow="fold", max_width=34)
-    table.add_column("tensors", justify="right", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    for holding in _together(ledger.held)[:MAX_HELD]:
-        table.add_row(
-            holding.kind,
-            Text(holding.module or "-"),
-            f"{holding.num_blocks:,}",
-            format_bytes(holding.num_bytes),
-        )
-    return table
+def _held(held: Sequence[Holding]) -> Table:
+    rows = [
+        (one.kind, one.module or "-", f"{one.num_blocks:,}", format_bytes(one.num_bytes))
+        for one in _together(held)[:_MAX_HELD]
+    ]
+    return Table(
+        [("kind", "whole"), ("of", "words"), ("tensors", "number"), ("bytes", "number")], rows
+    )
 
 
 def _together(held: Sequence[Holding]) -> list[Holding]:
@@ -294,9 +229,42 @@ def _together(held: Sequence[Holding]) -> list[Holding]:
     return sorted(lines, key=lambda line: -line.num_bytes)
 
 
-def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+def _phases(ledger: Ledger) -> Table:
+    """The most bytes in use, and held by the allocator, in each phase of a step."""
+    moments = ledger.curve or (ledger.peak,)
+    rows: list[tuple[str, str, str]] = []
+    for phase, run in groupby(moments, key=lambda moment: moment.phase):
+        found = list(run)
+        used = max(moment.used_bytes for moment in found)
+        rows.append((phase, format_bytes(used), format_bytes(max(m.num_bytes for m in found))))
+    return Table([("phase", "whole"), ("in use", "number"), ("held", "number")], rows)
 
 
-def _unicode(console: Console) -> bool:
-    return console.encoding.lower().startswith("utf")
+def _knobs(knobs: Iterable[Knob], peak_bytes: int) -> Table:
+    """The peak and the step with each knob turned, where the peak is `peak_bytes` as it is."""
+    rows = [
+        (
+            knob.what,
+            format_bytes(knob.peak_bytes),
+            f"{knob.peak_bytes / max(1, peak_bytes) - 1:+.0%}",
+            format_seconds(knob.step_seconds),
+            knob.remark,
+        )
+        for knob in knobs
+    ]
+    numbers: list[tuple[str, Content]] = [(it, "number") for it in ("peak", "bytes", "step")]
+    return Table([("one change", "words"), *numbers, ("", "words")], rows)
+
+
+def _loss_advice(ledger: Ledger) -> str:
+    """What the loss in chunks would free; empty if that is little."""
+    if ledger.loss_in_chunks is None:
+        return ""
+    freed = ledger.num_bytes - ledger.loss_in_chunks
+    if freed < _LEAST_FREED * ledger.num_bytes:
+        return ""
+    part = ledger.by_kind.get("loss and logits", 0) / max(1, ledger.num_bytes)
+    return (
+        f"Loss and logits are {part:.0%} of the peak. With the loss in chunks (--chunked-loss) the"
+        f" peak is {format_bytes(ledger.loss_in_chunks)}: {format_bytes(freed)} less."
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 from anybatch.insight.noise import NoiseScale, windows
 from anybatch.insight.noise_series import Block
-from anybatch.report.figures import Figure, horizontal, round_numbers, rounded
+from anybatch.report.figures import Figure, mark, round_numbers, rounded
 from anybatch.units import format_count
 
 _ROOM = 1.6  # above what is drawn, and below it
@@ -22,16 +22,14 @@ def over_run(blocks: Sequence[Block], batch: int, on_average: str = "") -> Figur
         return None
     low, high = _ends(course, batch)
     layout: dict[str, Any] = {
-        "hovermode": "closest",
-        "xaxis": {"title": {"text": "step"}, "tickformat": ",d"},
+        "xaxis": {"title": "step"},
         "yaxis": {
-            "title": {"text": "samples (logarithmic)"},
+            "title": "samples (logarithmic)",
             "type": "log",
             "range": [math.log10(low), math.log10(high)],
             **round_numbers(low, high),
         },
-        "shapes": [horizontal(batch, "--amber")],
-        "annotations": [_beside(batch)],
+        "marks": [mark("y", batch, "--amber", text="batch")],
     }
     traces = [_band(course, low, high), _middles(course)]
     known = [one for one in course if _is_known(one)]
@@ -62,7 +60,6 @@ def _band(course: Sequence[NoiseScale], low: float, high: float) -> dict[str, An
     lower = [max(one.low, low) for one in course for _ in range(2)]
     upper = [high if one.high is None else max(one.high, low) for one in course for _ in range(2)]
     return {
-        "type": "scatter",
         "mode": "lines",
         "fill": "toself",
         "x": [*xs, *reversed(xs)],
@@ -70,7 +67,7 @@ def _band(course: Sequence[NoiseScale], low: float, high: float) -> dict[str, An
         "name": "interval of 95 %",
         "line": {"width": 0, "color": "--teal-faint"},
         "fillcolor": "--teal-faint",
-        "hoverinfo": "skip",
+        "hover": False,
     }
 
 
@@ -78,7 +75,6 @@ def _middles(course: Sequence[NoiseScale]) -> dict[str, Any]:
     """A curve with gaps where the noise scale is not known."""
     known = [one if _is_known(one) else None for one in course]
     return {
-        "type": "scatter",
         "mode": "lines+markers",
         "x": [(one.first_step + one.last_step) // 2 for one in course],
         "y": [None if one is None else rounded(one.samples or 0.0) for one in known],
@@ -86,7 +82,6 @@ def _middles(course: Sequence[NoiseScale]) -> dict[str, Any]:
         "name": "noise scale",
         "line": {"width": 2, "color": "--teal"},
         "marker": {"size": 7, "color": "--teal"},
-        "hovertemplate": "%{text}<extra></extra>",
     }
 
 
@@ -95,17 +90,3 @@ def _told(scale: NoiseScale) -> str:
         f"steps {scale.first_step:,} to {scale.last_step:,}: {scale.samples:,.3g} samples"
         f" ({scale.low:,.3g} to {scale.high or 0.0:,.3g})"
     )
-
-
-def _beside(batch: int) -> dict[str, Any]:
-    """The name of the line, on its right end. Places on a logarithmic axis are powers."""
-    return {
-        "xref": "paper",
-        "x": 1,
-        "y": math.log10(batch),
-        "xanchor": "right",
-        "yanchor": "bottom",
-        "text": "batch",
-        "showarrow": False,
-        "font": {"size": 12, "color": "--ink-2"},
-    }

@@ -7,10 +7,6 @@
   note.hidden = true;
   document.body.appendChild(note);
 
-  function plain(text) {
-    return text.replace(/<br>/g, "\n").replace(/<\/?b>/g, "").replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&");
-  }
-
   // The index of the value next to `x` that has a value on the other axis, too.
   function nearest(trace, x) {
     var best = -1;
@@ -23,7 +19,7 @@
   Object.keys(specs).forEach(function (id) {
     var canvas = document.getElementById(id), svg = canvas && canvas.querySelector("svg");
     var curves = specs[id].data.filter(function (trace) {
-      return trace.type === "scatter" && trace.hoverinfo !== "skip" && trace.mode !== "markers";
+      return trace.type !== "bar" && trace.hover !== false && trace.mode !== "markers";
     });
     if (!svg || !curves.length) return;
     var area = JSON.parse(svg.getAttribute("data-area"));
@@ -40,7 +36,7 @@
         if (i < 0) return;
         if (at === null) at = trace.x[i];
         var value = trace.text ? trace.text[i] : trace.name + ": " + Number(trace.y[i].toPrecision(4));
-        lines.push(plain(value));
+        lines.push(value);
       });
       if (!lines.length) return;
       note.textContent = Math.round(at).toLocaleString("en") + "\n" + lines.join("\n");

@@ -1,9 +1,9 @@
 """Figures drawn as inline SVG, which every browser shows, without a library: a page is a few dozen
 kilobytes, and works offline and for years.
 
-A figure is data in plotly's form (`figures.Figure.spec`). Of that this draws what the pages use: lines,
-markers and areas, horizontal bars, axes (linear, logarithmic, categories), shapes, annotations.
-Colours are custom properties of the page's style sheet, so they follow its theme.
+This draws a `figures.Figure.spec`: lines, markers, areas, horizontal bars, marks, and axes (linear,
+logarithmic, categories). Colours are custom properties of the page's style sheet, so they follow its
+theme.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import html
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -22,7 +21,7 @@ WIDTH = 760
 
 _CHARACTER, _LINE = 6.6, 18.0  # of text, on average
 _TOP, _RIGHT, _LEGEND = 14.0, 14.0, 22.0
-_ANNOTATIONS = 20.0
+_ABOVE = 20.0  # of labels above the plot
 
 Trace = Mapping[str, Any]
 
@@ -45,7 +44,7 @@ class _Axis:
     """
 
     def __init__(self, layout: Mapping[str, Any], values: Sequence[Any]) -> None:
-        self.title: str = layout.get("title", {}).get("text", "")
+        self.title: str = layout.get("title", "")
         self.shows_grid: bool = layout.get("showgrid", True)
         self.is_log: bool = layout.get("type") == "log"
         self.is_reversed: bool = layout.get("autorange") == "reversed"
@@ -117,10 +116,10 @@ class _Drawing:
         self._stacks = _stacked(data)
         self._x = _Axis(layout.get("xaxis", {}), self._values("x"))
         self._y = _Axis(layout.get("yaxis", {}), self._values("y"))
-        widest = max((len(_plain(name)) for _, name in self._y.ticks), default=0)
+        widest = max((len(name) for _, name in self._y.ticks), default=0)
         self._left = 12 + _CHARACTER * widest + (_LINE if self._y.title else 0)
         self._right = WIDTH - _RIGHT
-        self._top = _TOP + (_ANNOTATIONS if layout.get("annotations") else 0)
+        self._top = _TOP + (_ABOVE if any(self._labels_above()) else 0)
         rows = math.ceil(sum(self._legend_width(trace) for trace in self._named) / (WIDTH - 20))
         below = _LINE + 4 + (_LINE if self._x.title else 0) + _LEGEND * rows
         self._bottom = height - below
@@ -131,7 +130,7 @@ class _Drawing:
         for index, trace in enumerate(self._data):
             if trace.get("type") != "bar":
                 parts += self._curve(trace, self._stacks.get(index))
-        parts += [*self._shapes(), *self._annotations(), *self._axis_titles(), *self._legend()]
+        parts += [*self._marks(), *self._axis_titles(), *self._legend()]
         area = {
             "left": round(self._left, 1),
             "right": self._right,
@@ -206,7 +205,7 @@ class _Drawing:
         thick *= 1 - self._layout.get("bargap", 0.2)
         ends: dict[str, float] = {}
         for trace in bars:
-            colors, texts = trace["marker"]["color"], trace.get("text")
+            colors, texts = trace["color"], trace["text"]
             for i, (row, size) in enumerate(zip(trace["y"], trace["x"], strict=True)):
                 begin = ends.get(row, 0.0)
                 end = ends[row] = begin + (size or 0.0)
@@ -215,12 +214,10 @@ class _Drawing:
                     continue
                 (x0, y), (x1, _) = left, right
                 color = colors if isinstance(colors, str) else colors[i]
-                told = trace["hovertemplate"].replace("%{y}", row)
-                told = told.replace("%{text}", texts[i] if texts else "")
                 yield (
                     f'<rect x="{x0:.1f}" y="{y - thick / 2:.1f}" width="{x1 - x0:.1f}"'
                     f' height="{thick:.1f}" style="fill:var({color});stroke:var(--card)">'
-                    f"<title>{_plain(told)}</title></rect>"
+                    f"<title>{_escaped(texts[i])}</title></rect>"
                 )
 
     def _curve(self, trace: Trace, stack: tuple[list[float], list[float]] | None) -> Iterator[str]:
@@ -254,30 +251,28 @@ class _Drawing:
             return None
         return point[0], min(max(point[1], self._top), self._bottom)
 
-    def _shapes(self) -> Iterator[str]:
-        for shape in self._layout.get("shapes", ()):
-            line = shape["line"]
-            if shape.get("yref") == "paper":
-                part = self._x.part(shape["x0"])
-                ends = [] if part is None else [(part, 0.0), (part, 1.0)]
-            else:
-                part = self._y.part(shape["y0"])
-                ends = [] if part is None else [(0.0, part), (1.0, part)]
-            places = [(self._across(across), self._up(up)) for across, up in ends]
-            yield _path(places, line["color"], line["width"], line.get("dash"))
+    def _labels_above(self) -> Iterator[str]:
+        return (
+            it["text"] for it in self._layout.get("marks", ()) if it["axis"] == "x" and it["text"]
+        )
 
-    def _annotations(self) -> Iterator[str]:
-        for note in self._layout.get("annotations", ()):
-            # Of a logarithmic axis the place is given as a logarithm.
-            if note.get("yref") == "paper":
-                across, y = self._x.part_of_place(note["x"]), self._top - 6
+    def _marks(self) -> Iterator[str]:
+        for mark in self._layout.get("marks", ()):
+            part = (self._x if mark["axis"] == "x" else self._y).part(mark["value"])
+            if part is None:
+                continue
+            if mark["axis"] == "x":
+                x, anchor = self._across(part), "start" if mark["side"] == "left" else "end"
+                line, label = [(x, self._bottom), (x, self._top)], (x, self._top - 6)
             else:
-                across, y = 1.0, self._up(self._y.part_of_place(note["y"])) - 5
-            anchor = {"left": "start", "right": "end"}.get(note["xanchor"], "middle")
-            yield _text(self._across(across), y, note["text"], anchor, note["font"]["color"])
+                y, anchor = self._up(part), "end"
+                line, label = [(self._left, y), (self._right, y)], (self._right, y - 5)
+            yield _path(line, mark["color"], mark["width"], mark["dash"])
+            if mark["text"]:
+                yield _text(*label, mark["text"], anchor)
 
     def _legend_width(self, trace: Trace) -> float:
-        return 40 + _CHARACTER * len(_plain(trace["name"]))
+        return 40 + _CHARACTER * len(trace["name"])
 
     def _legend(self) -> Iterator[str]:
         rows = math.ceil(sum(self._legend_width(trace) for trace in self._named) / (WIDTH - 20))
@@ -286,7 +281,9 @@ class _Drawing:
             if x > 10 and x + self._legend_width(trace) > WIDTH:
                 x, y = 10.0, y + _LEGEND
             line, marker = trace.get("line", {}), trace.get("marker", {})
-            color = trace.get("fillcolor") or line.get("color") or marker.get("color")
+            color = (
+                trace.get("fillcolor") or line.get("color") or marker.get("color") or trace["color"]
+            )
             if trace.get("type") == "bar" or "fillcolor" in trace:
                 yield _area([(x, y - 9), (x + 20, y - 9), (x + 20, y + 1), (x, y + 1)], color)
             elif "lines" in trace.get("mode", "lines"):
@@ -360,7 +357,7 @@ def _marker(x: float, y: float, marker: Mapping[str, Any], text: str) -> str:
         style += f";stroke:var({edge['color']});stroke-width:{edge['width']}"
     if "opacity" in marker:
         style += f";opacity:{marker['opacity']}"
-    told = f"<title>{_plain(text)}</title>" if text else ""
+    told = f"<title>{_escaped(text)}</title>" if text else ""
     match marker.get("symbol"):
         case "x":
             style = f"stroke:var({marker['color']});stroke-width:2.5"
@@ -380,11 +377,9 @@ def _text(
 ) -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="fill:var({color})"{more}>'
-        f"{_plain(text)}</text>"
+        f"{_escaped(text)}</text>"
     )
 
 
-def _plain(text: str) -> str:
-    """A text of a figure, which plotly reads as a kind of HTML, for SVG, which has none of it."""
-    text = re.sub(r"<extra>.*?</extra>|</?b>", "", text).replace("<br>", "\n")
-    return html.escape(html.unescape(text), quote=False)
+def _escaped(text: str) -> str:
+    return html.escape(text, quote=False)

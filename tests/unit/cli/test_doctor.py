@@ -42,7 +42,7 @@ def test_packages_that_are_broken_are_told_each_by_its_name(
     assert set(broken) <= told.keys()
     assert "psutil" in told["psutil"]
     assert content["facts"]["host"] is None
-    assert "that is named anew" in told["cores and memory"]
+    assert "reinstall the package" in told["cores and memory"]
 
 
 def test_json_without_a_file_is_all_that_is_printed(command: Callable[..., Outcome]):

@@ -53,17 +53,8 @@ def master(
     }
 
 
-def no_gpus(
-    fault: str = "NVML Shared Library Not Found", on_bus: int = 0, module: str = ""
-) -> Facts:
-    return {
-        "driver": "",
-        "cuda": "",
-        "fault": fault,
-        "on_bus": on_bus,
-        "module": module,
-        "gpus": [],
-    }
+def no_gpus(fault: str = "NVML Shared Library Not Found", on_bus: int = 0) -> Facts:
+    return {"driver": "", "cuda": "", "fault": fault, "on_bus": on_bus, "gpus": []}
 
 
 GPUS: Facts = {
@@ -71,7 +62,6 @@ GPUS: Facts = {
     "cuda": "13.0",
     "fault": "",
     "on_bus": 2,
-    "module": "580.82.07",
     "gpus": [
         {
             "index": index,
@@ -79,7 +69,6 @@ GPUS: Facts = {
             "uuid": f"GPU-{index}a",
             "total_bytes": 80 * GIB,
             "free_bytes": 79 * GIB,
-            "capability": "8.0",
             "ecc": True,
             "errors": 0,
             "mig": False,
@@ -95,7 +84,6 @@ TORCH: Facts = {
     "folder": "/venv/lib/python3.11/site-packages/torch",
     "cuda": "13.0",
     "hip": "",
-    "architectures": ["sm_75", "sm_80", "sm_90", "compute_90"],
     "cpu": "AVX512",
     "cudnn": "",
     "libraries": ["mkl", "mkldnn", "openmp"],
@@ -119,7 +107,6 @@ HOST: Facts = {
     "group_file": "",
     "oom_kills": None,
     "overcommit": 0,
-    "huge_pages": "madvise",
     "limits": {
         "RLIMIT_DATA": (None, None),
         "RLIMIT_AS": (None, None),

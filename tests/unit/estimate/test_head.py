@@ -16,7 +16,6 @@ import anybatch as ab
 from anybatch.compute.lm_loss import PLAIN_LOGITS
 from anybatch.estimate import Head, Ledger, footprint, head_of, ledger, subject_of
 from anybatch.estimate.calibration import nominal
-from anybatch.estimate.head import in_chunks, whole_loss
 from anybatch.estimate.seconds import Pace
 from anybatch.machine import Device, Machine
 from anybatch.plans import Choice, Recompute
@@ -135,31 +134,21 @@ def test_a_loss_in_chunks_or_small_or_differentiated_twice_has_no_head():
     assert found(smooth) is None
 
 
-def test_a_chunk_costs_what_its_products_cost():
+def test_logits_that_are_computed_again_cost_their_product():
     head = found(plain)
     assert head is not None
-    subject, here = subject_of(task(plain)), torch.device("cpu")
-    for dtype, products in ((torch.float32, 3), (torch.bfloat16, 4)):
-        half = replace(head, dtype=dtype)
-        work = in_chunks(half, BATCH, here, "cpu", subject)
-        each = sum(operation.flops for operation in work.each)
-        once = sum(operation.flops for operation in work.once)
-        flops = once + work.others * each
-        assert flops == pytest.approx(products * 2 * BATCH * LENGTH * WORDS * WIDTH, rel=0.02)
-    whole = whole_loss(head, BATCH, here, "cpu", subject)
-    flops = sum(operation.flops for operation in whole.once)
-    assert flops == pytest.approx(3 * 2 * BATCH * LENGTH * WORDS * WIDTH, rel=0.02)
-
-
-def test_logits_that_are_too_few_cost_what_they_cost_as_written():
-    head = found(plain)
-    assert head is not None
-    head = replace(head, tokens=8.0)
     pace = Pace(subject_of(task(plain)), CPU, nominal(CPU), "fp32")
-    few = PLAIN_LOGITS // (WORDS * 8)
-    assert not head.is_left_out(few)
-    assert pace.micro(few, Recompute(), head) == pace.micro(few, Recompute())
-    assert pace.micro(few + 1, Recompute(), head) != pace.micro(few + 1, Recompute())
+    whole = pace.micro(BATCH, Recompute())
+    assert pace.micro(BATCH, Recompute(), head) == whole
+    twice = replace(head, num_computed=2)
+    more = pace.micro(BATCH, Recompute(), twice)[0] - whole[0]
+    flops = 2 * BATCH * LENGTH * WORDS * WIDTH
+    assert more >= 2 * flops / CPU.rates.flops
+    half = replace(head, dtype=torch.bfloat16)
+    assert pace.micro(BATCH, Recompute(), half)[0] > whole[0]
+    few = PLAIN_LOGITS // (WORDS * LENGTH)
+    assert not twice.is_left_out(few)
+    assert pace.micro(few, Recompute(), twice) == pace.micro(few, Recompute())
 
 
 def test_logits_of_a_convolution_are_not_those_of_words():

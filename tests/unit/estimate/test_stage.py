@@ -266,12 +266,6 @@ def batch_norm(x: Tensor, training: bool = True) -> Any:
     return norm(x, w, b, mean, variance, training, 0.1, 1e-5)
 
 
-def batch_norm_backward(x: Tensor, wanted: tuple[bool, ...] = (True, True, True)) -> Any:
-    w, mean, variance, saved, deviation = (x.new_ones(x.size(1)) for _ in range(5))
-    norm = torch.ops.aten.native_batch_norm_backward
-    return norm(x, x, w, mean, variance, saved, deviation, True, 1e-5, list(wanted))
-
-
 OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "new": lambda x: x + 1,
     "another dtype": lambda x: x > 0,
@@ -298,17 +292,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
         [True, True, False],
     ),
     "norm over a batch": lambda x: batch_norm(x.view(2, 3, 4)),
-    "norm of images": lambda x: batch_norm(x.view(1, 3, 2, 4)),
-    "norm of what is turned": lambda x: batch_norm(x.t()),
-    "norm of pixels": lambda x: batch_norm(x.view(4, 6, 1, 1)),
-    "norm of pixels, channels last": lambda x: batch_norm(
-        x.view(4, 6, 1, 1).to(memory_format=torch.channels_last)
-    ),
-    "norm in half": lambda x: batch_norm(x.bfloat16()),
     "norm that does not learn": lambda x: batch_norm(x, training=False),
-    "norm, backward": lambda x: batch_norm_backward(x.view(2, 3, 4)),
-    "norm of what is turned, backward": lambda x: batch_norm_backward(x.t()),
-    "norm, backward of some": lambda x: batch_norm_backward(x, wanted=(True, False, False)),
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from anybatch.report.figures import Figure, horizontal, vertical
+from anybatch.report.figures import Figure, mark
 from anybatch.report.svg import WIDTH, draw
 
 Point = tuple[float, float]
@@ -22,7 +22,6 @@ def drawn(data: list[dict[str, Any]], layout: dict[str, Any]) -> ElementTree.Ele
 def line(xs: list[Any], ys: list[Any], **more: Any) -> dict[str, Any]:
     style = {"color": "--blue", "width": 2, **more.pop("line", {})}
     return {
-        "type": "scatter",
         "mode": "lines",
         "x": xs,
         "y": ys,
@@ -88,12 +87,11 @@ def test_bars_are_as_long_as_their_values_and_begin_where_those_before_end():
     def bar(name: str, sizes: list[float]) -> dict[str, Any]:
         return {
             "type": "bar",
-            "orientation": "h",
-            "y": ["<one>".replace("<", "&lt;").replace(">", "&gt;"), "two"],
+            "y": ["<one>", "two"],
             "x": sizes,
             "name": name,
-            "marker": {"color": "--blue"},
-            "hovertemplate": f"{name}: %{{y}}<extra></extra>",
+            "color": "--blue",
+            "text": [f"{name}: <one>", f"{name}: two"],
         }
 
     layout = {"barmode": "stack", "yaxis": {"autorange": "reversed"}}
@@ -110,13 +108,14 @@ def test_bars_are_as_long_as_their_values_and_begin_where_those_before_end():
 
 
 def test_lines_across_and_upwards_are_at_their_values():
-    shapes = [vertical(5, "--red", "dot"), horizontal(2.0, "--teal")]
-    root = drawn([line([0, 5, 10], [0.0, 2.0, 1.0])], {"shapes": shapes})
+    marks = [mark("x", 5, "--red", "dot", text="here"), mark("y", 2.0, "--teal")]
+    root = drawn([line([0, 5, 10], [0.0, 2.0, 1.0])], {"marks": marks})
     ((_, middle, _),) = paths(root)
     ((up, _),) = paths(root, "--red")
     ((across, _),) = paths(root, "--teal")
     assert up[0] == pytest.approx(middle[0], abs=0.1)
     assert across[1] == pytest.approx(middle[1], abs=0.1)
+    assert ticks(root, "start")["here"][0] == up[0]
 
 
 def test_values_beyond_a_given_range_stay_on_the_plot():
