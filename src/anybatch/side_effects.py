@@ -82,6 +82,17 @@ _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 _MISSING: Any = object()
 
 
+def state_of(generator: Any) -> Any:
+    """The state that one of `GENERATORS` is in."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
 def rewinding(generator: Any) -> Callable[[], object]:
     """A function that brings one of `GENERATORS` to the state that it is in now."""
     if isinstance(generator, torch.Generator):

@@ -52,6 +52,15 @@ def copy_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def carry_hooks(model: nn.Module, copied: nn.Module) -> nn.Module:
+    """`copied`, a copy of `model`, with the hooks that the gradients of `model` have, which no copy
+    has."""
+    for param, other in zip(model.parameters(), copied.parameters(), strict=True):
+        for hook in (param._backward_hooks or {}).values():
+            other.register_hook(hook)
+    return copied
+
+
 def optimizer_for(task: Task, model: nn.Module) -> Any:
     """What the optimizer function of `task` returns for `model`; of several optimizers one that stands
     for all of them. Raises `InputError` if a parameter is in two of them."""

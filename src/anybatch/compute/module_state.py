@@ -51,6 +51,16 @@ class ModuleState:
         """The same, as it is now."""
         return ModuleState([module for module, _ in self._held], self._generators)
 
+    def changed(self, model: nn.Module) -> list[str]:
+        """Names of the attributes, as `model` has them, that are others now."""
+        names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+        return [
+            names[module] + name
+            for module, then in self._held
+            for name in {**then, **_states(module)}
+            if vars(module).get(name, _MISSING) is not then.get(name, _MISSING)
+        ]
+
     def put_back(self) -> None:
         """Make all of it as it was."""
         for module, then in self._held:

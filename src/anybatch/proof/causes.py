@@ -12,6 +12,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from anybatch.compute.building import copy_of
+from anybatch.data import differs
 from anybatch.errors import DataError
 from anybatch.proof.runs import Runs, deviation, number_of
 from anybatch.task import JointLoss, Loss, LossFunction
@@ -22,6 +24,8 @@ _IGNORED = -100  # the label that counts nothing, as in torch
 _SAME = 1e-12  # relative: of gradients that only the order of additions tells apart
 _TINY = 1e-12  # of losses that are relative to nothing
 
+_FACTOR = 2.0**10  # of a loss, changes no digit of a gradient in proportion
+
 _BLOCKS = 8  # of which a loss is asked for its value
 
 
@@ -30,6 +34,13 @@ def causes_of(runs: Runs, tolerance: float) -> Iterator[str]:
     norms = [name for name, m in runs.model.named_modules() if _looks_across(m)]
     if fault := _is_no_number(runs, norms):
         yield fault
+        return
+    if elsewhere := runs.drawn_elsewhere():
+        yield (
+            f"The model or the loss draws random numbers from {' and '.join(elsewhere)}, where they"
+            " cannot be held still for a comparison: draw by torch's own generator (torch.rand, say), or replace"
+            " them by fixed ones to see whether the rest is exact."
+        )
         return
     if draws(runs, still=True):
         yield (
@@ -46,13 +57,20 @@ def causes_of(runs: Runs, tolerance: float) -> Iterator[str]:
             " the result depends on the micro-batch: use anybatch's ghost batches (plain"
             " torch BatchNorm), GroupNorm or LayerNorm."
         )
-    if _keeps_state(runs, tolerance, norms):
+    if frequent := _frequent(runs):
+        found = True
+        yield (
+            f"{_some(frequent)} divide{'s' if len(frequent) == 1 else ''} gradients by how often an id"
+            " comes up in a pass (scale_grad_by_freq), which the cut changes: leave it out."
+        )
+    if (kept := _kept_state(runs, tolerance, norms)) is not None:
         found = True
         yield (
             "The same samples give another loss when they pass a second time, and nothing was trained"
-            " in between: a layer (or the loss) keeps something from one pass to the next, a counter or"
-            " a running mean, say, so the result depends on the number of passes. Let it change once"
-            " per step, or not at all in training."
+            " in between: a layer (or the loss) keeps something from one pass to the next"
+            + (f" ({_some(kept)})" if kept else ", a counter or a running mean, say")
+            + ", so the result depends on the number of passes. Let it change once per step, or not at"
+            " all in training."
         )
     if _is_mean_over_tokens(runs, tolerance, norms):
         found = True
@@ -65,6 +83,20 @@ def causes_of(runs: Runs, tolerance: float) -> Iterator[str]:
     elif fault := _fault_of_loss(runs, tolerance, norms):
         found = True
         yield fault
+    if not found and not _is_proportional(runs):
+        found = True
+        yield (
+            "The gradient is not proportional to the loss: in backward an autograd function or a hook"
+            " adds something to it (an auxiliary loss that is attached), clamps or normalises it, and"
+            " does so once per pass, to a gradient of the sum. Return an auxiliary loss as a part of"
+            " the whole: anybatch.Loss(sum + auxiliary * weight, weight); clip_norm clips the mean."
+        )
+    if not found and _is_of_collate(runs):
+        found = True
+        yield (
+            "collate computes with the samples of a batch together (it subtracts their mean, say), and"
+            " a task collates each micro-batch by itself: compute it from the whole data set before."
+        )
     if not found and _fault_is_of_padding(runs, tolerance):
         found = True
         yield (
@@ -118,9 +150,42 @@ def _is_no_number(runs: Runs, norms: Sequence[str]) -> str | None:
     )
 
 
-def _keeps_state(runs: Runs, tolerance: float, norms: Sequence[str]) -> bool:
-    first, second = runs.twice(norms)
-    return abs(first - second) > max(tolerance, _ALIKE_IN_FLOAT32) * max(abs(first), _TINY)
+def _kept_state(runs: Runs, tolerance: float, norms: Sequence[str]) -> Sequence[str] | None:
+    """Names of what a pass leaves to the next one, as far as modules show it; None: nothing."""
+    two = runs.twice(norms)
+    near = max(tolerance, _ALIKE_IN_FLOAT32) * max(abs(two.first), _TINY)
+    return two.kept if abs(two.first - two.again) > near else None
+
+
+def _frequent(runs: Runs) -> list[str]:
+    """Embeddings that divide gradients by how often ids come up, if that is what makes the pieces
+    differ."""
+    model = copy_of(runs.model)
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    found = [(n, m) for n, m in model.named_modules() if isinstance(m, kinds)]
+    names = [name for name, module in found if module.scale_grad_by_freq]
+    for _, module in found:
+        module.scale_grad_by_freq = False
+    if names and replace(runs, model=model).deviation_when(()) < runs.deviation_when(()) / 10:
+        return names
+    return []
+
+
+def _is_proportional(runs: Runs) -> bool:
+    """Whether a larger loss has a gradient that is larger in proportion."""
+    if isinstance(runs.task.loss, JointLoss):
+        return True
+    once = runs.gradient(runs.whole, still=True)
+    larger = runs.gradient(runs.whole, still=True, loss=partial(_larger, runs.task.loss))
+    return deviation([gradient / _FACTOR for gradient in larger], once) <= _ALIKE_IN_FLOAT32
+
+
+def _larger(loss: LossFunction, model: nn.Module, batch: object) -> Loss | Tensor:
+    returned = loss(model, batch)
+    if isinstance(returned, Tensor):
+        return returned * _FACTOR
+    whole = returned if isinstance(returned, Loss) else Loss(*returned)
+    return Loss(whole.sum * _FACTOR, whole.weight)
 
 
 def _fault_of_loss(runs: Runs, tolerance: float, names: Sequence[str]) -> str | None:
@@ -183,11 +248,26 @@ def _fault_of_sum(runs: Runs, names: Sequence[str]) -> str | None:
     all_of_it, pieces = float(whole[0].sum), [float(part.sum) for part in parts]
     weights = [float(part.weight) for part in parts]
     near = _ALIKE_IN_FLOAT32 * max(abs(all_of_it), _TINY)
-    if abs(sum(pieces) - all_of_it) <= near or not sum(weights):
+    if abs(sum(weights) - (weight := float(whole[0].weight))) > _ALIKE_IN_FLOAT32 * weight:
+        return (
+            f"The weight of the loss does not add up: it is {weight:.6g} for all samples, and"
+            f" {sum(weights):.6g} for the pieces together. Return anybatch.Loss(sum, weight) with the"
+            " number of samples (or tokens) of the sum."
+        )
+    if abs(surplus := sum(pieces) - all_of_it) <= near or not sum(weights):
         return None
     means = (_mean_of(pieces, by) for by in (weights, runs.pieces))
     if all(abs(mean - all_of_it) > near for mean in means):
-        return None
+        size = runs.sample.size
+        halves = runs.sums([size // 3, size - size // 3], names) or []
+        once = sum(float(part.sum) for part in halves) - all_of_it
+        if abs(surplus - once * (len(pieces) - 1)) > near:
+            return None
+        return (
+            f"The loss adds a term to its sum that does not depend on the samples ({once:.6g}: a"
+            " penalty on the parameters, say), once for each micro-batch. Multiply it by the weight:"
+            " anybatch.Loss(sum + penalty * n, weight=n)."
+        )
     return (
         "The loss returns a mean as its sum: that of the whole is the mean of those of the pieces."
         " Return anybatch.Loss(sum, weight) with the sum over what the weight counts (reduction='sum')."
@@ -201,6 +281,15 @@ def _is_mean_over_tokens(runs: Runs, tolerance: float, names: Sequence[str]) -> 
         return False
     ways = (partial(_by_labels, runs.task.loss, first) for first in (0, 1))
     return any(runs.deviation_when(names, loss=way) <= tolerance for way in ways)
+
+
+def _is_of_collate(runs: Runs) -> bool:
+    """Whether samples that are collated by themselves have other numbers, not only other padding."""
+    size = runs.pieces[0]
+    with suppress(DataError):
+        cut = runs.sample.collated_once().cut([size], runs.dtype)
+        return differs(next(cut), next(runs.sample.cut([size], runs.dtype)))
+    return False
 
 
 def _fault_is_of_padding(runs: Runs, tolerance: float) -> bool:

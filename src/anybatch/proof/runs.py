@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import pickle
+import random
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from anybatch.compute import Replica, chunked_loss
-from anybatch.compute.building import copy_of, optimizer_for
+from anybatch.compute.building import carry_hooks, copy_of, optimizer_for
 from anybatch.compute.float64 import InDoubles
+from anybatch.compute.ghost_norm import counting_buffers, written_since
 from anybatch.compute.held_still import calm
 from anybatch.compute.joint import Ask, Rows
+from anybatch.compute.module_state import ModuleState
 from anybatch.data import copied, ghosts
 from anybatch.plans import Choice, Recompute
 from anybatch.proof.sample import Sample, in_precision
-from anybatch.side_effects import untouched
+from anybatch.side_effects import generators_in, state_of, untouched
 from anybatch.task import Loss, LossFunction, Task, parameters_in
 
 
@@ -110,17 +115,37 @@ class Runs:
             return None
         return [loss if isinstance(loss, Loss) else Loss(*loss) for loss in losses]
 
-    def twice(self, calmed: Sequence[str]) -> tuple[float, float]:
-        """The loss of the first piece, and that of the same piece again from the same model."""
+    def twice(self, calmed: Sequence[str]) -> Twice:
+        """The first piece, and the same piece again from the same model."""
         model = self._own_model()
         with self._pieces(self.pieces) as pieces, self._calm(model, calmed), torch.no_grad():
             again = copied(pieces[0])  # a loss may write to its batch
-            first, second = (number_of(self.task.loss(model, one)) for one in (pieces[0], again))
-        return first, second
+            state, buffers = ModuleState(model.modules()), counting_buffers(model)
+            first = number_of(self.task.loss(model, pieces[0]))
+            kept = (*written_since(model, buffers), *state.changed(model))
+            return Twice(first, number_of(self.task.loss(model, again)), kept)
+
+    def drawn_elsewhere(self) -> list[str]:
+        """What passes draw from that is not torch's own generator, in words."""
+        model = self._own_model()
+        sources: list[tuple[str, Callable[[], Any]]] = [
+            ("random", random.getstate),
+            ("numpy.random", np.random.get_state),
+        ]
+        for one in generators_in(model, self.task.loss):
+            kind = f"{type(one).__module__.partition('.')[0]}'s {type(one).__name__}"
+            sources.append((f"a generator of its own ({kind})", partial(state_of, one)))
+        with self._pieces(self.whole) as pieces, self._calm(model, ()), torch.no_grad():
+            before = [pickle.dumps(state()) for _, state in sources]
+            self.task.loss(model, pieces[0])
+            now = [pickle.dumps(state()) for _, state in sources]
+        found = zip(sources, before, now, strict=True)
+        return [*dict.fromkeys(name for (name, _), old, new in found if old != new)]
 
     def _own_model(self) -> nn.Module:
         """A copy of the model in `dtype`; what is complex, in the complex one of that precision."""
-        return copy_of(self.model)._apply(partial(in_precision, dtype=self.dtype))
+        model = copy_of(self.model)._apply(partial(in_precision, dtype=self.dtype))
+        return carry_hooks(self.model, model)
 
     def deviation_when(self, calmed: Sequence[str], loss: LossFunction | None = None) -> float:
         """The deviation with random draws held still, and with some modules in evaluation mode or
@@ -166,6 +191,16 @@ def _asks(
         start += size
         torch.set_rng_state(state)
         yield lambda _, share=share: share
+
+
+@dataclass(frozen=True)
+class Twice:
+    """The loss of one piece, and that of the same piece `again`. `kept`: names of what the first pass
+    has changed in the model."""
+
+    first: float
+    again: float
+    kept: Sequence[str]
 
 
 def number_of(returned: Any) -> float:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from anybatch.compute.building import copy_of
+from anybatch.compute.building import carry_hooks, copy_of
 from anybatch.data import micro_batches
+from anybatch.data.generators import Borrowed
 from anybatch.errors import InputError
 from anybatch.estimate import identify
 from anybatch.plans import Plan
@@ -70,6 +71,12 @@ def verify(task: Task, plan: Plan, *, samples: int | None = None) -> Verdict:
         InputError: the sample is too small to be cut, or the task cannot be run.
     """
     check_task(task)
+    with Borrowed():  # what passes draw from the default generators is drawn from nobody else
+        return _verdict(task, plan, samples)
+
+
+def _verdict(task: Task, plan: Plan, samples: int | None) -> Verdict:
+    """See `verify`."""
     runs = _runs_of(task, plan, DEFAULT_SAMPLES if samples is None else samples)
     tolerance, choice = TOLERANCES[runs.dtype], plan.choice
     whole = runs.gradient(runs.whole)
@@ -100,7 +107,8 @@ def _runs_of(task: Task, plan: Plan, wanted: int) -> Runs:
     """What is run to prove `plan`, on at most `wanted` samples."""
     if wanted < 2:
         raise InputError(f"samples is {wanted}: a proof cuts the sample, so give at least 2.")
-    model = copy_of(task.build_model()).cpu()
+    given = task.build_model()
+    model = carry_hooks(given, copy_of(given).cpu())
     plan.check_fits(identify(task, model))
     sample, ghost = sample_of(task, wanted), plan.task.ghost_batch
     pieces = _cut(sample.size, plan.choice.micro_batch, ghost)
