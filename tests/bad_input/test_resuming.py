@@ -48,6 +48,11 @@ def test_another_global_batch(run: Path, command: Command):
     refused(run, command, words, "--resume", "--global-batch", "5")
 
 
+def test_a_global_batch_that_grows(run: Path, command: Command):
+    words = ("global_batch was 8 and is '2:8:0.5 with epochs=2'",)
+    refused(run, command, words, "--resume", "--global-batch", "2:8:0.5")
+
+
 def test_other_samples(run: Path, write_task: WriteTask, command: Command):
     write_task("X, Y = X[:30], Y[:30]\n")
     refused(run, command, ("number of training samples was 40 and is 30",), "--resume")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 from torch import Tensor
@@ -60,17 +59,11 @@ def identity_of_batch(task: Task) -> int | str:
     batch = task.global_batch
     if isinstance(batch, int):
         return batch
-    lengths, length = tokens_in(task), ""
-    told = "" if lengths is None else f" of the lengths {_digest(lengths)}"
-    if isinstance(batch, Ramp):
-        length = next(f" in {n:,} {of}" for n, of in _lengths_of_training(task) if n)
-    return f"{as_text(batch)}{length}{told}"
-
-
-def _lengths_of_training(task: Task) -> Iterator[tuple[int | None, str]]:
-    yield task.epochs, "epochs"
-    yield task.steps, "steps"
-    yield task.samples, "samples"
+    lengths, told = tokens_in(task), as_text(batch)
+    if isinstance(batch, Ramp):  # it goes by the part of training that is done
+        whole = {"epochs": task.epochs, "steps": task.steps, "samples": task.samples}
+        told += "".join(f" with {name}={n}" for name, n in whole.items() if n is not None)
+    return told if lengths is None else f"{told} of the lengths {_digest(lengths)}"
 
 
 def _digest(lengths: Tensor) -> str:

@@ -116,6 +116,26 @@ def test_the_global_batch_wins_over_the_same_option(trained: Callable[..., Path]
     assert [step.samples for step in steps] == [20, 20]
 
 
+def test_a_ramp_passes_its_larger_end_to_the_function(trained: Callable[..., Path]):
+    run = trained("--global-batch", "5:20:0.5:linear", code=SCALED, function=":scaled")
+    started, steps, _ = events(run)
+    assert started.total_samples == 40
+    assert [step.samples for step in steps] == [5, 9, 16, 10]  # round(5 + 15 * done / 0.5)
+    assert [step.learning_rate for step in steps] == pytest.approx(
+        [0.2 * size / 20 for size in (5, 9, 16, 20)]
+    )
+    assert last_plan(run).task.batch_rule == "5:20:0.5:linear"
+
+
+def test_a_batch_in_tokens_passes_a_mean_number_of_samples(trained: Callable[..., Path]):
+    code = SCALED.replace('"global_batch"', '"lengths": [2, 4] * 20, "global_batch"')
+    run = trained("--global-batch", "30tokens", code=code, function=":scaled")
+    _, steps, _ = events(run)
+    assert sum(step.samples for step in steps) == 40
+    assert all(8 <= step.samples <= 15 for step in steps[:-1])
+    assert steps[0].learning_rate == pytest.approx(0.01 * 10)
+
+
 def test_micro_batch_precision_and_recompute_reach_the_plan(trained: Callable[..., Path]):
     run = trained("--micro-batch", "3", "--precision", "bf16", "--recompute", "0,1")
     choice = Plan.load(run / "plan.json").choice

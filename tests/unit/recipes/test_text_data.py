@@ -45,6 +45,7 @@ def test_every_token_but_the_first_is_predicted_once(texts, context):
     assert torch.equal(targets[: len(tokens) - 1], tokens[1:])
     assert (targets[len(tokens) - 1 :] == IGNORED).all()
     assert len(targets) - (len(tokens) - 1) < context
+    assert windows.lengths.tolist() == [int((one[1:] != IGNORED).sum()) for one, _ in samples]
     for (before, _), (after, _) in itertools.pairwise(samples):
         assert before[-1] == after[0]
     # The first token is predicted by nothing, and so its byte is not counted.
