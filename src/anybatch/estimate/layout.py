@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch.compute import kernel_choices
 from anybatch.compute.kernel_choices import CONVOLUTIONS
-from anybatch.estimate.recall import Recalling, fake_mode
+from anybatch.estimate.fake_op_cache import CachedOps, fake_mode
 from anybatch.estimate.subject import Subject
 from anybatch.machine import Device
 from anybatch.plans import KernelChoices
@@ -55,7 +55,7 @@ def convolutions_of(subject: Subject) -> Convolutions:
 
 def _found(subject: Subject) -> Convolutions:
     fake = fake_mode()
-    with fake, Recalling(fake, subject.recall):
+    with fake, CachedOps(fake, subject.op_cache):
         try:
             model: nn.Module = subject.build_model()
         except Exception:  # then nothing can be traced either, and the plan says so
@@ -77,7 +77,7 @@ def _refusal(subject: Subject, model: nn.Module, fake: FakeTensorMode) -> str:
     """Why `model` cannot be run on tensors of `fake`; empty if it can."""
 
     def run() -> None:
-        with fake, Recalling(fake, subject.recall, may_read=True):
+        with fake, CachedOps(fake, subject.op_cache, may_read=True):
             subject.loss(model, subject.batch(2, torch.device("cpu")))
 
     try:

@@ -27,8 +27,8 @@ from anybatch.compute.joint import Share, nobody, rows_like
 from anybatch.compute.low_bit_optimizers import is_compiled, uncompiled
 from anybatch.compute.optimizer_update import can_part, fuses_divided, leanest_update
 from anybatch.estimate.cuda import laid_over
+from anybatch.estimate.fake_op_cache import READ, FakeOpCache, fake_mode
 from anybatch.estimate.layout import layout_on
-from anybatch.estimate.recall import READ, Recall, fake_mode
 from anybatch.estimate.seconds_operations import (
     PRODUCTS,
     Operation,
@@ -109,7 +109,7 @@ class Counting:
         self.target: torch.device = fake_device(device)
         self._subject = subject
         self._fake = fake_mode()
-        self._watch = Watch(self._fake, subject.recall, device.kind)
+        self._watch = Watch(self._fake, subject.op_cache, device.kind)
         self._update: list[Operation] = []
         self._encoded: Any = None  # of a joint loss, as the last pass encoded its samples
         plain = choice.model_copy(update={"recompute": Recompute(), "chunked_head": ""})
@@ -246,11 +246,11 @@ def _one_ghost(subject: Subject, num_samples: int) -> list[int]:
 class Watch(TorchDispatchMode):
     """Records operations on fake tensors, as they are on a `kind` of device."""
 
-    def __init__(self, fake: FakeTensorMode, recall: Recall, kind: str) -> None:
+    def __init__(self, fake: FakeTensorMode, op_cache: FakeOpCache, kind: str) -> None:
         super().__init__()
         self._fake = fake
         self._kind = kind
-        self._recall = recall
+        self._op_cache = op_cache
         self.begin_anew()
 
     @classmethod
@@ -275,9 +275,9 @@ class Watch(TorchDispatchMode):
         if has_parts(types):
             return NotImplemented  # what it does to each of them passes by here next
         if func is READ:
-            return self._recall.number(args[0])
+            return self._op_cache.number(args[0])
         kwargs = kwargs or {}
-        result = self._recall.run(self._fake, func, args, kwargs)
+        result = self._op_cache.run(self._fake, func, args, kwargs)
         if self.phase and not func.is_view:
             self._record(func, args, kwargs, result)
         return result

@@ -30,9 +30,9 @@ from anybatch.compute.low_bit_optimizers import is_compiled, parts_of, uncompile
 from anybatch.compute.modes import evaluating
 from anybatch.estimate.cuda import laid_over
 from anybatch.estimate.fake_modules import without_fused_layers
+from anybatch.estimate.fake_op_cache import fake_mode
 from anybatch.estimate.family import Traced
 from anybatch.estimate.layout import layout_on
-from anybatch.estimate.recall import fake_mode
 from anybatch.estimate.splice import Left, Tail, growth, moved, since
 from anybatch.estimate.stage_setup import (
     bucketed_bytes,
@@ -111,7 +111,7 @@ class Stage:
         self._device = device
         self._fake = fake_mode()
         home = fake_device(device).type
-        self._tracer = tracer = Tracer(kernels_on(device), self._fake, subject.recall, home)
+        self._tracer = tracer = Tracer(kernels_on(device), self._fake, subject.op_cache, home)
         plain = choice.model_copy(update={"recompute": Recompute(), "chunked_head": ""})
         self._plain = plain
         layout = layout_on(device, subject)

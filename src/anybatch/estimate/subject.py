@@ -33,15 +33,15 @@ from anybatch.data import (
     resized,
 )
 from anybatch.errors import AnybatchError
+from anybatch.estimate.data_dependent_shapes import UNKNOWN
 from anybatch.estimate.fake_modules import converting_fake_modules, without_addresses
+from anybatch.estimate.fake_op_cache import CachedOps, FakeOpCache, fake_mode
 from anybatch.estimate.family import Family
 from anybatch.estimate.padding import padded_of
-from anybatch.estimate.recall import Recall, Recalling, fake_mode
 from anybatch.estimate.samples import Samples, samples_of
 from anybatch.estimate.sharding import Division
 from anybatch.estimate.sums import Sums
 from anybatch.estimate.template import template_of
-from anybatch.estimate.values import UNKNOWN
 from anybatch.machine import Device
 from anybatch.plans import TaskIdentity
 from anybatch.side_effects import code_of, untouched
@@ -82,7 +82,7 @@ class Subject:
         heads: layers that make the logits, by precision and device; see `head`.
         convolutions: what the model has of them, once it is known; see `layout`.
         stood_for: CUDA devices that are here and whose traces are of CPU tensors all the same.
-        recall: results of operations, for all of them.
+        op_cache: results of operations, for all of them.
     """
 
     identity: TaskIdentity
@@ -110,7 +110,7 @@ class Subject:
     heads: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
     convolutions: list[Any] = field(default_factory=list, compare=False, repr=False)
     stood_for: set[Device] = field(default_factory=set, compare=False, repr=False)
-    recall: Recall = field(default_factory=Recall, compare=False, repr=False)
+    op_cache: FakeOpCache = field(default_factory=FakeOpCache, compare=False, repr=False)
 
     @property
     def whole(self) -> int:
@@ -126,7 +126,7 @@ class Subject:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What traces took for granted of numbers on which shapes depend, in sentences."""
-        return self.recall.values.notices if self.recall.values is not None else ()
+        return self.op_cache.values.notices if self.op_cache.values is not None else ()
 
     def as_traced(self, device: Device) -> Device:
         """`device`, as if it were not here if it is one that the task's fake tensors cannot be on."""
@@ -160,9 +160,9 @@ class Subject:
             with self._alone():
                 return trace()
         except UNKNOWN:
-            if self.recall.values is not None:
+            if self.op_cache.values is not None:
                 raise
-        self.recall.follow()
+        self.op_cache.follow()
         self.stages.clear()
         with self._alone():
             return trace()
@@ -200,7 +200,7 @@ def subject_of(task: Task) -> Subject:
     nothing to train, and whatever the model function raises.
     """
     source = task.model
-    recall = Recall()
+    op_cache = FakeOpCache()
     if isinstance(source, nn.Module):
         model = task.checked_model(source)
         build = partial(fake_copy, source)
@@ -216,7 +216,7 @@ def subject_of(task: Task) -> Subject:
         build = on_fake_tensors
         fake = fake_mode()
         try:
-            with fake, Recalling(fake, recall):
+            with fake, CachedOps(fake, op_cache):
                 model = build()
         except AnybatchError:
             raise
@@ -238,7 +238,7 @@ def subject_of(task: Task) -> Subject:
         clip_norm=task.clip_norm,
         blocks=tuple(find_blocks(model) if task.grains else find_recomputable(model)),
         chains=tuple(find_chains(model)),
-        recall=recall,
+        op_cache=op_cache,
         long=_told_lengths(task),
         samples=samples_of(task, template),
         compared=largest_batch(task) if isinstance(task.loss, JointLoss) else 0,

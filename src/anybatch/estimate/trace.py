@@ -11,7 +11,7 @@ the graph, and the node's number leads back to the operation that made it.
 
 Reading a value has no answer on fake tensors. A loss or an optimizer that asks for one is told 1, so
 code that only counts or logs goes on; code that branches on data takes one branch. Where shapes depend
-on numbers, these are followed: see `values`.
+on numbers, these are followed: see `data_dependent_shapes`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from anybatch.estimate.fake_op_cache import DEVICE_OF, READ, FakeOpCache, fake_mode
 from anybatch.estimate.kernels import Kernels
-from anybatch.estimate.recall import DEVICE_OF, READ, Recall, fake_mode
 
 _aten: Any = torch.ops.aten
 _autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
@@ -128,12 +128,12 @@ class Tracer(TorchDispatchMode):
     """
 
     def __init__(
-        self, kernels: Kernels, fake: FakeTensorMode, recall: Recall, home: str = "cpu"
+        self, kernels: Kernels, fake: FakeTensorMode, op_cache: FakeOpCache, home: str = "cpu"
     ) -> None:
         super().__init__()
         self._home = home
         self._fake = fake
-        self._recall = recall
+        self._op_cache = op_cache
         self.timeline: Timeline = Timeline()
         self.phase: str = "setup"
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -174,8 +174,8 @@ class Tracer(TorchDispatchMode):
         if has_parts(types):
             return NotImplemented  # what it does to each of them passes by here next
         if func is READ:
-            return self._recall.number(args[0])
-        result = self._recall.run(self._fake, func, args, kwargs)
+            return self._op_cache.number(args[0])
+        result = self._op_cache.run(self._fake, func, args, kwargs)
         if self._in_kernel or func is DEVICE_OF:
             return result
         with _NoFunctions():  # what is asked of tensors here concerns no mode around
@@ -305,7 +305,7 @@ class Tracer(TorchDispatchMode):
 def tracing(kernels: Kernels) -> Iterator[tuple[Tracer, FakeTensorMode]]:
     """Trace what runs inside, on fake tensors."""
     fake = fake_mode()
-    tracer = Tracer(kernels, fake, Recall())
+    tracer = Tracer(kernels, fake, FakeOpCache())
     with recording(tracer, fake):
         yield tracer, fake
 

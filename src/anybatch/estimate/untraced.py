@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from anybatch.estimate.values import UNKNOWN
+from anybatch.estimate.data_dependent_shapes import UNKNOWN
 
 _NOT_THE_USER_S = tuple(
     str(Path(place).resolve())

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch as ab
-from anybatch.estimate.recall import Recall, Recalling, fake_mode
+from anybatch.estimate.fake_op_cache import CachedOps, FakeOpCache, fake_mode
 
 STEPS, NUM, CLASSES, LONGEST = 12, 3, 7, 4
 
@@ -30,7 +30,7 @@ def made() -> tuple[torch.Tensor, torch.Tensor]:
 def test_what_it_returns_and_keeps_has_the_shapes_of_the_real_ones():
     real = losses_and_gradient(*made())
     fake = fake_mode()
-    with fake, Recalling(fake, Recall()):
+    with fake, CachedOps(fake, FakeOpCache()):
         told = losses_and_gradient(*made())
     for one, other in zip(told, real, strict=True):
         assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)

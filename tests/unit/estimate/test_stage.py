@@ -1,4 +1,4 @@
-"""Stages and recall: what is put together, or remembered, is what a trace from the beginning finds."""
+"""Stages and the cache of operations give what a trace from the beginning gives."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.estimate import Subject, subject_of
+from anybatch.estimate.fake_op_cache import CachedOps, FakeOpCache, fake_mode
 from anybatch.estimate.family import Traced
 from anybatch.estimate.footprint import traced_step
-from anybatch.estimate.recall import Recall, Recalling, fake_mode
 from anybatch.estimate.seconds_work import Counting, work_of
 from anybatch.estimate.stage import Stage, trace_evaluation, trace_step
 from anybatch.estimate.stage_setup import fake_device
@@ -37,11 +37,11 @@ WAYS = (
 )
 
 
-class Forgetful(Recall):
+class Forgetful(FakeOpCache):
     """Has torch work out every result."""
 
     def run(self, fake: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """See `Recall`."""
+        """See `FakeOpCache`."""
         return func(*args, **(kwargs or {}))
 
 
@@ -67,7 +67,7 @@ def subject(model: Callable[[], nn.Module], **changes: Any) -> Subject:
 
 def anew(before: Subject) -> Subject:
     """With nothing known of it."""
-    return replace(before, families={}, stages={}, recall=Forgetful())
+    return replace(before, families={}, stages={}, op_cache=Forgetful())
 
 
 def seen(traced: Traced) -> list[Any]:
@@ -209,7 +209,7 @@ def test_what_is_put_together_is_what_is_traced_of_other_kinds_of_models(
     one = subject(model)
     for way in (Recompute(), Recompute(blocks=(block,))):
         for size in (8, 16):
-            asked, alone = choice(size, way), replace(anew(one), recall=Recall())
+            asked, alone = choice(size, way), replace(anew(one), op_cache=FakeOpCache())
             assert seen(trace_step(one, asked, device)) == seen(trace_step(alone, asked, device))
     assert [stage.reusable for stage in one.stages.values()] == [True]
 
@@ -257,7 +257,7 @@ def test_work_is_the_same_at_the_second_micro_batch():
         assert counting.at(size) == work_of(anew(one), choice(size, Recompute()), CPU)
 
 
-# ------------------------------------------------------------------------------------------ recall
+# ------------------------------------------------------------------------------------------- op cache
 
 
 def batch_norm(x: Tensor, training: bool = True) -> Any:
@@ -309,12 +309,12 @@ def facts(result: Any, x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_what_is_recalled_is_what_torch_works_out(operation: Callable[[Tensor], Any]):
-    fake, recall = FakeTensorMode(), Recall()
-    plain: TorchDispatchMode = Recalling(fake, Forgetful())
+def test_what_is_cached_is_what_torch_works_out(operation: Callable[[Tensor], Any]):
+    fake, op_cache = FakeTensorMode(), FakeOpCache()
+    plain: TorchDispatchMode = CachedOps(fake, Forgetful())
     found: list[Any] = []
     with fake:
-        for mode in (plain, Recalling(fake, recall), Recalling(fake, recall)):
+        for mode in (plain, CachedOps(fake, op_cache), CachedOps(fake, op_cache)):
             x = torch.ones(4, 6)
             with mode:
                 result = operation(x)
@@ -344,6 +344,6 @@ def test_gradients_of_an_lstm_have_storages_of_their_own_as_when_it_runs():
     real, fake = run(), fake_mode()
     if real is None:
         pytest.skip("this torch has no oneDNN")
-    with fake, Recalling(fake, Recall()):
+    with fake, CachedOps(fake, FakeOpCache()):
         assert run() == real
         assert run() == real

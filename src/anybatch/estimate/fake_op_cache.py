@@ -1,14 +1,13 @@
-"""Recall: the results of operations on fake tensors, known from the shapes that they are given.
+"""Cache of the results of operations on fake tensors.
 
-What an operation on fake tensors returns depends on the shapes, strides and dtypes of its arguments and
-on nothing else. torch works it out anew for most operations, or keeps it under keys that take as long
-to make. A model of many equal blocks, traced a dozen times, asks the same again and again. So results
-are kept here, as little as it takes to make them again: which argument comes back, or which geometry a
-new tensor has, on a storage of its own or on that of the only argument.
+The result of an operation on fake tensors depends on the shapes, strides and dtypes of its arguments
+alone. torch's own cache builds keys that take about as long as the operation, so `FakeOpCache` replaces
+it: a model of many equal blocks is planned in half the time (docs/log.md). An entry describes how to
+make the result again: which argument is returned, or the geometry of a new tensor, on a storage of its
+own or on that of the only argument.
 
-Whatever is not that plain (results that share a storage, arguments that are resized, tensors that carry
-a value) is left to torch every time. Where numbers decide on shapes, they are followed beside: see
-`values`.
+Results that share a storage, arguments that are resized and tensors that carry a value are not cached.
+Shapes that depend on numbers are handled in `data_dependent_shapes`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anybatch.estimate.values import NotFollowed, Values, chooses
+from anybatch.estimate.data_dependent_shapes import NotFollowed, Values, chooses
 
 _PLAIN = frozenset(
     (
@@ -45,7 +44,7 @@ _PLAIN = frozenset(
 DEVICE_OF: Any = torch.ops.prim.device.default
 """Asks a tensor for its device, and computes nothing: most of what passes by here."""
 READ: Any = torch.ops.aten._local_scalar_dense.default
-"""Reads the number in a tensor: see `Recall.number`."""
+"""Reads the number in a tensor: see `FakeOpCache.number`."""
 
 _FUSED = frozenset(
     getattr(torch.ops.aten, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad")
@@ -84,21 +83,21 @@ class _Answer:
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode whose operations go by `Recall`: torch's own memory would only take time. Real tensors are
-    taken for fake ones."""
+    """A mode without torch's own cache, which `FakeOpCache` replaces. Real tensors are converted to
+    fake ones."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
     return mode
 
 
-class Recalling(TorchDispatchMode):
-    """Where nothing is recorded: operations by `recall`, on tensors of `fake`. Only where `may_read` is
-    set numbers are told to whoever reads them: a model is not to be made of them."""
+class CachedOps(TorchDispatchMode):
+    """Runs operations on tensors of `fake` by `op_cache`, without recording them. Reading a number
+    raises unless `may_read` is set: no model is to be built from numbers that are made up."""
 
-    def __init__(self, fake: FakeTensorMode, recall: Recall, may_read: bool = False) -> None:
+    def __init__(self, fake: FakeTensorMode, op_cache: FakeOpCache, may_read: bool = False) -> None:
         super().__init__()
         self._fake = fake
-        self._recall = recall
+        self._op_cache = op_cache
         self._may_read = may_read
 
     def __torch_dispatch__(
@@ -106,11 +105,11 @@ class Recalling(TorchDispatchMode):
     ) -> Any:
         """Run the operation on fake tensors."""
         if func is READ and self._may_read:
-            return self._recall.number(args[0])
-        return self._recall.run(self._fake, func, args, kwargs)
+            return self._op_cache.number(args[0])
+        return self._op_cache.run(self._fake, func, args, kwargs)
 
 
-class Recall:
+class FakeOpCache:
     """See the module. One object serves any number of traces.
 
     Attributes:

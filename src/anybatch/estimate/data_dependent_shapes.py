@@ -1,17 +1,16 @@
-"""Values: the numbers on which shapes depend, followed through a trace that has shapes alone.
+"""Data-dependent shapes: the numbers on which shapes depend, in a trace of fake tensors.
 
-A mixture of experts sends each token to some experts, and how many an expert gets is data: on fake
-tensors `nonzero` has no answer. What decides is small, though: integers and booleans. So where a trace
-met such a question it is made again with the numbers beside it. Each operation on tensors whose numbers
-are known is computed for real, too, on tensors in host memory; views and changes in place are then what
-they are anywhere, and all counts agree with one another.
+A mixture of experts sends each token to some experts, and the number of tokens of an expert is data:
+`nonzero` has no result on fake tensors. Such a trace is repeated with these numbers, which are few
+integers and booleans. Each operation on tensors whose numbers are known is also computed for real, on
+tensors in host memory, so views, changes in place and counts are consistent.
 
-Two things are not known and are taken for what is likeliest or most:
+Two things are not known, and assumed:
 
-    a choice  (`topk`, `argmax`, `sort`, ... of floating-point numbers): each is made equally often
-    a mask    that comes of numbers nobody knows: it picks everything
+    a choice  (`topk`, `argmax`, `sort`, ... of floating-point numbers): each is equally frequent
+    a mask    computed from unknown numbers: it selects everything
 
-What had to be taken so is told by `notices`.
+`notices` lists these assumptions.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.data.resize import resized
 from anybatch.estimate import subject_of
-from anybatch.estimate.recall import Recall, Recalling, fake_mode
+from anybatch.estimate.fake_op_cache import CachedOps, FakeOpCache, fake_mode
 from anybatch.estimate.seconds_operations import operation_of
 from anybatch.estimate.stage import trace_step
 from anybatch.estimate.subject import Subject
@@ -123,8 +123,8 @@ def test_each_expert_gets_an_equal_part_of_the_tokens(route: Any):
 
 def test_parts_that_cannot_be_equal_still_sum_to_the_whole():
     subject = subject_of(task_of(lambda: Routed(by_nonzero)))
-    subject.recall.follow()
-    with fake_mode() as fake, Recalling(fake, subject.recall):
+    subject.op_cache.follow()
+    with fake_mode() as fake, CachedOps(fake, subject.op_cache):
         scores = torch.randn(7, 5)
         chosen = scores.topk(3, -1)[1]
         parts = [len((chosen == number).nonzero()) for number in range(5)]
@@ -137,7 +137,7 @@ def test_parts_that_cannot_be_equal_still_sum_to_the_whole():
 def test_a_model_whose_shapes_are_fixed_follows_nothing():
     subject = subject_of(task_of(lambda: nn.Linear(WIDTH, WIDTH)))
     traced(subject)
-    assert subject.recall.values is None
+    assert subject.op_cache.values is None
     assert subject.assumptions == ()
 
 
@@ -173,27 +173,27 @@ def test_a_mask_of_unknown_numbers_picks_everything(pick: Any):
 def test_numbers_of_a_batch_of_another_size_are_not_known():
     """They are whatever lies in fresh memory: a mask of them would take another number of tokens each
     time."""
-    recall = Recall()
-    recall.follow()
-    assert recall.values is not None
+    op_cache = FakeOpCache()
+    op_cache.follow()
+    assert op_cache.values is not None
     few = torch.tensor([3, 0, 5])
-    with fake_mode() as fake, Recalling(fake, recall):
-        assert recall.values.of(few) is not None
-        assert recall.values.of(resized(few, 9)) is None
-        assert recall.values.of(resized(few, 9) != 0) is None
+    with fake_mode() as fake, CachedOps(fake, op_cache):
+        assert op_cache.values.of(few) is not None
+        assert op_cache.values.of(resized(few, 9)) is None
+        assert op_cache.values.of(resized(few, 9) != 0) is None
 
 
 def test_what_is_written_over_by_unknown_numbers_is_not_known_any_more():
-    recall = Recall()
-    recall.follow()
-    assert recall.values is not None
-    with fake_mode() as fake, Recalling(fake, recall):
+    op_cache = FakeOpCache()
+    op_cache.follow()
+    assert op_cache.values is not None
+    with fake_mode() as fake, CachedOps(fake, op_cache):
         numbers = torch.arange(6)
         half = numbers[:3]
-        assert recall.values.of(half) is not None
+        assert op_cache.values.of(half) is not None
         half.copy_(torch.randn(3).long())
-        assert recall.values.of(half) is None
-        assert recall.values.of(numbers) is None
+        assert op_cache.values.of(half) is None
+        assert op_cache.values.of(numbers) is None
 
 
 def test_a_plan_for_a_device_that_is_not_here_tells_what_was_taken_for_granted():
@@ -251,7 +251,7 @@ def test_grouped_products_have_the_shapes_that_they_have_when_run(dtype: torch.d
         return [(tuple(t.shape), t.stride(), t.dtype) for t in tensors]
 
     real = run()
-    with fake_mode() as fake, Recalling(fake, Recall()):
+    with fake_mode() as fake, CachedOps(fake, FakeOpCache()):
         assert run() == real
 
 
