@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, permutations, product
 
 import numpy as np
 import pytest
@@ -104,6 +104,25 @@ def test_without_wrapping_the_most_samples_are_those_of_the_shortest_first(lengt
         if total < target:
             taken, total = taken + 1, total + length
     assert most_samples(np.array(lengths), target, wraps=False) == taken
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(1, 30))
+def test_wrapping_no_order_gives_more_than_the_most_samples(lengths, target):
+    orders = list(permutations(lengths))
+    epochs = 3 + target // sum(lengths)
+    most = 0
+    for first, last in product(orders, orders):
+        middle = list(lengths) * (epochs - 2)
+        line = [*first, *middle, *last]
+        for begin in range(len(lengths)):
+            reached = np.cumsum(line[begin:])
+            most = max(most, int(np.searchsorted(reached, target)) + 1)
+    assert most <= most_samples(np.array(lengths), target, wraps=True)
+
+
+def test_the_shortest_samples_of_two_epochs_may_meet_in_a_step():
+    assert most_samples(np.array([1, 1, 9]), 4, wraps=True) == 4  # of 9 1 1 | 1 1 9
+    assert most_samples(np.array([1, 1, 9]), 4, wraps=False) == 3
 
 
 @given(
