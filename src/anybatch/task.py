@@ -542,8 +542,8 @@ def _cannot_be_called(name: str, value: Any, given: Sequence[str]) -> Iterable[s
         what = f"the class {own}" if isinstance(value, type) else repr(own)
         takes = ", ".join(given) or "nothing"
         yield (
-            f"{name} is {what}, which cannot be called with {takes} ({error}); give a function that can,"
-            f" such as lambda {', '.join(given)}: {own}(...)".replace("lambda :", "lambda:")
+            f"{name} is {what}, which cannot be called with {takes} ({error}); give a function that"
+            f" can, such as lambda {', '.join(given)}: {own}(...)".replace("lambda :", "lambda:")
         )
 
 
@@ -585,9 +585,9 @@ def _data_faults(task: Task) -> Iterable[str]:
                 f" task{_order_of(data)}"
             )
             continue
-        if hasattr(data, "__next__"):
+        if name == "valid" and hasattr(data, "__next__"):
             yield (
-                f"{name} is an iterator (of type {type(data).__name__}), which can be read only once;"
+                f"valid is an iterator (of type {type(data).__name__}), which can be read only once;"
                 " give a data set, a list, or an object whose __iter__ starts anew"
             )
         elif not map_style and not hasattr(data, "__iter__"):

@@ -41,7 +41,7 @@ def task_of(**changes):
         ({"model": 3}, "model is a value of type int"),
         (
             {"model": nn.Linear},
-            "the class Linear, which cannot be called with nothing (missing a required",
+            "the class Linear, which cannot be called with nothing",
         ),
         ({"train": "data.csv"}, "train is the text 'data.csv'"),
         ({"seed": 2**70}, "seed is 1180591620717411303424; give a whole number of at most 64 bits"),
