@@ -14,6 +14,7 @@ from itertools import chain
 from numbers import Integral
 from typing import Any, Literal, TypeAlias, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
@@ -453,12 +454,6 @@ def _kind(value: object) -> str:
 
 
 def _faults(task: Task) -> Iterable[str]:
-    if isinstance(task.model, type) and (missing := _arguments_of(task.model)):
-        yield (
-            f"model is the class {task.model.__name__}, which cannot be called without {missing}; give"
-            " a torch.nn.Module or a function that builds one, such as"
-            f" lambda: {task.model.__name__}(...)"
-        )
     if not isinstance(task.model, nn.Module) and not callable(task.model):
         yield f"model is {_kind(task.model)}; give a torch.nn.Module or a function that builds one"
     if fault := loss_fault(task.loss):
@@ -471,6 +466,14 @@ def _faults(task: Task) -> Iterable[str]:
     for name in ("schedule", "scheduler", "parameters", "collate", "tell"):
         if getattr(task, name) is not None and not callable(getattr(task, name)):
             yield f"{name} is {_kind(getattr(task, name))}; give a function or None"
+    for name, given in _CALLED_WITH.items():
+        yield from _cannot_be_called(name, getattr(task, name), given)
+    if isinstance(task.loss, type) and issubclass(task.loss, nn.Module):
+        yield f"loss is the class {task.loss.__name__}; give a function of model and batch"
+    if not isinstance(task.shuffle, bool | np.bool_):
+        yield f"shuffle is {task.shuffle!r}; give True or False"
+    if not isinstance(task.origin, Origin | None):
+        yield f"origin is {_kind(task.origin)}; give an anybatch.Origin or None"
     for metric in several(task.metrics):
         if callable(getattr(metric, "compute", None)):
             yield (
@@ -519,14 +522,37 @@ def _faults(task: Task) -> Iterable[str]:
     yield from _data_faults(task)
 
 
-def _arguments_of(kind: type) -> str:
-    """The arguments that `kind` has to be called with, in words; empty if there is none."""
+_CALLED_WITH = {
+    "model": (),
+    "loss": ("model", "batch"),
+    "optimizer": ("parameters",),
+    "schedule": ("progress",),
+    "scheduler": ("optimizer",),
+    "parameters": ("model",),
+    "collate": ("samples",),
+    "tell": ("model",),
+}
+"""What each function of a task is given."""
+
+
+def _cannot_be_called(name: str, value: Any, given: Sequence[str]) -> Iterable[str]:
+    """A sentence if `value`, the function or class called `name`, does not take what it is given."""
+    if not callable(value) or (name == "model" and isinstance(value, nn.Module)):
+        return
     try:
-        found = inspect.signature(kind).parameters.values()
-    except (TypeError, ValueError):
-        return ""
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return ", ".join(p.name for p in found if p.default is p.empty and p.kind not in kinds)
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # it does not say
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        own = getattr(value, "__name__", type(value).__name__)
+        what = f"the class {own}" if isinstance(value, type) else repr(own)
+        takes = ", ".join(given) or "nothing"
+        yield (
+            f"{name} is {what}, which cannot be called with {takes} ({error}); give a function that"
+            f" can, such as lambda {', '.join(given)}: {own}(...)".replace("lambda :", "lambda:")
+        )
 
 
 def _grain_faults(task: Task) -> Iterable[str]:
@@ -553,6 +579,9 @@ def _data_faults(task: Task) -> Iterable[str]:
     for name, data in (("train", task.train), ("valid", task.valid)):
         if name == "valid" and data is None:
             continue
+        if isinstance(data, type):
+            yield f"{name} is the class {data.__name__}; give a data set, which it makes"
+            continue
         if isinstance(data, str | bytes):
             yield f"{name} is the text {data!r}; give a data set, such as one that reads that file"
             continue
@@ -566,8 +595,8 @@ def _data_faults(task: Task) -> Iterable[str]:
             continue
         if name == "valid" and hasattr(data, "__next__"):
             yield (
-                f"valid is an iterator ({type(data).__name__}), which can be read once, and may have no"
-                " end; give a data set, a list, or an object whose __iter__ starts anew"
+                f"valid is an iterator (of type {type(data).__name__}), which can be read only once;"
+                " give a data set, a list, or an object whose __iter__ starts anew"
             )
         elif not map_style and not hasattr(data, "__iter__"):
             yield (

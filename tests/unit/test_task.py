@@ -39,7 +39,10 @@ def task_of(**changes):
     ("changes", "message"),
     [
         ({"model": 3}, "model is a value of type int"),
-        ({"model": nn.Linear}, "the class Linear, which cannot be called without in_features, out"),
+        (
+            {"model": nn.Linear},
+            "the class Linear, which cannot be called with nothing",
+        ),
         ({"train": "data.csv"}, "train is the text 'data.csv'"),
         ({"seed": 2**70}, "seed is 1180591620717411303424; give a whole number of at most 64 bits"),
         ({"num_workers": 10**6}, "num_workers is 1000000; give at most 1024"),

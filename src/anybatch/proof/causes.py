@@ -38,8 +38,8 @@ def causes_of(runs: Runs, tolerance: float) -> Iterator[str]:
     if elsewhere := runs.drawn_elsewhere():
         yield (
             f"The model or the loss draws random numbers from {' and '.join(elsewhere)}, where they"
-            " cannot be held still for a comparison: draw by torch's own generator (torch.rand, say), or replace"
-            " them by fixed ones to see whether the rest is exact."
+            " cannot be held still for a comparison: draw by torch's own generator (torch.rand, say),"
+            " or replace them by fixed ones to see whether the rest is exact."
         )
         return
     if draws(runs, still=True):
@@ -241,36 +241,35 @@ def _fault_of_loss(runs: Runs, tolerance: float, names: Sequence[str]) -> str | 
 
 
 def _fault_of_sum(runs: Runs, names: Sequence[str]) -> str | None:
-    """What is wrong with a loss whose sums do not add up, if they are means."""
+    """What is wrong with a loss whose sums or weights do not add up, as far as that shows."""
     whole, parts = runs.sums(runs.whole, names), runs.sums(runs.pieces, names)
     if whole is None or parts is None:
         return None
-    all_of_it, pieces = float(whole[0].sum), [float(part.sum) for part in parts]
-    weights = [float(part.weight) for part in parts]
-    near = _ALIKE_IN_FLOAT32 * max(abs(all_of_it), _TINY)
-    if abs(sum(weights) - (weight := float(whole[0].weight))) > _ALIKE_IN_FLOAT32 * weight:
+    total, pieces = float(whole[0].sum), [float(part.sum) for part in parts]
+    weight, weights = float(whole[0].weight), [float(part.weight) for part in parts]
+    near, surplus = _ALIKE_IN_FLOAT32 * max(abs(total), _TINY), sum(pieces) - total
+    means = [_mean_of(pieces, by) for by in (weights, runs.pieces) if sum(by)]
+    if abs(surplus) > near and any(abs(mean - total) <= near for mean in means):
+        return (
+            "The loss returns a mean as its sum: that of the whole is the mean of those of the pieces."
+            " Return anybatch.Loss(sum, weight) with the sum over what the weight counts"
+            " (reduction='sum')."
+        )
+    if abs(sum(weights) - weight) > _ALIKE_IN_FLOAT32 * weight:
         return (
             f"The weight of the loss does not add up: it is {weight:.6g} for all samples, and"
             f" {sum(weights):.6g} for the pieces together. Return anybatch.Loss(sum, weight) with the"
             " number of samples (or tokens) of the sum."
         )
-    if abs(surplus := sum(pieces) - all_of_it) <= near or not sum(weights):
+    third = runs.sample.size // 3
+    two = runs.sums([third, runs.sample.size - third], names) or []
+    once = sum(float(part.sum) for part in two) - total
+    if abs(surplus) <= near or abs(surplus - once * (len(pieces) - 1)) > near:
         return None
-    means = (_mean_of(pieces, by) for by in (weights, runs.pieces))
-    if all(abs(mean - all_of_it) > near for mean in means):
-        size = runs.sample.size
-        halves = runs.sums([size // 3, size - size // 3], names) or []
-        once = sum(float(part.sum) for part in halves) - all_of_it
-        if abs(surplus - once * (len(pieces) - 1)) > near:
-            return None
-        return (
-            f"The loss adds a term to its sum that does not depend on the samples ({once:.6g}: a"
-            " penalty on the parameters, say), once for each micro-batch. Multiply it by the weight:"
-            " anybatch.Loss(sum + penalty * n, weight=n)."
-        )
     return (
-        "The loss returns a mean as its sum: that of the whole is the mean of those of the pieces."
-        " Return anybatch.Loss(sum, weight) with the sum over what the weight counts (reduction='sum')."
+        f"The loss adds a term to its sum that does not depend on the samples ({once:.6g}: a penalty on"
+        " the parameters, say), once for each micro-batch. Multiply it by the weight:"
+        " anybatch.Loss(sum + penalty * n, weight=n)."
     )
 
 
