@@ -20,6 +20,7 @@ OF_THE_COMMAND = {"context", "global_batch", "settings", "why"}
 OF_THE_COMMAND |= {"compile_if_faster"}  # in Python a value of `compile`
 OF_THE_COMMAND |= {"reproducible", "grain"}  # of the task, in Python
 OF_THE_COMMAND |= {"rendezvous_secret"}  # in Python, a variable of the environment
+OF_THE_COMMAND |= {"track"}  # in Python one of `sinks`
 OF_PYTHON = {"sinks", "progress"}
 IN_OTHER_WORDS = {
     "plan": {"plan_file"},
