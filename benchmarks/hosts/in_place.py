@@ -1,5 +1,6 @@
 """A pytest plugin that runs a host's own tests with the adapter in place: `-p in_place`, and
-`IN_PLACE=transformers` or `lightning` in the environment; without that variable, the host alone.
+`IN_PLACE=transformers` or `lightning` in the environment; without that variable, the host alone. The
+adapter for Lightning is a `DDPStrategy`: what it is compared with is that (`IN_PLACE=ddp`).
 
 What a test asks for by batch size and accumulation steps is its global batch, and the former the
 micro-batch. In transformers, names that tests of another version import and this one has no more are
@@ -36,9 +37,9 @@ def mixed(host):
     return Mixed
 
 
-def in_lightning():
+def in_lightning(adapted):
     """Every Trainer without a strategy of its own has the adapter's, for the batch size that each
-    loader has."""
+    loader has; or `DDPStrategy`."""
     import lightning.pytorch as pl
 
     from anybatch.integrations.lightning import AnyBatch
@@ -56,14 +57,14 @@ def in_lightning():
 
     def with_strategy(self, *args, **options):
         if not args and options.get("devices", 1) in (1, "auto", "1"):
-            options.setdefault("strategy", OfLoader())
+            options.setdefault("strategy", OfLoader() if adapted else "ddp")
         init(self, *args, **options)
 
     pl.Trainer.__init__ = with_strategy
 
 
-if os.environ.get("IN_PLACE") == "lightning":
-    in_lightning()
+if os.environ.get("IN_PLACE") in ("lightning", "ddp"):
+    in_lightning(os.environ["IN_PLACE"] == "lightning")
 else:
     import transformers
     import transformers.testing_utils

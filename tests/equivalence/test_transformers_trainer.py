@@ -297,6 +297,56 @@ def test_arguments_that_say_the_same_twice_are_refused(options: Any, said: str, 
         trainer(tmp_path, **options)
 
 
+def test_trl_trains_as_exactly(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("datasets")
+    trl = pytest.importorskip("trl")
+    import datasets
+    from datasets.fingerprint import Hasher
+    from tests.equivalence.test_transformers import tokenizer
+
+    # It cannot pickle a trainer.
+    monkeypatch.setattr(Hasher, "hash", classmethod(lambda _, value: str(id(value))))
+
+    class SFTTrainer(AnyBatch, trl.SFTTrainer):
+        pass
+
+    given = trl.SFTConfig(
+        str(tmp_path),
+        optim="sgd",
+        learning_rate=RATE,
+        max_grad_norm=CLIP,
+        max_steps=STEPS,
+        logging_steps=1,
+        lr_scheduler_type="linear",
+        save_strategy="no",
+        disable_tqdm=True,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+    words = tokenizer()
+    words.eos_token = "w2"
+    data = datasets.Dataset.from_list(sequences())
+    first = seeded_llama()
+    made = SFTTrainer(
+        copy.deepcopy(first),
+        given,
+        train_dataset=data,
+        processing_class=words,
+        global_batch=BATCH,
+        micro_batch=4,
+    )
+    made.train()
+    order = order_of(made)
+    told = plainly(wanted := copy.deepcopy(first), order)
+    assert distance(made.model.state_dict(), wanted.state_dict(), first.state_dict()) < 1e-6
+    assert_told(made, told)
+    tokens = sum(len(one["input_ids"]) for one in sequences())
+    assert made.state.log_history[-2]["num_tokens"] == tokens
+
+
 # ------------------------------------------------------------------------------------------ padding
 
 

@@ -11,10 +11,10 @@ once, when `on_after_backward` and what follows are called; the update has been 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader
@@ -25,6 +25,24 @@ from anybatch.events import Sink
 from anybatch.integrations.batches import CollateOrNone, PaddingCut, Shares
 from anybatch.step import Step
 from anybatch.task import Loss
+
+ClosureResult: Any = import_module("lightning.pytorch.loops.optimization.automatic").ClosureResult
+
+if TYPE_CHECKING:  # checks run without Lightning
+
+    class DDPStrategy:
+        """Stands for the one of Lightning."""
+
+        distributed_sampler_kwargs: Any
+        setup: Any
+        process_dataloader: Any
+        teardown: Any
+
+        def __init__(self, **options: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    from lightning.pytorch.strategies import DDPStrategy
 
 _PRECISIONS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
 
@@ -125,7 +143,7 @@ class AnyBatch(DDPStrategy):
         self._place = args
         self._cut.expect(batch)
         self._logged.clear()
-        outcome = step(batch if isinstance(batch, Tensor) or len(batch) else None)
+        outcome = step(None if isinstance(batch, tuple) and not batch else batch)
         self._gradients = [p.grad for p in self.lightning_module.parameters()]
         for name, (value, options) in self._logged.items():
             size = max(1, round(outcome.weight))
@@ -190,7 +208,10 @@ class AnyBatch(DDPStrategy):
             output = own.training_step(batch, *self._place)
         finally:
             del own.log
-        if isinstance(output, dict):
-            self._beside = {name: value for name, value in output.items() if name != "loss"}
-            output = output["loss"]
-        return Loss(output * items, items, metrics)
+        result = ClosureResult.from_training_step_output(output)
+        if result.closure_loss is None:
+            raise InputError(
+                "training_step returned None, but every rank takes part in every step: return a loss."
+            )
+        self._beside = result.extra
+        return Loss(result.closure_loss * items, items, metrics)

@@ -112,7 +112,6 @@ class AnyBatch(_Host):
                 " Step takes one that each rank has whole: leave it out."
             )
         args.per_device_train_batch_size = -(-self.global_batch // args.world_size)
-        args.average_tokens_across_devices = False  # Step adds up over the ranks
 
         def prepare_model(model: nn.Module, *_: Any, **__: Any) -> nn.Module:
             accelerator._models.append(model)  # else the host prepares it in each evaluation
@@ -165,13 +164,22 @@ class AnyBatch(_Host):
         step = self._step = self._step or self._make_step(model, optimizer.optimizer)
         batch = dict(inputs)
         self._cut.expect(batch)
+        # compute_loss is of this rank: Step adds up over the ranks.
         accelerator: Any = self.accelerator
         accelerator.gather_for_metrics = lambda values, *_, **__: values
+        scales, self.args.average_tokens_across_devices = (
+            self.args.average_tokens_across_devices,
+            False,
+        )
         try:
             self._outcome = step(batch if batch_size(batch) else None)
         finally:
             del accelerator.gather_for_metrics
+            self.args.average_tokens_across_devices = scales
         return torch.tensor(self._outcome.loss, device=self.args.device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> None:
+        """None: each micro-batch is counted by itself."""
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
         return self._get_grad_norm(model)
