@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch.errors import InputError
 from anybatch.estimate import kernels as rules
-from anybatch.estimate.cuda_kernels import CudaKernels
 from anybatch.estimate.kernels import CpuKernels, Scratch
 
 _aten = torch.ops.aten
-LAST = torch.channels_last
 
 
 def fake(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -67,40 +64,6 @@ def test_an_lstm_in_half_precision_that_torch_has_not_is_refused(
         return
     with pytest.raises(InputError, match=r"LSTM.*bfloat16.*use precision fp32"):
         lstm(torch.bfloat16)
-
-
-def laid(last: bool, *shape: int) -> Tensor:
-    empty = fake(*shape)
-    return empty.contiguous(memory_format=LAST) if last else empty
-
-
-@pytest.mark.parametrize(
-    ("image_last", "gradient_last", "forward", "backward"),
-    [(False, False, 0, 0), (True, True, 1, 0), (True, False, 1, 64), (False, True, 0, 64)],
-)
-def test_on_cuda_weights_and_gradients_are_laid_out_as_images_are(
-    image_last: bool, gradient_last: bool, forward: int, backward: int
-):
-    kernels, some = CudaKernels(1 << 17), ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-    image, weight = laid(image_last, 256, 32, 32, 32), fake(512, 32, 4, 4)  # of 1 MiB
-    gradient = laid(gradient_last, 128, 128, 32, 32)  # of 64
-
-    def taken(op: Any, *args: Any) -> int:
-        return kernels.scratch(op, args, None) + sum(kernels.copies(op, args))
-
-    assert taken(_aten.convolution.default, image, weight, None, *some) == forward << 20
-    args = (_aten.convolution_backward.default, gradient, image, weight, None, *some)
-    assert taken(*args, [True, True, False]) == backward << 20
-    # The copy of a weight is gone when its gradient is made, if there is one.
-    assert taken(*args, [True, False, False]) == (backward + forward) << 20
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_on_cuda_pooling_backward_copies_its_gradient_where_layouts_differ(last: bool):
-    image, gradient = laid(True, 8, 32, 32, 32), laid(last, 8, 32, 16, 16)
-    args = (gradient, image, [2, 2], [2, 2], [0, 0], [1, 1], False, fake(8, 32, 16, 16))
-    backward = _aten.max_pool2d_with_indices_backward.default
-    assert CudaKernels(1 << 17).scratch(backward, args, image) == (0 if last else gradient.nbytes)
 
 
 def test_a_number_by_a_rule_is_copied_as_the_number():
