@@ -145,7 +145,7 @@ class _Mean:
 
     sentence: str
     count: Tensor | float
-    num_samples: int
+    num_samples: float
 
 
 class CountedMeans:
@@ -162,13 +162,13 @@ class CountedMeans:
         """The next pass is the first of a step."""
         self._passes.clear()
 
-    def note(self, returned: Any, num_samples: int) -> None:
-        """What a loss function returned for a micro-batch, before its backward. Does not wait for the
-        device."""
+    def note(self, returned: Tensor, num_samples: float) -> None:
+        """The mean that was returned for a micro-batch of so many samples, before its backward. Does
+        not wait for the device."""
         self._passes.append(
             [
                 _Mean(sentence, count, num_samples)
-                for node in (_terms(returned) if isinstance(returned, Tensor) else ())
+                for node in _terms(returned)
                 for sentence, count in [_counted(node)]
                 if count is not None
             ]

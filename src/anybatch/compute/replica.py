@@ -359,9 +359,10 @@ class Replica:
                 if not self._is_loss_known and num_samples > 1:
                     self._is_loss_known = True
                     self._is_told |= warn_of_reduction(self.loss_as_given, returned, num_samples)
-                if num_samples and not self.is_joint and detect_fake_mode() is None:
-                    self._means.note(returned, num_samples)
                 loss = read_loss(returned, partial(samples_left, batch, num_samples))
+                is_plain = isinstance(returned, Tensor) and not self.is_joint
+                if num_samples and is_plain and loss.weight and detect_fake_mode() is None:
+                    self._means.note(returned, float(loss.weight))
                 mean = returned if whole and isinstance(returned, Tensor) else None
                 del returned  # or backward would hold what the loss has beside its sum
             self.phase = "backward"
