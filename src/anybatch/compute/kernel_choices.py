@@ -25,8 +25,10 @@ import importlib
 import importlib.util
 import os
 import shutil
+import stat
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,12 +37,14 @@ from torch import Tensor, nn
 from anybatch.compute.blocks import ROOT, find_blocks, match_blocks, modules_of
 from anybatch.compute.patch import replace_forward
 from anybatch.errors import InputError
+from anybatch.files import cache_folder
 from anybatch.plans import KernelChoices, Recompute
 
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 """Layers that have kernels of their own for channels-last tensors."""
 
 _COMPILERS = ("c++", "g++", "clang++")
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _VARIANTS = 8
 """Of a block: in training and in evaluation, with gradient and without, for one size and for any."""
 
@@ -144,8 +148,34 @@ class _Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._run is None:
+            leave_others_cache()
             self._run = torch.compile(self._forward, options={"fallback_random": True})
         return self._run(*args, **kwargs)
+
+
+def leave_others_cache() -> None:
+    """torch keeps what it has compiled, and runs it, in a folder of a known name among the temporary
+    files. Where another user was first to make it, or may write to it, this user's cache is used."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    shared = Path(default_cache_dir()).absolute()
+    if Path(os.environ.get(_CACHE, shared)).absolute() != shared or not hasattr(os, "getuid"):
+        return  # where the user has said
+    with suppress(OSError):
+        shared.mkdir(mode=0o700, exist_ok=True)
+        found = shared.lstat()
+        theirs = stat.S_IWGRP | stat.S_IWOTH
+        if (
+            stat.S_ISDIR(found.st_mode)
+            and found.st_uid == os.getuid()
+            and not found.st_mode & theirs
+        ):
+            return
+    os.environ[_CACHE] = str(cache_folder() / "torchinductor")
+    config.cpp_cache_precompile_headers = (
+        False  # they are kept in the other folder whatever is said
+    )
 
 
 class _Setting:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from anybatch.compute import Replica, kernel_choices
-from anybatch.compute.kernel_choices import compile_blocks, install, units_of
+from anybatch.compute.kernel_choices import compile_blocks, install, leave_others_cache, units_of
 from anybatch.errors import InputError
 from anybatch.plans import Choice, KernelChoices, Recompute
 
@@ -167,3 +171,38 @@ def test_without_a_compiler_the_remedy_is_told(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(InputError, match=r"no C\+\+ compiler .*install g\+\+"):
         kernel_choices.check_available(KernelChoices(compile=True), CPU)
+
+
+@pytest.mark.parametrize(
+    ("made", "is_used"),
+    [
+        (lambda folder: None, True),
+        (lambda folder: folder.mkdir(mode=0o755), True),
+        (lambda folder: (folder.mkdir(), folder.chmod(0o777)), False),
+        (lambda folder: folder.symlink_to(folder.parent), False),
+        (lambda folder: folder.write_text(""), False),
+    ],
+    ids=["none", "own", "open", "a link", "a file"],
+)
+def test_code_is_compiled_into_a_folder_to_which_nobody_else_can_write(
+    made, is_used, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # as torch does itself
+    folder = Path(default_cache_dir())
+    made(folder)
+    with config.patch(cpp_cache_precompile_headers=True):
+        leave_others_cache()
+        assert config.cpp_cache_precompile_headers == is_used
+    own = tmp_path / "cache" / "anybatch" / "torchinductor"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder if is_used else own)
+    if is_used:
+        assert folder.stat().st_mode & 0o022 == 0
+
+
+def test_the_users_own_folder_for_compiled_code_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o777)
+    leave_others_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
