@@ -1,4 +1,4 @@
-"""The tables of words: the terms people search for are there, each row has a link, and its line runs."""
+"""The tables of words: terms people search for are there, rows have a link, and lines run."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def test_the_terms_that_people_search_for_are_in_the_tables(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_row_leads_to_a_page_and_has_a_line(page):
     assert len(rows(page)) > 40
-    assert not [row for row in rows(page) if "](" not in row[1] or not re.fullmatch("`[^`]+`", row[2])]
+    assert not [
+        row for row in rows(page) if "](" not in row[1] or not re.fullmatch("`[^`]+`", row[2])
+    ]
 
 
 def test_both_languages_have_the_same_lines():
@@ -123,7 +125,11 @@ def test_every_line_runs(tmp_path):
     program = _RUN.replace("BLOCKS", repr(code)).replace("LINES", repr(lines))
     script.write_text(program, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8",
+        [sys.executable, script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
         timeout=300,
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
