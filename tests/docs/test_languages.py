@@ -46,7 +46,7 @@ def test_headings_have_the_same_levels_in_the_same_order(name):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_sections_have_the_same_tables_and_figures(name):
-    """What a section promises is in its rows and figures: digits outside of code, without years."""
+    """A section promises by its rows and its figures: digits outside of code, without years."""
 
     def promises(text: str) -> tuple[int, set[str]]:
         rows = len(re.findall(r"^\|", text, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""The tables of words: what people search for is there, each row has a link, and its line runs."""
+"""The tables of words: terms people search for are there, rows have a link, and lines run."""
 
 from __future__ import annotations
 
