@@ -239,6 +239,10 @@ def plan(
             )
             if before is None:
                 return made
+            # Times that are predicted now, corrected as those were that are remembered.
+            both = ((before.predicted_seconds(p.choice), p.step_seconds) for p in made.frontier)
+            factor = next((then / now for then, now in both if then and now), 1.0)
+            made = made.slowed(factor)
             return before.model_copy(update={"frontier": made.frontier, "rejected": made.rejected})
 
     with nullcontext() if by_itself else joined():

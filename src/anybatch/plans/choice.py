@@ -122,6 +122,10 @@ class Choice(Frozen):
         " takes them in chunks; empty: the loss is computed as it is written",
     )
 
+    def trains_like(self, other: Choice) -> bool:
+        """Whether both train the same way; evaluation may differ."""
+        return self == other.model_copy(update={"evaluation_batch": self.evaluation_batch})
+
     def describe(self) -> str:
         """One line for a table or an event."""
         chunks = ", loss in chunks" if self.chunked_head else ""

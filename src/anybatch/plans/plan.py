@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -37,6 +38,8 @@ from anybatch.plans.ranks import (
 )
 
 VERSION = 1
+
+Point = TypeVar("Point", Candidate, FrontierPoint)
 
 
 class TaskIdentity(Frozen):
@@ -149,6 +152,30 @@ class Plan(Frozen):
     def num_ranks(self) -> int:
         """Number of ranks."""
         return len(self.shares)
+
+    def predicted_seconds(self, choice: Choice) -> float | None:
+        """The time of a step under `choice`, as far as it was predicted on the ranks of this plan."""
+        told = self.prediction
+        if told is not None and (told.choice or self.choice).trains_like(choice):
+            return told.step_seconds
+        for point in (*self.frontier, *self.rejected):
+            same_ranks = point.parallel in (None, self.parallel)
+            if same_ranks and choice.trains_like(point.choice):
+                return point.step_seconds
+        return None
+
+    def slowed(self, factor: float) -> Plan:
+        """The same plan, with the predicted times of all other choices multiplied by `factor`."""
+
+        def slower(points: Sequence[Point]) -> tuple[Point, ...]:
+            return tuple(
+                point.model_copy(update={"step_seconds": factor * point.step_seconds})
+                for point in points
+            )
+
+        return self.model_copy(
+            update={"frontier": slower(self.frontier), "rejected": slower(self.rejected)}
+        )
 
     @property
     def is_predicted(self) -> bool:

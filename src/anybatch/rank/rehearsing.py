@@ -237,13 +237,23 @@ class Rehearsing:
     def _planned(self, way: Choice, best: _Size, leaner: list[Choice]) -> Plan:
         choice = self._choice(way, best.micro_batch)
         ladder = [*self._halves(choice), *leaner]
-        return self._plan.model_copy(
-            update={
-                "choice": choice,
-                "ladder": tuple(ladder),
-                "prediction": self._prediction(choice, best),
-            }
-        )
+        found = {
+            "choice": choice,
+            "ladder": tuple(ladder),
+            "prediction": self._prediction(choice, best),
+        }
+        return self._plan.model_copy(update=found).slowed(self._correction(way))
+
+    def _correction(self, way: Choice) -> float:
+        """Measured / predicted time of the first micro-batch whose time was predicted."""
+        for size in self._fitting:
+            choice = self._choice(way, size.micro_batch)
+            predicted = self._plan.predicted_seconds(choice)
+            told = self._plan.prediction
+            if predicted and told is not None:
+                update = told.step_parts.get("update", 0.0)
+                return (size.seconds * self._whole + update) / predicted
+        return 1.0
 
     def _halves(self, choice: Choice) -> Iterator[Choice]:
         """The choices with a smaller micro-batch, for the case that memory runs out after all."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anybatch.plans import Candidate, Choice, FrontierPoint, Plan
+from anybatch.plans import Candidate, FrontierPoint, Plan
 from anybatch.units import format_bytes, format_count, format_seconds
 
 Point = Candidate | FrontierPoint
@@ -115,12 +115,9 @@ def with_plan(plan: Plan) -> list[FrontierPoint]:
 
 def is_taken(point: Point, plan: Plan) -> bool:
     """Whether `point` is what the plan has taken."""
-    return (point.parallel or plan.parallel) == plan.parallel and _alike(point.choice, plan.choice)
-
-
-def _alike(one: Choice, other: Choice) -> bool:
-    """Whether two choices train alike."""
-    return one == other.model_copy(update={"evaluation_batch": one.evaluation_batch})
+    return (point.parallel or plan.parallel) == plan.parallel and plan.choice.trains_like(
+        point.choice
+    )
 
 
 def _part(size: int | None, whole: int | None) -> str:

@@ -314,9 +314,9 @@ def candidates(plan: Plan) -> Figure | None:
     if len(plan.frontier) > 1:
         traces.insert(0, _steps(plan, scales))
     if chosen is not None:
-        # Where it lies among the others, whose peaks are those of training.
-        own = [p.peak_bytes for p in plan.frontier if _same(p.choice, plan.choice)]
-        peak = own[0] if own else chosen.peak_bytes
+        # Peaks of the others are those of training alone.
+        own = [p.peak_bytes for p in plan.frontier if plan.choice.trains_like(p.choice)]
+        peak = own[0] if own and not chosen.rehearsed else chosen.peak_bytes
         traces.append(_star(plan.choice, peak, chosen.step_seconds, scales))
     x_axis, _ = _range_axis(f"predicted peak, {byte_unit}", [p / per_byte for p, _ in told],
                              budget / per_byte if budget else None)  # fmt: skip
@@ -337,11 +337,6 @@ def candidates(plan: Plan) -> Figure | None:
 def _peak(candidate: Candidate) -> int:
     """That of a candidate whose peak is known."""
     return candidate.peak_bytes or 0
-
-
-def _same(one: Choice, other: Choice) -> bool:
-    """Whether two choices train alike."""
-    return one == other.model_copy(update={"evaluation_batch": one.evaluation_batch})
 
 
 def _steps(plan: Plan, scales: tuple[float, float]) -> dict[str, Any]:

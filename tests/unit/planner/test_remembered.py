@@ -137,3 +137,11 @@ def test_without_a_budget_what_is_free_now_counts(searches: list[None]):
     assert second.choice == first.choice
     free = ab.Machine.here().device.budget_bytes
     assert second.budget_bytes == pytest.approx(free, rel=0.2)
+
+
+def test_predicted_times_are_corrected_by_the_measured_one(searches: list[None]):
+    first = ab.plan(task(), memory=MEMORY)
+    for plan in (first, ab.plan(task(), memory=MEMORY, frontier=True)):
+        assert plan.prediction is not None
+        own = [p.step_seconds for p in plan.frontier if plan.choice.trains_like(p.choice)]
+        assert own == [pytest.approx(plan.prediction.step_seconds)]
