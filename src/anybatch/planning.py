@@ -423,10 +423,17 @@ def _is_remembered(plan: Plan) -> bool:
 
 
 def _rehearsed_again(task: Task, plan: Plan) -> Plan | None:
-    """`plan`, which was remembered, with what it takes now; None: it no longer fits."""
+    """`plan`, which was remembered, with the time that it takes now, and the most memory that it has
+    taken so far, since a heap is not laid out the same every time; None: it no longer fits."""
     with Session(replace(task, num_workers=0), plan) as session:
         found = session.rehearsed(is_fixed=True)
-    return found and found.model_copy(update={"ladder": plan.ladder})
+    if found is None or found.prediction is None or plan.prediction is None:
+        return found
+    now, before = found.prediction, plan.prediction
+    if before.peak_bytes > now.peak_bytes:
+        names = ("peak_bytes", "evaluation_peak_bytes", "by_kind")
+        now = now.model_copy(update={name: getattr(before, name) for name in names})
+    return found.model_copy(update={"ladder": plan.ladder, "prediction": now})
 
 
 def _rehearsed(task: Task, plan: Plan, is_fixed: bool) -> Plan:

@@ -431,12 +431,6 @@ DATA_SETS = [
         ("type int", "no samples", "return tensors from collate"),
     ),
     Bad(
-        "parts-disagree-in-a-proof",
-        "CHANGES = dict(collate=lambda s: dict(x=torch.zeros(len(s), 3), y=torch.zeros(len(s) + 1)))\n",
-        ("disagree", "batch['x'] has", "batch['y'] has", "dim 0"),
-        "verify task.py",
-    ),
-    Bad(
         "single-sample-to-verify",
         "CHANGES = dict(train=TensorDataset(X[:1], Y[:1]))\n",
         ("single sample",),

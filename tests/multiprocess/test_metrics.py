@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from tests.equivalence.reference import plan_for
 from torch import nn
@@ -15,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.errors import LossError
+from anybatch.parallel import vote
 
 
 def loss(names, model, batch):
@@ -41,21 +41,21 @@ def task_of(names, **changes):
 
 def trained(rank, size, names_of_ranks, shares=(1.0, 1.0), changes=None):
     """The metrics of each step, as this rank reads them, and how often ranks spoke of rare things."""
-    num_spoken, speak = [0], dist.all_gather_object
+    num_spoken, speak = [0], vote.gather_objects
 
     def counted(*args, **options):
         num_spoken[0] += 1
-        speak(*args, **options)
+        return speak(*args, **options)
 
     task = task_of(names_of_ranks[rank], **(changes or {}))
     found = []
     with ab.Session(task, plan_for(task, 2, parallel="replicate", shares=shares)) as session:
         steps = session.steps()
-        dist.all_gather_object = counted
+        vote.gather_objects = counted
         try:
             found.extend(list(step.metrics.items()) for step in steps)
         finally:
-            dist.all_gather_object = speak
+            vote.gather_objects = speak
     return found, num_spoken[0]
 
 

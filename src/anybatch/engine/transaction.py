@@ -417,9 +417,10 @@ class Transactions:
 
     def _check_loss(self, micro: MicroBatch, source: Source) -> None:
         """Before the first pass of a step that is cut: whether the loss adds up over its samples.
-        Not where the model is divided: the other ranks would wait inside the pass."""
+        A joint loss need not, and where the model is divided the other ranks would wait inside the
+        pass."""
         is_cut = not micro.last or self._group.size > 1
-        if not is_cut or self._group.lockstep:
+        if not is_cut or self._group.lockstep or self._replica.is_joint:
             return
         self._is_loss_checked = True
         others = [self._device] if self._device.type == "cuda" else []

@@ -226,7 +226,7 @@ class GlobalStep:
     def first_samples(self, most: int, batch: Any) -> tuple[Callable[[int, int], Any], int]:
         """See `engine.Source`. Where each of the parts of `batch` shows its samples they are cut from
         it, else collated by themselves."""
-        parts = [part for part in self._given.parts[: most + 1] if part]
+        parts = [part for part in self._given.parts if part][: most + 1]
         if len(parts[0]) >= most and shows_samples(batch):
             return partial(slice_batch, batch), most
         start, stop = parts[0].start, parts[0].stop
