@@ -229,7 +229,8 @@ class Task:
         train: map-style data set (with `__len__` and `__getitem__`, and `__getitems__` where it
             has it), or an iterable one.
         valid: held-out data set, evaluated at the end of each epoch (or every `evaluate_every`
-            steps), or None.
+            steps), or None. A stream without a length that gives more samples than 100,000, and than
+            the whole training, is taken for one without an end, which is an error.
         global_batch: samples per optimizer step, over all micro-batches and ranks; or `Tokens`, or a
             `Ramp`, which grows.
         epochs, steps, samples: length of training; exactly one of them.

@@ -44,23 +44,30 @@ class NormsOutside:
         """The next pass is the first one of its step."""
         self._passes = 0
 
+    def are_there(self) -> bool:
+        """Whether the loss may run such a norm, so that passes over other samples differ."""
+        return any(looks_across_samples(norm, norm.training) for norm in self._norms())
+
+    def _norms(self) -> dict[_BatchNorm, str]:
+        if self._watched is None:
+            self._watched = _norms_of(self._function, self._model)
+        return self._watched
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Around the forward of a pass."""
-        if self._watched is None:
-            self._watched = _norms_of(self._function, self._model)
-        if not self._watched:
+        if not self._norms():
             yield
             return
         self._passes += 1
         if self._found:
             if self._passes > 1:
-                self._warn(self._found[0], self._watched[self._found[0]])
+                self._warn(self._found[0], self._norms()[self._found[0]])
                 self._found, self._watched = [], {}
             yield
             return
         with ExitStack() as hooks:
-            for norm in self._watched:
+            for norm in self._norms():
                 hooks.enter_context(norm.register_forward_pre_hook(self._look))
             yield
 

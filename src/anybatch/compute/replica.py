@@ -360,8 +360,8 @@ class Replica:
                     self._is_loss_known = True
                     self._is_told |= warn_of_reduction(self.loss_as_given, returned, num_samples)
                 loss = read_loss(returned, partial(samples_left, batch, num_samples))
-                is_plain = isinstance(returned, Tensor) and not self.is_joint
-                if num_samples and is_plain and loss.weight and detect_fake_mode() is None:
+                is_real = not self.is_joint and detect_fake_mode() is None
+                if num_samples and is_real and isinstance(returned, Tensor) and loss.weight:
                     self._means.note(returned, float(loss.weight))
                 mean = returned if whole and isinstance(returned, Tensor) else None
                 del returned  # or backward would hold what the loss has beside its sum
@@ -426,7 +426,8 @@ class Replica:
         own = self.loss_as_given
         ours = (getattr(own, "__module__", None) or "").startswith("anybatch.")
         compiled = self._kernels.compile or kernel_choices.is_compiled(self.model)
-        if self._joint is not None or ours or compiled:  # each new shape would be compiled
+        # Each new shape would be compiled. Norms beside the model are told of by themselves.
+        if self._joint is not None or ours or compiled or self._outside.are_there():
             return True
         plain = False
 
