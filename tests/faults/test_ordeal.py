@@ -19,3 +19,17 @@ def test_whatever_happens_to_a_run_its_end_is_the_same(tmp_path: Path):
     assert sum(story.faults.values()) >= 1
     story = ordeal.run(seed=2, kinds=KILLS, num_faults=1, most_ranks=3, pace=(0.0, 1.0))
     assert not story.wrong, story
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.parametrize("reproducible", [False, True], ids=["two ranks", "reproducible"])
+def test_a_model_with_dropout_ends_with_the_same_bits_after_kills(
+    reproducible: bool, tmp_path: Path
+):
+    ordeal = Ordeal(tmp_path, epochs=2, dropout=0.3, reproducible=reproducible)
+    ordeal.undisturbed()
+    story = ordeal.run(seed=3, kinds=KILLS, num_faults=1, most_ranks=3, pace=(0.0, 0.5))
+    assert not story.wrong, story
+    assert sum(story.faults.values()) == 1
+    assert story.deviation == 0.0

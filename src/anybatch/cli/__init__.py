@@ -55,6 +55,11 @@ _app.command(cls=BareOptions)(report)
 _app.command()(recipes)
 _app.command(cls=BareOptions)(doctor)
 
+_NO_MEMORY = (
+    "memory ran out where there was no step to do again: see what else runs on this machine, and the"
+    " limits of this process (`ulimit -v`, `ulimit -d`, the container's)."
+)
+
 # typer stands on click, or carries a copy of it, by version; this is the class of either.
 _UsageError: Any = typer.BadParameter.__base__
 
@@ -99,6 +104,10 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:  # whoever read the output has gone (`anybatch plan ... | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1  # as rich, which meets it first where a table is printed
+    except MemoryError:
+        if _is_rank():
+            raise  # its agent may start it again
+        return _tell(_NO_MEMORY, 1)
     except Exception as error:
         from anybatch.recipes import own_traceback
 
