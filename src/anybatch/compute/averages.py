@@ -7,6 +7,7 @@ weights. Nothing is refused for it, since a step that is not cut is right all th
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -197,20 +198,29 @@ class CountedMeans:
         return None
 
 
+def _at_hand(node: Any, name: str) -> Tensor | None:
+    """A tensor that `node` has saved; None where it would have to be recomputed or fetched."""
+    raw = getattr(node, f"_raw_saved_{name}")
+    return None if raw.unpack_hook is not None else getattr(node, f"_saved_{name}")
+
+
 def _counted(node: Any) -> tuple[str, Tensor | float | None]:
     """What a mean at `node` would be told by, and the number of elements that it is over; None: it is
     no mean."""
     name, reduction = node.name(), getattr(node, "_saved_reduction", None)
     if name in _LIKELIHOODS and reduction == _MEAN:
-        classes = node._saved_weight is not None
-        sentence = _CLASSES if classes else _LEFT_OUT.format(_signed(node._saved_ignore_index))
-        return sentence, node._saved_total_weight
+        ignored = _signed(node._saved_ignore_index)
+        is_weighed = getattr(node._raw_saved_weight, "data", None) is not None
+        sentence = _CLASSES if is_weighed else _LEFT_OUT.format(ignored)
+        return sentence, _at_hand(node, "total_weight")
     if name.startswith("MeanBackward"):
         return _UNEQUAL, node._saved_self_sym_numel
-    if reduction == _MEAN and type(getattr(node, "_saved_self", None)) is Tensor:
-        return _UNEQUAL, node._saved_self.numel()
-    if name == "DivBackward0" and type(other := node._saved_other) is Tensor and not other.dim():
-        return _UNEQUAL, None if other.requires_grad else other
+    if reduction == _MEAN and node.next_functions[0][0] is not None:  # what is averaged has a graph
+        before, place = node.next_functions[0]
+        return _UNEQUAL, math.prod(before._input_metadata[place].shape)
+    if name == "DivBackward0":
+        other = _at_hand(node, "other")
+        return _UNEQUAL, None if other is None or other.dim() or other.requires_grad else other
     return "", None
 
 
