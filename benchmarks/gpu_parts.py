@@ -24,8 +24,8 @@ from benchmarks.memory.run import BUDGET, VARIANTS, cells_of, measure, others, t
 
 import anybatch as ab
 from anybatch.compute.lm_loss import Backend
-from anybatch.files import cache_folder
 from anybatch.machine import Machine
+from anybatch.process.files import cache_folder
 
 MARK = "@part "
 CELL = "cell: "
@@ -55,7 +55,7 @@ def parts() -> dict[str, Callable[[], Any]]:
 def device() -> dict[str, Any]:
     """What the process holds beside tensors, against what is taken where no GPU is, and the speeds that
     the data sheet has, against those of large operations."""
-    from anybatch.driver import TYPICAL_CONTEXT_BYTES, context_bytes, process_bytes_on
+    from anybatch.process.cuda_driver import TYPICAL_CONTEXT_BYTES, context_bytes, process_bytes_on
 
     here = Machine.here(device="cuda").device
     index = torch.device("cuda", 0)

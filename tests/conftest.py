@@ -19,8 +19,8 @@ import psutil
 import pytest
 from tests.crew import Crew
 
-from anybatch import planning
 from anybatch.engine import transaction
+from anybatch.runs import planning
 
 try:
     import resource

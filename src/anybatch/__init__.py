@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from anybatch.errors import PeerLost as PeerLost
     from anybatch.errors import Stopped as Stopped
     from anybatch.errors import StopTraining as StopTraining
-    from anybatch.evaluating import Evaluation as Evaluation
-    from anybatch.evaluating import evaluate as evaluate
-    from anybatch.exporting import Exported as Exported
-    from anybatch.exporting import export as export
     from anybatch.insight.batch_change import BatchChange as BatchChange
     from anybatch.insight.rescale import rescale as rescale
     from anybatch.machine import Machine as Machine
@@ -40,7 +36,6 @@ if TYPE_CHECKING:
     from anybatch.parallel.data_parallel import DataParallelModel as DataParallelModel
     from anybatch.parallel.data_parallel import gather as gather
     from anybatch.parallel.group import Wish as Wish
-    from anybatch.planning import plan as plan
     from anybatch.plans import Exchange as Exchange
     from anybatch.plans import KernelChoices as KernelChoices
     from anybatch.plans import Outer as Outer
@@ -52,10 +47,15 @@ if TYPE_CHECKING:
     from anybatch.recipes.schedules import warmup_constant as warmup_constant
     from anybatch.recipes.schedules import warmup_cosine as warmup_cosine
     from anybatch.recipes.schedules import warmup_linear as warmup_linear
-    from anybatch.run import Result as Result
-    from anybatch.run import train as train
-    from anybatch.scaling import scale as scale
-    from anybatch.session import Session as Session
+    from anybatch.runs.evaluate import Evaluation as Evaluation
+    from anybatch.runs.evaluate import evaluate as evaluate
+    from anybatch.runs.export import Exported as Exported
+    from anybatch.runs.export import export as export
+    from anybatch.runs.planning import plan as plan
+    from anybatch.runs.scale import scale as scale
+    from anybatch.runs.session import Session as Session
+    from anybatch.runs.train import Result as Result
+    from anybatch.runs.train import train as train
     from anybatch.state import load_weights as load_weights
     from anybatch.state import save_adapters as save_adapters
     from anybatch.state import save_weights as save_weights
@@ -177,7 +177,7 @@ def __getattr__(name: str) -> Any:
         return version("anybatch")
     if name not in _WHERE:
         raise AttributeError(f"module 'anybatch' has no attribute {name!r}")
-    from anybatch import libraries
+    from anybatch.process import libraries
 
     with libraries.loading():
         value = getattr(import_module(f"anybatch.{_WHERE[name]}"), name)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from anybatch import early_signals
+from anybatch.process import early_stop_signal
 
 
 def main() -> None:
     """Run the command line, as `anybatch.cli.main` does. Its imports end quietly by Ctrl-C, too."""
-    with early_signals.ending_at_once():
+    with early_stop_signal.ending_at_once():
         from anybatch.cli import main
     main()
 

@@ -14,10 +14,10 @@ from typing import Literal
 import torch
 
 from anybatch import catalogue
-from anybatch.driver import beside_bytes
 from anybatch.errors import InputError
-from anybatch.host_memory import host_memory
-from anybatch.threads import num_cores
+from anybatch.process.cuda_driver import beside_bytes
+from anybatch.process.host_memory import host_memory
+from anybatch.process.threads import num_cores
 from anybatch.units import format_bytes, parse_bytes
 
 DeviceKind = Literal["cpu", "cuda"]

@@ -68,7 +68,6 @@ from anybatch.data import (
 from anybatch.data import slice_batch as slice_samples
 from anybatch.data.evaluation import MOST_WITHOUT_LENGTH, check_ends
 from anybatch.data.generators import Borrowed
-from anybatch.driver import take_workspaces
 from anybatch.engine import (
     Ambient,
     Committed,
@@ -105,6 +104,7 @@ from anybatch.plans import (
     parse_compile,
     parse_precision,
 )
+from anybatch.process.cuda_driver import take_workspaces
 from anybatch.rank import REHEARSED_PASSES
 from anybatch.rank.rehearsing import Rehearsing
 from anybatch.side_effects import code_of

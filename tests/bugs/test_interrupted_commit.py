@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 import anybatch as ab
 from anybatch.errors import Stopped
 from anybatch.events import StepDone
-from anybatch.saving import Every, kept
+from anybatch.runs.saving import Every, kept
 
 NUMBERS = signal.SIGINT, signal.SIGTERM
 

@@ -16,7 +16,7 @@ from tests.equivalence.worlds import World, task_of
 
 import anybatch as ab
 from anybatch.errors import Stopped
-from anybatch.saving import Every, kept
+from anybatch.runs.saving import Every, kept
 
 
 @pytest.fixture(autouse=True)

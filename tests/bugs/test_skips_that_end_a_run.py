@@ -16,7 +16,7 @@ from tests.faults.bad_data import NAN, RAISES, Faulty, FaultyStream, task_of
 import anybatch as ab
 from anybatch.errors import DataError, LossError
 from anybatch.events import CheckpointSaved
-from anybatch.saving import Every, kept
+from anybatch.runs.saving import Every, kept
 
 UNREADABLE = dict.fromkeys(range(13, 36), RAISES)
 LAST = dict.fromkeys(range(36, 40), NAN)  # of a stream: where it ends cannot be told from an error

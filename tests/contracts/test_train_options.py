@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from anybatch import planning, run
 from anybatch.cli.train import train as command
+from anybatch.runs import planning
+from anybatch.runs import train as run
 
 OF_THE_COMMAND = {"context", "global_batch", "settings", "why"}
 OF_THE_COMMAND |= {"compile_if_faster"}  # in Python a value of `compile`

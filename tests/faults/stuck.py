@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 import anybatch as ab
 from anybatch.engine import stall, watchdog
 from anybatch.launch import find
-from anybatch.session import joined
+from anybatch.runs.session import joined
 
 STEP = 4
 """In which it hangs: what is done for the first time is behind."""

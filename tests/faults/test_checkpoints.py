@@ -491,7 +491,7 @@ def test_what_another_process_is_writing_is_left_alone(tmp_path, monkeypatch):
         (partial,) = hidden(tmp_path)
         assert newest_step(tmp_path) is None
         assert hidden(tmp_path) == [partial]
-        monkeypatch.setattr("anybatch.locks.LOCK_SECONDS", 0.0)
+        monkeypatch.setattr("anybatch.process.locks.LOCK_SECONDS", 0.0)
         other = Checkpoints(tmp_path, SingleDevice())
         other.save(content(2), 2)
         (failed,) = other.finished()

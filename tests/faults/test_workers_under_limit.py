@@ -8,7 +8,7 @@ import pytest
 
 from anybatch.engine.limit import _SLACK_BYTES
 from anybatch.machine import can_enforce
-from anybatch.threads import SMALL_STACK_BYTES
+from anybatch.process.threads import SMALL_STACK_BYTES
 
 pytestmark = [
     pytest.mark.faults,

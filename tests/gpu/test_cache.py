@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
-from anybatch.driver import context_bytes, process_bytes_on, take_workspaces
 from anybatch.engine.meter import CudaMeter
 from anybatch.estimate.allocator import CudaCache
 from anybatch.estimate.trace import Block, Timeline
 from anybatch.estimate.workspaces import workspaces_of
 from anybatch.machine import Machine
+from anybatch.process.cuda_driver import context_bytes, process_bytes_on, take_workspaces
 
 pytestmark = [
     pytest.mark.gpu,

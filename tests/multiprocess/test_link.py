@@ -13,11 +13,11 @@ from tests.crew import Crew
 from tests.equivalence.worlds import World, task_of
 
 import anybatch as ab
-from anybatch import planning
 from anybatch.engine.process import status, trim
 from anybatch.errors import PeerLost, RankLost
 from anybatch.machine import Machine
 from anybatch.parallel import link as measuring
+from anybatch.runs import planning
 
 CPU = torch.device("cpu")
 ENOUGH = 1 << 20
@@ -128,7 +128,7 @@ def unmeasured(rank, size):
     task = task_of(World(steps=2))
     plan = ab.plan(task)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("anybatch.planning.measured_link", never)
+        patch.setattr("anybatch.runs.planning.measured_link", never)
         elsewhere = ab.plan(task, Machine.describe("8GiB"), ranks=2)
         result = ab.train(task, plan=plan, progress=False)
     return elsewhere, result.plan

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup, new_group
 from anybatch.errors import LaunchError
 from anybatch.launch import call, find, join
 from anybatch.parallel.objects import broadcast_object, gather_objects
-from anybatch.signing import SECRET
+from anybatch.process.signing import SECRET
 
 
 class Attack:

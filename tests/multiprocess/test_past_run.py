@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.crew import Crew, RankError
-from tests.unit.runs import FILE_TASK, Tied, X, evaluated, off, small_task, tree
+from tests.unit.small_runs import FILE_TASK, Tied, X, evaluated, off, small_task, tree
 from torch import nn
 
 import anybatch as ab

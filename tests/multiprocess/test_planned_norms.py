@@ -56,7 +56,7 @@ def doubles(model: nn.Module) -> dict[str, torch.Tensor]:
 def as_planned(rank, size, knobs):
     with pytest.MonkeyPatch.context() as patch:  # the same choice on every machine
         patch.setattr(setting, "speeds_of", nominal)
-        patch.setattr("anybatch.planning.measured_link", lambda device: None)
+        patch.setattr("anybatch.runs.planning.measured_link", lambda device: None)
         plan = ab.plan(images(), **knobs)
     with ab.Session(images(), plan) as session:
         losses = [step.loss for step in session.steps()]

@@ -17,7 +17,7 @@ from anybatch.data import Steps
 from anybatch.errors import LossError
 from anybatch.events import OutOfMemory, Replanned
 from anybatch.plans import Exchange
-from anybatch.saving import Every, kept
+from anybatch.runs.saving import Every, kept
 
 WORLD = World(loss="weighted", optimizer="adamw", clip_norm=0.1, sometimes=True, global_batch=5)
 STALE = {"parallel": "replicate", "exchange": Exchange(stale=True)}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.runs import small_task
+from tests.unit.small_runs import small_task
 
 import anybatch as ab
 

@@ -59,5 +59,7 @@ def test_what_may_not_be_given(metrics: Any, says: str):
 
 
 def test_torchmetrics_is_not_imported():
-    code = "import sys, anybatch.run, anybatch.metrics; sys.exit('torchmetrics' in sys.modules)"
+    code = (
+        "import sys, anybatch.runs.train, anybatch.metrics; sys.exit('torchmetrics' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 import typer
 
-from anybatch import libraries
 from anybatch.cli.bare import BareOptions
 from anybatch.cli.doctor import doctor
 from anybatch.cli.evaluate import evaluate
@@ -25,14 +24,15 @@ from anybatch.cli.scale import scale
 from anybatch.cli.submit import submit
 from anybatch.cli.train import train
 from anybatch.cli.verify import verify
-from anybatch.early_signals import (
+from anybatch.errors import AnybatchError, PeerLost, Stopped
+from anybatch.process import libraries
+from anybatch.process.early_stop_signal import (
     BEFORE_THE_FIRST_STEP,
     MARK,
     STOPPED,
     STOPPED_BY_HAND,
     StoppedEarly,
 )
-from anybatch.errors import AnybatchError, PeerLost, Stopped
 
 _app = typer.Typer(
     name="anybatch",

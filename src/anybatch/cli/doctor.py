@@ -15,7 +15,7 @@ def doctor(json: JsonFile = None) -> None:
 
     from anybatch.cli.waiting import Waiting
     from anybatch.doctor import examine
-    from anybatch.files import write_whole
+    from anybatch.process.files import write_whole
 
     with Waiting("Looking at this machine ..."):
         report = examine()

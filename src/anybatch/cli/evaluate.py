@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anybatch import libraries
 from anybatch.cli.options import (
     RunFolder,
     Settings,
@@ -14,10 +13,11 @@ from anybatch.cli.options import (
     TaskOfRun,
     settings_of,
 )
+from anybatch.process import libraries
 
 if TYPE_CHECKING:
-    from anybatch.evaluating import Evaluation
     from anybatch.events import Event
+    from anybatch.runs.evaluate import Evaluation
 
 
 def evaluate(
@@ -63,10 +63,10 @@ def evaluate(
     with libraries.loading():
         from rich.console import Console
 
-        from anybatch.evaluating import evaluate as run_evaluation
         from anybatch.events import Evaluated
         from anybatch.launch import find
         from anybatch.report import Progress, print_evaluation
+        from anybatch.runs.evaluate import evaluate as run_evaluation
 
     with Progress(Console(stderr=True)) as progress:
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from anybatch import libraries
 from anybatch.cli.options import RunFolder, Settings, Step, TaskOfRun, settings_of
+from anybatch.process import libraries
 
 
 def export(
@@ -41,8 +41,8 @@ def export(
 ) -> None:
     """Write the weights of a run for other programs."""
     with libraries.loading():
-        from anybatch.exporting import export as take_out
         from anybatch.report.sentences import counted
+        from anybatch.runs.export import export as take_out
         from anybatch.units import format_bytes
 
     form: Any = format  # what else it may be, is told there

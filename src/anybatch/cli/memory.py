@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from anybatch import libraries
 from anybatch.cli.bare import STANDARD_OUTPUT, JsonFile
 from anybatch.cli.options import (
     ChunkedLoss,
@@ -31,6 +30,7 @@ from anybatch.cli.options import (
     load_task,
     machine_of,
 )
+from anybatch.process import libraries
 
 
 def memory(
@@ -76,12 +76,12 @@ def memory(
 
         from anybatch.errors import InputError, NoPlanFits
         from anybatch.estimate import subject_of
-        from anybatch.files import write_whole
         from anybatch.machine import Machine
         from anybatch.planner import account, smallest_micro_batch
-        from anybatch.planning import plan as make_plan
         from anybatch.plans import parse_parallel, parse_sharding
+        from anybatch.process.files import write_whole
         from anybatch.report import print_ledger, write_ledger
+        from anybatch.runs.planning import plan as make_plan
 
     loaded = load_task(task, settings, global_batch, reproducible, grain)
     where = machine_of(device, devices) or Machine.here()

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from anybatch import libraries
 from anybatch.cli.options import (
     ChunkedLoss,
     Compile,
@@ -32,6 +31,7 @@ from anybatch.cli.options import (
     load_task,
     machine_of,
 )
+from anybatch.process import libraries
 
 
 def plan(
@@ -71,10 +71,10 @@ def plan(
 
         from anybatch.cli.waiting import Waiting
         from anybatch.launch import find
-        from anybatch.planning import plan as make_plan
-        from anybatch.planning import with_norms
         from anybatch.plans import parse_parallel, parse_sharding
         from anybatch.report import print_plan, write_frontier
+        from anybatch.runs.planning import plan as make_plan
+        from anybatch.runs.planning import with_norms
 
     loaded, norms_at = with_norms(
         load_task(task, settings, global_batch, reproducible, grain), norms

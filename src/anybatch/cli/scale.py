@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from anybatch import libraries
 from anybatch.cli.options import (
     DeviceName,
     GlobalBatch,
@@ -19,6 +18,7 @@ from anybatch.cli.options import (
     machine_of,
 )
 from anybatch.errors import InputError
+from anybatch.process import libraries
 
 
 def scale(
@@ -50,7 +50,7 @@ def scale(
         from anybatch.data import largest_batch
         from anybatch.plans import parse_parallel
         from anybatch.report import print_scale
-        from anybatch.scaling import scale as measure
+        from anybatch.runs.scale import scale as measure
 
     counts = _counts(ranks)
     way = parse_parallel(parallel)

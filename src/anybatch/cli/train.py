@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anybatch import early_signals, libraries
 from anybatch.cli.options import (
     ChunkedLoss,
     Compile,
@@ -32,10 +31,11 @@ from anybatch.cli.options import (
     compile_of,
     load_task,
 )
+from anybatch.process import early_stop_signal, libraries
 
 if TYPE_CHECKING:
     from anybatch.events import Sink
-    from anybatch.run import PlanOptions
+    from anybatch.runs.train import PlanOptions
 
 
 def train(
@@ -179,7 +179,7 @@ def train(
     why: Why = False,
 ) -> None:
     """Plan a task, show the plan, and train it to the end."""
-    early_signals.end_with_status_75()  # before anything slow
+    early_stop_signal.end_with_status_75()  # before anything slow
 
     with libraries.loading():
         from rich.console import Console
@@ -189,7 +189,6 @@ def train(
         from anybatch.launch import find, parse_nodes, read_secret, run_command
         from anybatch.parallel import exchange as tell
         from anybatch.parallel import leads
-        from anybatch.planning import check_started, checked_ranks, with_norms
         from anybatch.plans import (
             Plan,
             parse_balance,
@@ -209,9 +208,10 @@ def train(
             run_folder,
             tensorboard_folder,
         )
-        from anybatch.run import Keeping, PlanOptions, choose_plan, num_processes
-        from anybatch.run import train as run_training
-        from anybatch.session import joined
+        from anybatch.runs.planning import check_started, checked_ranks, with_norms
+        from anybatch.runs.session import joined
+        from anybatch.runs.train import Keeping, PlanOptions, choose_plan, num_processes
+        from anybatch.runs.train import train as run_training
 
     check_backend(backend)
     way = parse_parallel(parallel)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anybatch import libraries
 from anybatch.cli.options import (
     ChunkedLoss,
     GlobalBatch,
@@ -17,6 +16,7 @@ from anybatch.cli.options import (
     TaskName,
     load_task,
 )
+from anybatch.process import libraries
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,8 +41,8 @@ def verify(
     with libraries.loading():
         from rich.console import Console
 
-        from anybatch.planning import plan
         from anybatch.proof import verify as prove
+        from anybatch.runs.planning import plan
 
     loaded = load_task(task, settings, global_batch)
     chosen = plan(

@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from anybatch.compute.blocks import ROOT, find_blocks, match_blocks, modules_of
 from anybatch.compute.patch import replace_forward
 from anybatch.errors import InputError
-from anybatch.files import cache_folder
 from anybatch.plans import KernelChoices, Recompute
+from anybatch.process.files import cache_folder
 
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 """Layers that have kernels of their own for channels-last tensors."""

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from anybatch.compute import several_optimizers
 from anybatch.errors import InputError
-from anybatch.silence import silenced
+from anybatch.process.log_filter import silenced
 
 _MANY_BLOCKS = 4096
 """torchao leaves states of fewer values than this as they are."""

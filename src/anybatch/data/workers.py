@@ -46,7 +46,7 @@ from anybatch.data.fetch import Piece, Request, SampleFetch
 from anybatch.data.shared_memory import check_shared_memory
 from anybatch.errors import DataError
 from anybatch.oom import is_memory_error
-from anybatch.threads import begin, has_room, small_stacks
+from anybatch.process.threads import begin, has_room, small_stacks
 
 DEADLINE_SECONDS = 240.0
 """How long a batch is waited for while no worker loads any sample. Less than the watchdog of a rank

@@ -31,8 +31,8 @@ def look() -> Facts:
     limit."""
     import psutil
 
-    from anybatch.control_group import group_here
-    from anybatch.threads import num_cores
+    from anybatch.process.control_group import group_here
+    from anybatch.process.threads import num_cores
 
     group = group_here()
     memory, overcommit = psutil.virtual_memory(), _text("/proc/sys/vm/overcommit_memory")
@@ -231,7 +231,7 @@ def _kernel(host: Facts) -> Iterator[Finding]:
 
 def look_folders() -> Facts:
     """The folders that are written to, each tested by writing to it."""
-    from anybatch.files import cache_folder
+    from anybatch.process.files import cache_folder
 
     try:
         temporary = _folder(Path(tempfile.gettempdir()))

@@ -52,7 +52,6 @@ from torch.optim import Optimizer
 
 from anybatch.compute.low_bit_optimizers import parts_of
 from anybatch.data import map_leaves
-from anybatch.driver import release_unused
 from anybatch.engine.meter import CpuMeter, CudaMeter, Meter
 from anybatch.engine.process import (
     filled_addresses,
@@ -66,8 +65,9 @@ from anybatch.engine.process import (
 from anybatch.engine.script_bytes import ScriptBytes
 from anybatch.engine.shared_limit import SharedLimit
 from anybatch.errors import InputError
-from anybatch.host_memory import host_memory
 from anybatch.plans import FreedMemory, Plan
+from anybatch.process.cuda_driver import release_unused
+from anybatch.process.host_memory import host_memory
 from anybatch.units import format_bytes
 
 if sys.platform != "win32":

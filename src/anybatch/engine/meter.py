@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import psutil
 import torch
 
-from anybatch.driver import beside_bytes, release_unused, release_workspaces
 from anybatch.engine.process import filled_addresses, free_in_heap, reset_peak, status
 from anybatch.engine.script_bytes import ScriptBytes
+from anybatch.process.cuda_driver import beside_bytes, release_unused, release_workspaces
 
 
 class Meter(ABC):

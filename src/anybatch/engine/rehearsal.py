@@ -29,7 +29,7 @@ from anybatch.engine.step_thread import StepThread
 from anybatch.oom import MemoryFailure, as_memory_failure
 from anybatch.parallel import Group
 from anybatch.plans import Choice, KernelChoices
-from anybatch.threads import Stopwatch
+from anybatch.process.threads import Stopwatch
 
 _CUDA_PASSES, _CUDA_SECONDS = 10, 1.0
 

@@ -33,9 +33,9 @@ import torch
 
 from anybatch.engine.limit import Limit
 from anybatch.engine.process import trim
-from anybatch.interrupts import held
 from anybatch.oom import MemoryFailure
-from anybatch.threads import begin
+from anybatch.process.interrupts import held
+from anybatch.process.threads import begin
 
 T = TypeVar("T")
 

@@ -33,7 +33,6 @@ from anybatch.compute.loss_check import LOOKED_AT
 from anybatch.data import Bad, BadSamples, to_device, told_samples
 from anybatch.data.evaluation import join
 from anybatch.data.generators import Borrowed
-from anybatch.driver import release_unused
 from anybatch.engine.compute_timer import ComputeTimer
 from anybatch.engine.growth import Growth
 from anybatch.engine.headroom import Crossing, Headroom
@@ -53,11 +52,12 @@ from anybatch.engine.step_thread import StepThread
 from anybatch.engine.totals import Means, Names, Totals, over_parts
 from anybatch.errors import DataError, LossError, NoPlanFits, PeerLost, RankLost
 from anybatch.events import Overflowed, Replanned, Sink, step_number
-from anybatch.interrupts import held
 from anybatch.oom import as_memory_failure, is_limited
 from anybatch.parallel import Agreed, Group, PassAbandoned, Wish
 from anybatch.parallel.failures import Outdated, RankReport, first_error, memory_events
 from anybatch.plans import Plan
+from anybatch.process.cuda_driver import release_unused
+from anybatch.process.interrupts import held
 
 LEAST_LOSS_SCALE = 2.0**-14
 """Below this scale, which is that of float16's smallest normal number, gradients that still overflow

@@ -16,10 +16,10 @@ from pydantic import TypeAdapter
 
 from anybatch.errors import InputError
 from anybatch.estimate.calibration_store import Where, forget_speeds, read, where, write
-from anybatch.files import cache_folder
 from anybatch.machine import Device, Machine
 from anybatch.plans import Plan, TaskIdentity
-from anybatch.threads import MOST_IDLE
+from anybatch.process.files import cache_folder
+from anybatch.process.threads import MOST_IDLE
 
 _KEPT = 60
 """Runs that are remembered per device."""

@@ -26,8 +26,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from anybatch.estimate.calibration import Speeds, nominal
 from anybatch.estimate.calibration_apart import SPEEDS, measure_apart
-from anybatch.files import cache_folder
 from anybatch.machine import Device
+from anybatch.process.files import cache_folder
 
 FORMAT = 6
 """Of the files, and of the way in which speeds are measured."""

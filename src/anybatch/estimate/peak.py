@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from anybatch.driver import TYPICAL_CONTEXT_BYTES, context_bytes
 from anybatch.estimate.allocator import Allocator, CudaCache, LiveBytes, Taken
 from anybatch.estimate.allocator_settings import settings_here
 from anybatch.estimate.cuda import is_overlaid
@@ -28,6 +27,7 @@ from anybatch.estimate.kinds import KINDS, OVERHEAD, Kinds
 from anybatch.estimate.sharding import Division
 from anybatch.estimate.trace import SCRATCH, alive
 from anybatch.machine import Device
+from anybatch.process.cuda_driver import TYPICAL_CONTEXT_BYTES, context_bytes
 
 _CUDNN = (
     "Not counted: cuDNN's workspaces; where it tries its algorithms (autotuning), it may take all that"

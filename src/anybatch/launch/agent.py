@@ -28,13 +28,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from anybatch import early_signals
 from anybatch.errors import InputError, LaunchError, Stopped
 from anybatch.launch import janitor
 from anybatch.launch.exits import SAID_BY_STATUS, End, first
 from anybatch.launch.membership import find
 from anybatch.launch.network import parse_address
-from anybatch.signing import SECRET
+from anybatch.process import early_stop_signal
+from anybatch.process.signing import SECRET
 
 if TYPE_CHECKING:
     from anybatch.launch.elastic import Ending, Orders
@@ -125,7 +125,7 @@ def run_command(
         if ending.signal is not None:
             status = _status_after(ending.signal, ends)
             if status and not _tell_of_stop(ends) and status == Stopped.exit_status:
-                _tell(early_signals.BEFORE_THE_FIRST_STEP)
+                _tell(early_stop_signal.BEFORE_THE_FIRST_STEP)
             if {end.status for end in ends} == {Stopped.exit_status}:
                 _delete(orders.logs, unless=logs)  # each has said what was told
             return status

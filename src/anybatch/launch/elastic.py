@@ -42,7 +42,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from anybatch import early_signals
 from anybatch.errors import LaunchError
 from anybatch.launch import heartbeat, janitor
 from anybatch.launch.exits import End, Verdict, first, read
@@ -50,8 +49,9 @@ from anybatch.launch.heartbeat import Heartbeat
 from anybatch.launch.membership import ATTEMPT
 from anybatch.launch.network import LOOPBACK, Deadline, joined, literal, meet, route_to
 from anybatch.launch.rendezvous import Rendezvous, of_machines
-from anybatch.signing import SECRET
-from anybatch.silence import silenced
+from anybatch.process import early_stop_signal
+from anybatch.process.log_filter import silenced
+from anybatch.process.signing import SECRET
 
 _POLL_SECONDS = 0.05
 
@@ -490,7 +490,7 @@ def _answer_warnings() -> None:
     the program: only where that has no answer of its own."""
     if threading.current_thread() is not threading.main_thread():
         return
-    if early_signals.is_unanswered(signal.SIGUSR1):
+    if early_stop_signal.is_unanswered(signal.SIGUSR1):
         signal.signal(signal.SIGUSR1, _end_ranks)
 
 

@@ -21,7 +21,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from anybatch.early_signals import MARK
 from anybatch.errors import InputError, LaunchError
 from anybatch.launch import first_failure
 from anybatch.launch.hostlist import counts, hosts
@@ -35,7 +34,8 @@ from anybatch.launch.network import (
     meet,
     parse_address,
 )
-from anybatch.threads import num_cores
+from anybatch.process.early_stop_signal import MARK
+from anybatch.process.threads import num_cores
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from anybatch.launch.heartbeat import Heartbeat
 from anybatch.launch.network import Deadline, joined
-from anybatch.signing import signed, verified
+from anybatch.process.signing import signed, verified
 
 RUN = "anybatch"
 _PURPOSE = "rendezvous"

@@ -29,14 +29,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from anybatch import early_signals, libraries
-from anybatch.early_signals import MARK
 from anybatch.errors import name_of
 from anybatch.launch import first_failure
 from anybatch.launch.exits import write_whole, write_word
 from anybatch.launch.forced_exit import prepare
 from anybatch.launch.janitor import start_time
 from anybatch.launch.membership import ATTEMPT
+from anybatch.process import early_stop_signal, libraries
+from anybatch.process.early_stop_signal import MARK
 
 _PR_SET_PDEATHSIG = 1
 
@@ -44,7 +44,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Run one rank."""
     os.environ[MARK] = "1"
-    with early_signals.ending_at_once():
+    with early_stop_signal.ending_at_once():
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, {signal.SIGINT}
         )  # blocked by the agent, see there
@@ -167,7 +167,7 @@ def _command(module: str, arguments: Sequence[str], path: Path) -> None:
         status = code if isinstance(code, int) else 0 if code is None else 1
         raise
     except KeyboardInterrupt:
-        status = early_signals.STOPPED_BY_HAND
+        status = early_stop_signal.STOPPED_BY_HAND
         sys.exit(status)  # its agent says so
     except BaseException as error:
         failed = error

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from anybatch.errors import LaunchError
-from anybatch.signing import SECRET, signed, verified
+from anybatch.process.signing import SECRET, signed, verified
 
 T = TypeVar("T")
 

@@ -27,10 +27,10 @@ from torch.utils._pytree import tree_leaves
 
 from anybatch.estimate import Subject
 from anybatch.estimate.calibration_store import read, where, write
-from anybatch.files import cache_folder
 from anybatch.machine import Device
 from anybatch.planner.reserve import reserve_of
 from anybatch.plans import Plan
+from anybatch.process.files import cache_folder
 
 _MOST = 200
 """Files that are kept, the most recently used ones."""

@@ -19,7 +19,6 @@ from pydantic import (
 
 from anybatch.batch_rule import read_rule
 from anybatch.errors import InputError
-from anybatch.files import write_whole
 from anybatch.plans import files
 from anybatch.plans.candidates import Candidate, FrontierPoint, Prediction, Rival
 from anybatch.plans.checks import check
@@ -36,6 +35,7 @@ from anybatch.plans.ranks import (
     check_removed,
     num_units,
 )
+from anybatch.process.files import write_whole
 
 VERSION = 1
 

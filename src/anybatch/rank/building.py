@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from anybatch.compute import Replica
 from anybatch.compute.building import checked_optimizer, optimizer_for, place
 from anybatch.data import largest_batch
-from anybatch.driver import take_workspaces
 from anybatch.estimate import identify
 from anybatch.parallel import Group
 from anybatch.parallel.failures import together
 from anybatch.plans import Plan
+from anybatch.process.cuda_driver import take_workspaces
 from anybatch.state import frozen_checksums
 from anybatch.task import Task
 

@@ -6,7 +6,7 @@ import math
 import time
 
 from anybatch.events import Sink, Starved
-from anybatch.threads import num_cores
+from anybatch.process.threads import num_cores
 
 _STEPS = 5
 """That are looked at before anything is said; the first of a run starts workers, and is passed over."""

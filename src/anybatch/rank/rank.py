@@ -67,6 +67,7 @@ from anybatch.machine import Machine
 from anybatch.parallel import Group, Wish
 from anybatch.parallel.failures import together
 from anybatch.plans import Choice, KernelChoices, Plan
+from anybatch.process.threads import Stopwatch
 from anybatch.rank.archive import Archive
 from anybatch.rank.batches import Batches
 from anybatch.rank.building import build
@@ -87,7 +88,6 @@ from anybatch.rank.rehearsing import Rehearsing
 from anybatch.rank.step_parts import parts_of
 from anybatch.state import Checkpoints, TrainingState, load_weights
 from anybatch.task import Progress, Task
-from anybatch.threads import Stopwatch
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -32,8 +32,8 @@ from anybatch.events import (
     StepDone,
     Tried,
 )
-from anybatch.locks import kept_by_one
 from anybatch.plans import Plan
+from anybatch.process.locks import kept_by_one
 from anybatch.report.log import EventLog, set_damaged_aside, sound_events
 from anybatch.report.thinning import Thinning
 

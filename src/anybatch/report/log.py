@@ -18,7 +18,7 @@ from typing import Self
 
 from anybatch.errors import InputError, StopTraining
 from anybatch.events import Event, Sink, StepDone, from_json, to_json
-from anybatch.files import Records
+from anybatch.process.files import Records
 
 _LOOK_SECONDS = 0.1
 _HANGS_SECONDS = 60.0

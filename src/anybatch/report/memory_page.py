@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anybatch.files import write_whole
 from anybatch.plans import Plan
+from anybatch.process.files import write_whole
 from anybatch.report import figures, html, ledger_figures
 from anybatch.report.choice_table import points_of, with_plan
 from anybatch.report.layers import every_row, rows_of

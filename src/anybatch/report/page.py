@@ -34,10 +34,10 @@ from anybatch.events import (
     Straggler,
     Tried,
 )
-from anybatch.files import write_whole
 from anybatch.insight.noise_series import Block
 from anybatch.insight.noise_text import lines, mean_batch, unmeasured
 from anybatch.plans import Plan
+from anybatch.process.files import write_whole
 from anybatch.report import figures, html, noise_figure
 from anybatch.report.log import iterate
 from anybatch.report.record import Record

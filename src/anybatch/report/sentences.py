@@ -28,7 +28,7 @@ from anybatch.events import (
     Tried,
     whereabouts,
 )
-from anybatch.threads import MOST_IDLE
+from anybatch.process.threads import MOST_IDLE
 from anybatch.units import format_bytes, format_count, format_seconds
 
 _SHOWN = 8  # samples that a sentence names

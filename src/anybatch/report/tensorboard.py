@@ -29,10 +29,10 @@ from anybatch.events import (
     StepDone,
 )
 from anybatch.plans import Plan
+from anybatch.process.threads import small_stacks
 from anybatch.report.folder import TENSORBOARD
 from anybatch.report.log import iterate
 from anybatch.report.sentences import describe
-from anybatch.threads import small_stacks
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

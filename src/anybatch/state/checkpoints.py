@@ -34,11 +34,11 @@ from torch import Tensor
 from anybatch.errors import AnybatchError, InputError, PeerFailed
 from anybatch.oom import is_memory_error
 from anybatch.parallel import Group
+from anybatch.process.threads import begin
 from anybatch.state.blocks import DTYPES, Buffer, DataFile
 from anybatch.state.content import Content
 from anybatch.state.folder import Folder, told_by_system
 from anybatch.state.manifest import Manifest, Slice, data_name, read_manifest
-from anybatch.threads import begin
 
 _VERIFY_BYTES = 64 << 20  # read by one thread at a time
 _VERIFY_THREADS = 4

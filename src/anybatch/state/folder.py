@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import final
 
-from anybatch import locks
 from anybatch.errors import InputError
-from anybatch.locks import Release
+from anybatch.process import locks
+from anybatch.process.locks import Release
 
 _VISIBLE = re.compile(r"step-(\d{8,18})")
 _HIDDEN = re.compile(r"\.step-(\d{8,18})-[0-9a-f]{8}\.(partial|removed|replaced)")

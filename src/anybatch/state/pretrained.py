@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from anybatch.errors import InputError
-from anybatch.files import whole_folder
+from anybatch.process.files import whole_folder
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 

@@ -51,8 +51,8 @@ from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from anybatch.errors import InputError
-from anybatch.locks import Release
 from anybatch.parallel.vote import calling
+from anybatch.process.locks import Release
 from anybatch.state.blocks import (
     DTYPES,
     DataFile,

@@ -135,14 +135,14 @@ def test_an_agent_that_is_killed_leaves_nothing(
 WAITING = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from anybatch import early_signals
+from anybatch.process import early_stop_signal
 from anybatch.launch import run_command
-early_signals.end_with_status_75()
+early_stop_signal.end_with_status_75()
 try:
     run_command(
         ["devices"], 1, nodes=2, rendezvous=sys.argv[2], secret="of these machines"
     )
-except early_signals.StoppedEarly:
+except early_stop_signal.StoppedEarly:
     sys.exit(75)
 """
 

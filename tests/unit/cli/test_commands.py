@@ -346,7 +346,7 @@ def test_a_fault_of_anybatch_keeps_its_traceback(
     def broken(*_arguments: object) -> None:
         raise ZeroDivisionError("a fault of anybatch")
 
-    monkeypatch.setattr("anybatch.planning.subject_of", broken)
+    monkeypatch.setattr("anybatch.runs.planning.subject_of", broken)
     with pytest.raises(ZeroDivisionError, match="a fault of anybatch"):
         run(["plan", "task.py"])
 

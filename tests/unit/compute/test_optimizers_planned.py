@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
-from anybatch.driver import TYPICAL_CONTEXT_BYTES
 from anybatch.errors import NoPlanFits
 from anybatch.machine import Machine
 from anybatch.plans import Choice, Plan
+from anybatch.process.cuda_driver import TYPICAL_CONTEXT_BYTES
 
 MIB = 1 << 20
 WIDTH, LAYERS = 2048, 16

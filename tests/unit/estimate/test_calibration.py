@@ -13,9 +13,9 @@ from tests.unit.estimate.test_seconds import even
 from anybatch.estimate import calibration, calibration_store
 from anybatch.estimate.calibration_history import Correction, correction, remember
 from anybatch.estimate.calibration_store import forget_speeds, speeds_of, where
-from anybatch.files import cache_folder
 from anybatch.machine import Machine
 from anybatch.plans import Choice, Plan, Prediction, TaskIdentity
+from anybatch.process.files import cache_folder
 
 CPU = Machine.here(device="cpu").device
 TASK = TaskIdentity(name="one", global_batch=8, parameters=10, trainable_parameters=10)

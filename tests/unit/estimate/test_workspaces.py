@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.driver import TYPICAL_CONTEXT_BYTES
 from anybatch.estimate import ledger, subject_of, workspaces
 from anybatch.estimate.footprint import footprint
 from anybatch.estimate.peak import context_bytes_of
@@ -18,6 +17,7 @@ from anybatch.estimate.workspaces import communicator_bytes, workspace_bytes
 from anybatch.machine import Machine
 from anybatch.planner.ranks import Layout, of_one_rank
 from anybatch.plans import Choice
+from anybatch.process.cuda_driver import TYPICAL_CONTEXT_BYTES
 
 MIB = 1 << 20
 ABSENT = Machine.describe("24GiB").device

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
-from anybatch.planning import serves_again
 from anybatch.plans import KernelChoices, Plan
+from anybatch.runs.planning import serves_again
 
 GPU = ab.Machine.describe("24GiB")
 

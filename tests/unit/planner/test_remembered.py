@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
-from anybatch.files import cache_folder
 from anybatch.plans import Plan
+from anybatch.process.files import cache_folder
 
 pytestmark = pytest.mark.rehearsed
 
@@ -45,7 +45,7 @@ def task(width: int = 48, samples: int = 256) -> ab.Task:
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """Grows by one with each search."""
-    from anybatch import planning
+    from anybatch.runs import planning
 
     found: list[None] = []
     make_plan = planning.make_plan

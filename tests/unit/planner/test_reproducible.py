@@ -13,7 +13,7 @@ import anybatch as ab
 from anybatch.errors import NoPlanFits
 from anybatch.estimate import footprint, subject_of, sums_of
 from anybatch.planner.ranks import Layout, of_one_rank
-from anybatch.planning import serves_again
+from anybatch.runs.planning import serves_again
 
 GPU = ab.Machine.describe("24GiB")
 

@@ -19,9 +19,9 @@ from tests.unit.report.fake_run import (
     write_run,
 )
 
-from anybatch import locks
 from anybatch.errors import InputError
 from anybatch.plans import Plan
+from anybatch.process import locks
 from anybatch.report import RunFolder, new_folder, next_folder, read, run_folder, write
 
 

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from anybatch.errors import InputError
 from anybatch.estimate.ledger import Holding, LayerBytes, Ledger, Moment
-from anybatch.files import write_whole
 from anybatch.planner.knobs import Knob
 from anybatch.plans import Candidate, Choice, FrontierPoint, Plan, Prediction, TaskIdentity
+from anybatch.process.files import write_whole
 from anybatch.report import print_ledger, write_frontier, write_ledger
 from anybatch.report.layers import Row, every_row, rows_of, total_row
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from anybatch.control_group import cores_of_group
+from anybatch.process.control_group import cores_of_group
 
 MOST_IDLE = 0.05
 """A thread that is alone on its core is idle for less of the time: beyond that others disturb it."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.runs import (
+from tests.unit.small_runs import (
     FILE_TASK,
     X,
     Y,
@@ -23,11 +23,11 @@ from tests.unit.runs import (
 from torch import nn
 
 import anybatch as ab
-from anybatch.evaluating import held_still
 from anybatch.events import Event, OutOfMemory, Replanned
 from anybatch.planner.reserve import budget_for
 from anybatch.recipes import resolve
 from anybatch.report import read
+from anybatch.runs.evaluate import held_still
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

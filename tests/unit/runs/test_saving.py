@@ -12,11 +12,11 @@ from tests.equivalence.worlds import World, task_of
 from tests.faults import bad_data
 
 import anybatch as ab
-from anybatch import early_signals
 from anybatch.errors import InputError, LossError, Stopped
 from anybatch.events import CheckpointSaved
 from anybatch.launch.membership import Membership
-from anybatch.saving import Every, kept
+from anybatch.process import early_stop_signal
+from anybatch.runs.saving import Every, kept
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_a_step_that_was_left_out_whole_is_made_up_for(tmp_path):
 
 def test_after_a_time(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("anybatch.saving.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("anybatch.runs.saving.time.monotonic", lambda: now[0])
     saved = []
     with session(tmp_path, saved) as running, kept(running, Every(seconds=10)) as steps:
         for _ in steps:
@@ -158,7 +158,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
 
 
 def test_a_second_signal_ends_a_command_at_once_too(tmp_path):
-    early_signals.end_with_status_75()
+    early_stop_signal.end_with_status_75()
     with session(tmp_path, []) as running, pytest.raises(Stopped, match="after step 4"):
         drive(running, [signal.SIGTERM])
     # Not the handler that says that no step was done: neither now nor for a second signal.
@@ -167,25 +167,25 @@ def test_a_second_signal_ends_a_command_at_once_too(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_command_that_has_not_begun_says_start_me_again(number):
-    early_signals.end_with_status_75()
-    with pytest.raises(early_signals.StoppedEarly):
+    early_stop_signal.end_with_status_75()
+    with pytest.raises(early_stop_signal.StoppedEarly):
         signal.raise_signal(number)
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
 def test_what_the_program_answers_itself_is_left_to_it():
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    early_signals.end_with_status_75()
+    early_stop_signal.end_with_status_75()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
-    assert not early_signals.is_unanswered(signal.SIGUSR1)
-    assert early_signals.is_unanswered(signal.SIGHUP)
+    assert not early_stop_signal.is_unanswered(signal.SIGUSR1)
+    assert early_stop_signal.is_unanswered(signal.SIGHUP)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_that_comes_after_the_stop_that_another_rank_was_asked_for(
     tmp_path, number, monkeypatch
 ):
-    monkeypatch.setattr("anybatch.saving.find", lambda: Membership(1, 2, 1, 2, "anybatch"))
+    monkeypatch.setattr("anybatch.runs.saving.find", lambda: Membership(1, 2, 1, 2, "anybatch"))
 
     def drive(running):
         with kept(running, Every()) as steps:

@@ -15,7 +15,7 @@ from anybatch.errors import InputError
 from anybatch.events import COMPUTING, EXCHANGE, UPDATE
 from anybatch.insight.scaling import Scaled, efficiency, limit
 from anybatch.report import print_scale
-from anybatch.scaling import _correction
+from anybatch.runs.scale import _correction
 
 
 def mean_square(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -51,7 +51,7 @@ def test_ranks_of_this_machine_are_measured_and_the_model_is_left_alone():
 
 @pytest.mark.slow
 def test_two_ranks_are_started_and_timed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("anybatch.scaling.num_cores", lambda: 2)
+    monkeypatch.setattr("anybatch.runs.scale.num_cores", lambda: 2)
     one, two, four = ab.scale(task(), [1, 2, 4], steps=4)
     assert one.is_measured
     assert two.is_measured

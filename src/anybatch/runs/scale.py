@@ -24,12 +24,12 @@ from anybatch.errors import InputError, NoPlanFits
 from anybatch.events import COMPUTING
 from anybatch.insight.scaling import Scaled
 from anybatch.machine import Machine
-from anybatch.planning import default_ranks, plan
 from anybatch.plans import Parallel
+from anybatch.process.threads import num_cores
 from anybatch.rank.step_parts import predicted_parts
-from anybatch.run import train
+from anybatch.runs.planning import default_ranks, plan
+from anybatch.runs.train import train
 from anybatch.task import Task, check_task
-from anybatch.threads import num_cores
 
 STEPS = 12
 

@@ -27,20 +27,20 @@ from anybatch.launch import call, find
 from anybatch.machine import Device, Machine
 from anybatch.parallel import leads
 from anybatch.planner import Layout, layouts_of, make_evaluation_plan
-from anybatch.planning import (
+from anybatch.plans import Plan, Precision, parse_open_precision
+from anybatch.report import EventLog, PastRun, follow, read_run
+from anybatch.report.folder import EVENTS_FILE
+from anybatch.report.sentences import format_scores
+from anybatch.runs.planning import (
     are_several,
     by_rank_0,
     checked_ranks,
     default_ranks,
     devices_of,
 )
-from anybatch.plans import Plan, Precision, parse_open_precision
-from anybatch.report import EventLog, PastRun, follow, read_run
-from anybatch.report.folder import EVENTS_FILE
-from anybatch.report.sentences import format_scores
-from anybatch.session import Session, joined
+from anybatch.runs.reload_run import check_has_weights, checked_step, task_of
+from anybatch.runs.session import Session, joined
 from anybatch.task import Task, parameters_in
-from anybatch.task_of_run import check_has_weights, checked_step, task_of
 from anybatch.units import format_bytes
 
 

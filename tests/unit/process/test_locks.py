@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from anybatch import locks
-from anybatch.locks import kept_by_one, take
+from anybatch.process import locks
+from anybatch.process.locks import kept_by_one, take
 
 SECONDS = 60.0
 
 HOLDER = """
 import sys
 from pathlib import Path
-from anybatch.locks import kept_by_one
+from anybatch.process.locks import kept_by_one
 with kept_by_one(Path(sys.argv[1])) as alone:
     print(alone, flush=True)
     sys.stdin.read()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.unit.runs import tree
+from tests.unit.small_runs import tree
 
 import anybatch as ab
 from anybatch.events import Event, StepDone
@@ -199,7 +199,7 @@ def test_all_weights_load_strictly_into_the_adapted_model(
 
 def test_a_run_with_adapters_is_evaluated(with_adapters: tuple[Path, torch.Tensor]):
     run, _ = with_adapters
-    from tests.unit.runs import evaluated
+    from tests.unit.small_runs import evaluated
 
     for step in (None, 2):
         found = ab.evaluate(run, task_of(adapted), step=step)

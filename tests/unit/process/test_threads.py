@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from anybatch import threads
-from anybatch.threads import SMALL_STACK_BYTES, Stopwatch, begin, has_room, small_stacks
+from anybatch.process import threads
+from anybatch.process.threads import SMALL_STACK_BYTES, Stopwatch, begin, has_room, small_stacks
 
 
 def test_work_is_done_in_another_thread():

@@ -26,13 +26,13 @@ from pathlib import Path
 from types import FrameType
 from typing import final
 
-from anybatch import early_signals
 from anybatch.errors import InputError, Stopped
 from anybatch.events import StepDone
-from anybatch.interrupts import Handler, handle
 from anybatch.launch import find
 from anybatch.parallel import Wish
-from anybatch.session import Session
+from anybatch.process import early_stop_signal
+from anybatch.process.interrupts import Handler, handle
+from anybatch.runs.session import Session
 from anybatch.units import parse_seconds
 
 DEFAULT_EVERY = "10min"
@@ -154,7 +154,7 @@ def _stopping(session: Session) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    early_signals.over()
+    early_stop_signal.over()
     session.stops = False
     before: dict[int, Handler] = {}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):

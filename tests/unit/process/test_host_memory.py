@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from anybatch.control_group import Group, group_here
-from anybatch.host_memory import host_memory
 from anybatch.machine import Machine
 from anybatch.planner.enforcement import budget_notices
-from anybatch.threads import num_cores
+from anybatch.process.control_group import Group, group_here
+from anybatch.process.host_memory import host_memory
+from anybatch.process.threads import num_cores
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -195,7 +195,7 @@ def test_a_limit_of_the_process_bounds_the_budget(flag: str):
 def test_a_cpu_has_no_more_cores_than_the_group_allows(monkeypatch: pytest.MonkeyPatch):
     own = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     for quota, cores in ((None, own), (0.5, 1), (1.9, 1), (1000.0, own)):
-        monkeypatch.setattr("anybatch.threads.cores_of_group", lambda quota=quota: quota)
+        monkeypatch.setattr("anybatch.process.threads.cores_of_group", lambda quota=quota: quota)
         assert num_cores() == cores
 
 

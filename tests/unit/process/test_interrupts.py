@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from anybatch.interrupts import handle, held
+from anybatch.process.interrupts import handle, held
 
 done: list[int] = []
 

@@ -1,7 +1,7 @@
 """A run that is told to end before its first step: nothing is lost, so its status says: start me again.
 
 A job may be preempted at any moment, also while torch is being imported or the plan is made. From its
-first step on the run answers signals itself, see `anybatch.saving`.
+first step on the run answers signals itself, see `anybatch.runs.saving`.
 """
 
 from __future__ import annotations

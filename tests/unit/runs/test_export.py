@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.unit.runs import FILE_TASK, Tied, X, flip, interrupted, small_task, tree
+from tests.unit.small_runs import FILE_TASK, Tied, X, flip, interrupted, small_task, tree
 from torch import nn
 
 import anybatch as ab

@@ -12,7 +12,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from anybatch import early_signals
+from anybatch.process import early_stop_signal
 
 _sets_aside = False
 
@@ -27,7 +27,7 @@ def stay() -> None:
 def loading() -> Iterator[None]:
     """Inside, libraries are imported, and nothing else is done in this thread. The first time that a
     process of anybatch's own does it, a signal ends it at once."""
-    with early_signals.ending_at_once() if _sets_aside else nullcontext(), _uncollected():
+    with early_stop_signal.ending_at_once() if _sets_aside else nullcontext(), _uncollected():
         yield
 
 

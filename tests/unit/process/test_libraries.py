@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from anybatch.cli import run
-from anybatch.libraries import loading
+from anybatch.process.libraries import loading
 
 OWN = """
 import gc
-from anybatch import libraries
+from anybatch.process import libraries
 
 libraries.stay()
 with libraries.loading():
@@ -27,7 +27,7 @@ assert gc.get_freeze_count() <= aside
 """
 
 USER = """
-from anybatch import libraries
+from anybatch.process import libraries
 
 class Circle:
     def __init__(self):
@@ -80,7 +80,7 @@ def test_a_command_sets_its_libraries_aside_before_the_users_code(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
     done: list[str] = []
-    monkeypatch.setattr("anybatch.libraries._sets_aside", True)
+    monkeypatch.setattr("anybatch.process.libraries._sets_aside", True)
     monkeypatch.setattr("gc.freeze", lambda: done.append("aside"))
     assert run([name, "nowhere.py"]) == 2
     assert done == ["aside"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from anybatch.control_group import Group, group_here
+from anybatch.process.control_group import Group, group_here
 from anybatch.units import format_bytes
 
 if sys.platform == "linux":

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.errors import InputError, listed
-from anybatch.files import whole_folder
 from anybatch.parallel import SingleDevice
+from anybatch.process.files import whole_folder
 from anybatch.report import PastRun, read_run
 from anybatch.report.folder import ADAPTERS, PRETRAINED
+from anybatch.runs.reload_run import check_has_weights, checked_step, task_of
 from anybatch.state import (
     TORCH_SUFFIXES,
     Checkpoints,
@@ -46,7 +47,6 @@ from anybatch.state.pretrained import (
     write_beside,
 )
 from anybatch.task import Task
-from anybatch.task_of_run import check_has_weights, checked_step, task_of
 
 Format = Literal["safetensors", "torch", "huggingface"]
 """What is written; see the module."""

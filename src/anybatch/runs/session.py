@@ -21,7 +21,6 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from anybatch.control_group import cores_of_group
 from anybatch.engine import Watchdog, at_work, checked_seconds
 from anybatch.engine.process import use_one_heap
 from anybatch.errors import InputError, StopTraining
@@ -31,10 +30,11 @@ from anybatch.machine import Machine
 from anybatch.oom import is_limited
 from anybatch.parallel import Group, Wish, group_of
 from anybatch.plans import Plan
+from anybatch.process.control_group import cores_of_group
+from anybatch.process.threads import num_cores
 from anybatch.rank import Rank, can_rehearse
 from anybatch.state import Checkpoints
 from anybatch.task import Task
-from anybatch.threads import num_cores
 
 
 class Session:

@@ -80,7 +80,7 @@ def _check_file(run: PastRun) -> None:
 
 def _installed() -> list[Path]:
     names = ("stdlib", "platstdlib", "purelib", "platlib")
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     return [package, *(Path(sysconfig.get_path(name)).resolve() for name in names)]
 
 

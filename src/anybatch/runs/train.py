@@ -41,8 +41,6 @@ from anybatch.insight.noise_series import Block, Series
 from anybatch.launch import call, find
 from anybatch.parallel import exchange as tell
 from anybatch.parallel import leads
-from anybatch.planning import checked_ranks, default_ranks, serves_again, with_norms
-from anybatch.planning import plan as make_plan
 from anybatch.plans import (
     Balancing,
     Compile,
@@ -70,8 +68,10 @@ from anybatch.report import (
 )
 from anybatch.report.folder import ADAPTERS, CHECKPOINTS, EVENTS_FILE, PRETRAINED, WEIGHTS_FILE
 from anybatch.report.sentences import counted, format_scores
-from anybatch.saving import DEFAULT_EVERY, Every, kept
-from anybatch.session import Session, joined
+from anybatch.runs.planning import checked_ranks, default_ranks, serves_again, with_norms
+from anybatch.runs.planning import plan as make_plan
+from anybatch.runs.saving import DEFAULT_EVERY, Every, kept
+from anybatch.runs.session import Session, joined
 from anybatch.state import (
     check_can_be_written,
     has_adapters,
@@ -525,7 +525,7 @@ def _command() -> str:
     program = Path(sys.argv[0] if sys.argv else "")
     if hasattr(sys, "ps1") or str(program) in (".", "-", "-c"):
         return ""
-    if program.name == "anybatch" or program == Path(__file__).with_name("__main__.py"):
+    if program.name == "anybatch" or program == Path(__file__).parents[1] / "__main__.py":
         return shlex.join(["anybatch", *sys.argv[1:]])
     return shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])
 
