@@ -45,7 +45,6 @@ from anybatch.compute import (
     find_recomputable,
     kernel_choices,
 )
-from anybatch.compute.averages import tell_again, warn_of_statistics
 from anybatch.compute.building import check_needs_no_closure
 from anybatch.compute.ghost_norm import (
     batch_norms,
@@ -53,8 +52,9 @@ from anybatch.compute.ghost_norm import (
     looks_across_samples,
     written_since,
 )
+from anybatch.compute.loss_reduction_check import tell_again, warn_of_statistics
+from anybatch.compute.multi_optimizer import as_one
 from anybatch.compute.precision import check_available
-from anybatch.compute.several_optimizers import as_one
 from anybatch.data import (
     Bad,
     BatchCopies,

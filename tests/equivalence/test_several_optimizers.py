@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
-from anybatch.compute.several_optimizers import Several, as_one
+from anybatch.compute.multi_optimizer import Several, as_one
 
 KIND = {"dtype": torch.float64}
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import anybatch as ab
-from anybatch.compute.held_still import calm
+from anybatch.compute.frozen_randomness import calm
 from anybatch.plans import Choice, Plan
 from anybatch.proof import TOLERANCES
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch.compute.several_optimizers import as_one, parts_of
+from anybatch.compute.multi_optimizer import as_one, parts_of
 from anybatch.errors import InputError
 from anybatch.task import Task, parameters_in
 

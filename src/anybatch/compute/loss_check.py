@@ -22,9 +22,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from anybatch.compute.averages import warn_of
+from anybatch.compute.frozen_randomness import calm
 from anybatch.compute.ghost_norm import batch_norms
-from anybatch.compute.held_still import calm
+from anybatch.compute.loss_reduction_check import warn_of
 from anybatch.compute.modes import preserved
 from anybatch.data.microbatch import doubled, slice_batch
 from anybatch.errors import LossError

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from anybatch.compute import several_optimizers
+from anybatch.compute import multi_optimizer
 from anybatch.errors import InputError
 from anybatch.process.log_filter import silenced
 
@@ -36,7 +36,7 @@ _MANY_BLOCKS = 4096
 
 def is_compiled(optimizer: Optimizer) -> bool:
     """Whether its update is compiled for each shape, and its states are several tensors in one."""
-    kinds = (made for part in several_optimizers.parts_of(optimizer) for made in type(part).__mro__)
+    kinds = (made for part in multi_optimizer.parts_of(optimizer) for made in type(part).__mro__)
     return any(made.__module__.startswith("torchao.optim") for made in kinds)
 
 
@@ -88,7 +88,7 @@ def fresh_state(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
     Raises `InputError` if the update cannot be compiled here.
     """
     group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
-    optimizer = several_optimizers.part_with(optimizer, group)
+    optimizer = multi_optimizer.part_with(optimizer, group)
     twin = nn.Parameter(torch.zeros_like(param))
     twin.grad = torch.zeros_like(param)
     other = _like(optimizer, {**group, "params": [twin]})
@@ -122,7 +122,7 @@ def state_kinds(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
     # Where its like are: options such as `capturable` are refused elsewhere.
     twin = nn.Parameter(torch.zeros(2, 2, device=group["params"][0].device))
     twin.grad = torch.zeros_like(twin)
-    other = _like(several_optimizers.part_with(optimizer, group), {**group, "params": [twin]})
+    other = _like(multi_optimizer.part_with(optimizer, group), {**group, "params": [twin]})
     unhooked_step(other)
     return _kinds(other.state[twin], twin)
 
@@ -143,7 +143,7 @@ def uncompiled(optimizer: Optimizer) -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         with _disable_current_modes():
-            for part in filter(is_compiled, several_optimizers.parts_of(optimizer)):
+            for part in filter(is_compiled, multi_optimizer.parts_of(optimizer)):
                 _fill_tables(part)
         yield
 

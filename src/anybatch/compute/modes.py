@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.compute.several_optimizers import parts_of
+from anybatch.compute.multi_optimizer import parts_of
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from anybatch.compute.averages import warn_of
 from anybatch.compute.ghost_norm import looks_across_samples
+from anybatch.compute.loss_reduction_check import warn_of
 from anybatch.task import JointLoss, LossFunction
 
 _DEPTH = 4  # from a loss to a module: by the functions it calls, the objects and collections it has

@@ -28,13 +28,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from anybatch.compute import chunked_loss, kernel_choices, no_cache, recompute
-from anybatch.compute.averages import (
-    CountedMeans,
-    warn_of,
-    warn_of_hooks,
-    warn_of_no_proportion,
-    warn_of_reduction,
-)
 from anybatch.compute.buckets import Buckets, check_dense, norm_of
 from anybatch.compute.ghost_norm import GhostBatches, batch_norms
 from anybatch.compute.indices import naming_ids
@@ -46,6 +39,13 @@ from anybatch.compute.loss import (
     widened,
 )
 from anybatch.compute.loss_check import check_adds_up, comparable, rounding
+from anybatch.compute.loss_reduction_check import (
+    CountedMeans,
+    warn_of,
+    warn_of_hooks,
+    warn_of_no_proportion,
+    warn_of_reduction,
+)
 from anybatch.compute.low_bit_optimizers import check_whole, rehearse
 from anybatch.compute.modes import with_modes
 from anybatch.compute.optimizer_update import Updater

@@ -1,7 +1,7 @@
 """The step: what a plan says, done; and done again when memory runs out."""
 
+from anybatch.engine.bad_sample_search import OneByOne as OneByOne
 from anybatch.engine.balance import Balance as Balance
-from anybatch.engine.blame import OneByOne as OneByOne
 from anybatch.engine.compile_trial import CompileTrial as CompileTrial
 from anybatch.engine.evaluation import Evaluation as Evaluation
 from anybatch.engine.evaluation import Measured as Measured

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from anybatch.compute import Replica
-from anybatch.compute.averages import warn_of_collate, warn_of_no_gradient
 from anybatch.compute.joint import Ask
 from anybatch.compute.loss_check import LOOKED_AT
+from anybatch.compute.loss_reduction_check import warn_of_collate, warn_of_no_gradient
 from anybatch.data import Bad, BadSamples, to_device, told_samples
 from anybatch.data.evaluation import join
 from anybatch.data.generators import Borrowed
@@ -37,10 +37,10 @@ from anybatch.engine.compute_timer import ComputeTimer
 from anybatch.engine.growth import Growth
 from anybatch.engine.headroom import Crossing, Headroom
 from anybatch.engine.joint import JointPasses
-from anybatch.engine.judge import Judge, Staged, not_applied
 from anybatch.engine.ladder import Ladder
 from anybatch.engine.limit import Limit
 from anybatch.engine.meter import Meter
+from anybatch.engine.nonfinite_policy import NonfinitePolicy, Staged, not_applied
 from anybatch.engine.outcome import Again, Committed, PassedOver, by_rank
 from anybatch.engine.randomness import Randomness
 from anybatch.engine.rehearsal import Rehearsal
@@ -142,7 +142,7 @@ class Transactions:
             crossing=self.crossing,
             device=device,
         )
-        self._judge = Judge(group, self.crossing, blame, skips is not None)
+        self._judge = NonfinitePolicy(group, self.crossing, blame, skips is not None)
         self._ladder = Ladder()
         self._growth = Growth()
         self.thread: StepThread = StepThread()

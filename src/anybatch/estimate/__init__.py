@@ -15,7 +15,7 @@ from anybatch.estimate.ledger import LayerBytes as LayerBytes
 from anybatch.estimate.ledger import Ledger as Ledger
 from anybatch.estimate.ledger import Moment as Moment
 from anybatch.estimate.ledger import ledger as ledger
-from anybatch.estimate.outline import Outline as Outline
+from anybatch.estimate.model_skeleton import Outline as Outline
 from anybatch.estimate.peak import Peak as Peak
 from anybatch.estimate.subject import Subject as Subject
 from anybatch.estimate.subject import dtypes_of as dtypes_of

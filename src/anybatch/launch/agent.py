@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from anybatch.errors import InputError, LaunchError, Stopped
-from anybatch.launch import janitor
+from anybatch.launch import orphan_cleanup
 from anybatch.launch.exits import SAID_BY_STATUS, End, first
 from anybatch.launch.membership import find
 from anybatch.launch.network import parse_address
@@ -335,7 +335,7 @@ def _janitor(*folders: Path) -> Iterator[None]:
     """A process that ends the ranks and deletes `folders` if this one is killed. The ranks sign in to
     the first."""
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", janitor.__file__, *map(str, folders)],
+        [sys.executable, "-I", "-S", orphan_cleanup.__file__, *map(str, folders)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -345,7 +345,7 @@ def _janitor(*folders: Path) -> Iterator[None]:
         yield
     finally:
         try:
-            process.communicate(janitor.DONE, timeout=_JANITOR_SECONDS)
+            process.communicate(orphan_cleanup.DONE, timeout=_JANITOR_SECONDS)
         except (BrokenPipeError, subprocess.TimeoutExpired):
             process.kill()
             process.wait(_JANITOR_SECONDS)

@@ -43,7 +43,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from anybatch.errors import LaunchError
-from anybatch.launch import heartbeat, janitor
+from anybatch.launch import heartbeat, orphan_cleanup
 from anybatch.launch.exits import End, Verdict, first, read
 from anybatch.launch.heartbeat import Heartbeat
 from anybatch.launch.membership import ATTEMPT
@@ -451,9 +451,9 @@ def _rendezvous(orders: Orders, tell: Callable[[str], None]) -> tuple[Rendezvous
 
 def _end_all(folder: Path) -> None:
     """Kill what is left of the ranks, and of what they started."""
-    for pid, started in janitor.signed_in(str(folder)).values():
-        if janitor.start_time(pid) in (started, None):
-            janitor.kill_group(pid)
+    for pid, started in orphan_cleanup.signed_in(str(folder)).values():
+        if orphan_cleanup.start_time(pid) in (started, None):
+            orphan_cleanup.kill_group(pid)
 
 
 @contextmanager

@@ -33,8 +33,8 @@ from anybatch.errors import name_of
 from anybatch.launch import first_failure
 from anybatch.launch.exits import write_whole, write_word
 from anybatch.launch.forced_exit import prepare
-from anybatch.launch.janitor import start_time
 from anybatch.launch.membership import ATTEMPT
+from anybatch.launch.orphan_cleanup import start_time
 from anybatch.process import early_stop_signal, libraries
 from anybatch.process.early_stop_signal import MARK
 

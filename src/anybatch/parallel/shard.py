@@ -11,7 +11,7 @@ What is different from `Replicate`, and what is done about it here:
 
 - Ranks meet inside passes, so all must run equally many (`lockstep`). A rank with fewer micro-batches
   repeats one of its own with a backward seed of zero: what is finite times zero adds nothing.
-- A rank that fails inside a pass leaves the others waiting in it: see `wire.py`.
+- A rank that fails inside a pass leaves the others waiting in it: see `abortable_group.py`.
 - Ranks must add up the same gradients, though a parameter may be used on some of them only: zeros stand
   for the missing ones, and the vote tells which parameters no rank has used at all.
 - Every micro-batch is added up at once. Adding up once per step would save communication, and would
@@ -49,13 +49,13 @@ from anybatch.compute.buckets import BUCKET_BYTES
 from anybatch.compute.precision import FORMATS, NORMS
 from anybatch.compute.shardable import check_divisible
 from anybatch.errors import InputError, PeerFailed, PeerLost
+from anybatch.parallel.abortable_group import DEADLINE, AbortableGroup
 from anybatch.parallel.buffers import BuffersOverGroup
 from anybatch.parallel.distributed import DistributedGroup
 from anybatch.parallel.earlier_fsdp import add_zeros_for_unused, forget_pass
 from anybatch.parallel.group import Agreed, Wish
 from anybatch.parallel.vote import calling, exchange
 from anybatch.parallel.whole import fill, reshard
-from anybatch.parallel.wire import DEADLINE, Wire
 from anybatch.plans import Precision
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class Shard(DistributedGroup):
                 device.type, (len(groups), self._parts), mesh_dim_names=("replicate", "shard")
             )
             self._mesh, self._across = both["shard"], both.get_group("replicate")
-        self._wire = Wire(groups, deadline, device)
+        self._wire = AbortableGroup(groups, deadline, device)
         self._modules: list[FSDPModule] = []
         self._root: nn.Module | None = None
         self._trained: dict[str, nn.Parameter] = {}  # the parts, by name

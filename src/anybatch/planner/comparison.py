@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from anybatch.planner.costs import Costs
-from anybatch.planner.recompute_ways import order
+from anybatch.planner.recompute_options import order
 from anybatch.plans import Candidate, Choice, FrontierPoint
 from anybatch.units import format_bytes
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from anybatch.estimate import Footprint, Peak
 from anybatch.estimate.seconds import StepSeconds
 from anybatch.planner.costs import Costs
-from anybatch.planner.recompute_ways import leaner
+from anybatch.planner.recompute_options import leaner
 from anybatch.planner.sizes import first_evaluation_batch
 from anybatch.plans import Choice, Recompute
 

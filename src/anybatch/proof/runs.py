@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from anybatch.compute import Replica, chunked_loss
 from anybatch.compute.building import carry_hooks, copy_of, optimizer_for
 from anybatch.compute.float64 import InDoubles
+from anybatch.compute.frozen_randomness import calm
 from anybatch.compute.ghost_norm import counting_buffers, written_since
-from anybatch.compute.held_still import calm
 from anybatch.compute.joint import Ask, Rows
 from anybatch.compute.module_state import ModuleState
 from anybatch.data import copied, ghosts

@@ -68,9 +68,9 @@ from anybatch.parallel import Group, Wish
 from anybatch.parallel.failures import together
 from anybatch.plans import Choice, KernelChoices, Plan
 from anybatch.process.threads import Stopwatch
-from anybatch.rank.archive import Archive
 from anybatch.rank.batches import Batches
 from anybatch.rank.building import build
+from anybatch.rank.checkpoint_manager import CheckpointManager
 from anybatch.rank.checks import (
     check_alike,
     check_can_compare,
@@ -499,9 +499,9 @@ class Rank:
             task.name, self._steps, self._position, group, self._meter, self._skips
         )
         self._starving = DataWait(task.num_workers, self._loader.can_have_workers, self._sink)
-        self._archive: Archive | None = None
+        self._archive: CheckpointManager | None = None
         if checkpoints is not None:
-            self._archive = Archive(
+            self._archive = CheckpointManager(
                 checkpoints,
                 TrainingState(task, self._replica, group, self._rates, frozen),
                 self._position,

@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from anybatch.compute.averages import tell_again
 from anybatch.compute.kernel_choices import is_compiled
+from anybatch.compute.loss_reduction_check import tell_again
 from anybatch.engine import checked_seconds
 from anybatch.errors import AnybatchError, InputError, PeerLost
 from anybatch.estimate import remember

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch as ab
-from anybatch.compute.averages import warn_of_reduction
 from anybatch.compute.loss import read_loss
+from anybatch.compute.loss_reduction_check import warn_of_reduction
 from anybatch.errors import LossError
 from anybatch.task import Loss
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.compute.averages import _warn
+from anybatch.compute.loss_reduction_check import _warn
 from anybatch.data.microbatch import doubled
 from anybatch.errors import LossError
 

@@ -1,4 +1,4 @@
-"""Archive: one rank's part in saving what outlives a step, and in going on from it."""
+"""CheckpointManager: one rank's part in saving what outlives a step, and in going on from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from anybatch.rank.position import Position
 from anybatch.state import Checkpoints, Failed, TrainingState
 
 
-class Archive:
+class CheckpointManager:
     """What is saved of a rank and read back. All ranks do the same at the same time.
 
     Args:

@@ -1,4 +1,4 @@
-"""Wire: the process group in which sharded passes gather weights and add up gradients.
+"""AbortableGroup: the process group in which sharded passes gather weights and add up gradients.
 
 It is a group of its own, beside the default one, for the sake of failures. A rank that runs out of
 memory in the middle of a pass cannot complete what it began, and the others wait for it inside a
@@ -67,7 +67,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 @final
-class Wire:
+class AbortableGroup:
     """The group of this rank and of those that it shares a model with.
 
     Args:
@@ -220,7 +220,7 @@ class Alarm:
 class _Buffers:
     """Where the two collectives take their memory: what FSDP calls before each of them."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: AbortableGroup) -> None:
         self._wire = wire
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

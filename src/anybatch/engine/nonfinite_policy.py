@@ -1,4 +1,4 @@
-"""Judge: what becomes of a step that there is nothing to learn from.
+"""NonfinitePolicy: what becomes of a step that there is nothing to learn from.
 
 Its loss, its weight or its gradient is not finite, or it weighs nothing. All ranks see the same totals,
 ask at the same moment and tell each other what they know of their own samples, so all of them come to
@@ -62,7 +62,7 @@ class _Suspicion:
 
 
 @final
-class Judge:
+class NonfinitePolicy:
     """Judges steps. Where bad data is skipped, a step is done again without the samples that are to
     blame, or passed over if none is; else it is an error that names them.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from anybatch.planner.costs import Costs
-from anybatch.planner.recompute_ways import order
+from anybatch.planner.recompute_options import order
 from anybatch.planner.setting import Wishes
 from anybatch.plans import Choice
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.compute.several_optimizers import as_one, parts_of
+from anybatch.compute.multi_optimizer import as_one, parts_of
 from anybatch.estimate.data_dependent_shapes import UNKNOWN
 from anybatch.estimate.subject import fake_copy
 from anybatch.estimate.untraced import NoOptimizer

@@ -6,8 +6,8 @@ import time
 
 import torch.distributed as dist
 
-from anybatch.parallel import wire
-from anybatch.parallel.wire import _HEARD, Alarm
+from anybatch.parallel import abortable_group
+from anybatch.parallel.abortable_group import _HEARD, Alarm
 
 
 class Group:
@@ -35,7 +35,7 @@ class Group:
 
 def rang(rank, size, rings):
     """What the alarms of two groups told on this rank, when `rings` had rung the first."""
-    wire._EVERY_SECONDS = 0.1 + rank  # some hear later than others
+    abortable_group._EVERY_SECONDS = 0.1 + rank  # some hear later than others
     groups = [Group(dist.new_group(list(range(size)))) for _ in range(2)]
     first, second = (Alarm(group) for group in groups)
     dist.barrier()

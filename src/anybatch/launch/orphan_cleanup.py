@@ -5,7 +5,7 @@ Linux ends them, but neither the processes that they have started nor the folder
 to them. The janitor holds the other end of a pipe. If the pipe breaks without a word, it ends the
 process groups of all ranks and deletes the folders. Run as a file, without site packages.
 
-    python -I -S janitor.py FOLDER ...
+    python -I -S orphan_cleanup.py FOLDER ...
 
 Ranks sign in to the first folder.
 """
