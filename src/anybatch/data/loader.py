@@ -94,6 +94,9 @@ class Loader:
     after the first is loaded, and not given. `lengths`: of the samples, by index, as `lengths_of`
     returns them; `by_length`: those of a global batch come in that order, longest first. `beside`:
     stands around the start and the end of workers.
+
+    Attributes:
+        has_collate: whether samples are collated by a function of the user's.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class Loader:
                 f"the steps are laid out for {steps.num_samples} samples, but the data set has"
                 f" {len(dataset)}: lay them out for the data set that is loaded."
             )
+        self.has_collate: bool = collate is not None
         self._steps = steps
         self._lengths = lengths
         self._order = (

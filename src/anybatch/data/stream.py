@@ -74,6 +74,7 @@ class StreamLoader:
         self._gaps: Sequence[int] = ()
         self._dataset = dataset
         self._steps = steps
+        self.has_collate: bool = collate is not None
         self._collate: Collate = collate or default_collate
         self._seed = seed
         self._reader = _Reader(dataset, steps, seed, find_all)

@@ -237,7 +237,7 @@ class GlobalStep:
     def is_coupled(self, batch: Any) -> bool:
         """See `engine.Source`. Two of the samples are collated by themselves."""
         part = next(part for part in self._given.parts if part)
-        if len(part) <= _ALONE:
+        if len(part) <= _ALONE or not self._loader.has_collate:
             return False
         try:
             with warnings.catch_warnings(record=True) as told:
