@@ -152,3 +152,29 @@ def test_verify_finds_it_exact():
     )
     verdict = ab.verify(task, ab.plan(task, micro_batch=8))
     assert verdict.exact, verdict.causes
+
+
+@pytest.mark.parametrize("kind", [torch.as_tensor, np.asarray])
+def test_a_batch_of_one_sample_is_not_the_data_set_itself(kind):
+    """A collate function that stacks several samples, and gives views of a single one."""
+    x, y = kind(X.clone()), Y.clone()
+
+    def collate(samples):
+        if len(samples) == 1:
+            return samples[0][0][None], samples[0][1][None]
+        stack = torch.stack if kind is torch.as_tensor else np.stack
+        return stack([one for one, _ in samples]), torch.stack([one for _, one in samples])
+
+    task = ab.Task(
+        model=_build,
+        loss=_loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.3),
+        train=[(x[i], y[i]) for i in range(24)],
+        collate=collate,
+        global_batch=24,
+        shuffle=False,
+        steps=3,
+    )
+    result = ab.train(task, micro_batch=1, progress=False)
+    np.testing.assert_array_equal(x, X)
+    _assert_equal(result.model, _plainly(_loss, 3))

@@ -75,6 +75,25 @@ def copied(batch: Any) -> Any:
     return map_leaves(batch, lambda leaf: _copied(leaf) if _leaves(leaf) else leaf)
 
 
+def apart(batch: Any, sample: Any) -> Any:
+    """`batch`, which was collated from one `sample`, with copies of what they share: else a pass that
+    writes to its batch would write to the data set, which is not so where samples are stacked."""
+    theirs = {_storage(leaf) for leaf in _leaves(sample)}
+    return map_leaves(
+        batch,
+        lambda leaf: _copied(leaf) if _leaves(leaf) and _storage(leaf) in theirs else leaf,
+    )
+
+
+def _storage(leaf: Any) -> int:
+    """The address of the memory that holds `leaf`."""
+    if isinstance(leaf, Tensor):
+        return leaf.untyped_storage().data_ptr()
+    while isinstance(leaf.base, np.ndarray):
+        leaf = leaf.base
+    return leaf.__array_interface__["data"][0]
+
+
 def _version(leaf: Any) -> int:
     return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
 

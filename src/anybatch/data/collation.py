@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from anybatch.data.batch_copies import apart
 from anybatch.data.failure import Bad, BadSamples, Place, shape_of, told, told_samples
 from anybatch.data.generators import Borrowed, seed_by
 from anybatch.data.order import mix
@@ -16,6 +17,12 @@ Collate = Callable[[list[Any]], Any]
 Name = tuple[int, int]  # epoch, index of the sample
 
 _COLLATION = 1  # sets the seeds of collation apart from those of samples
+
+
+def batch_of(collate: Collate, samples: list[Any]) -> Any:
+    """What `collate` makes of `samples`, in memory of its own."""
+    batch = collate(samples)
+    return apart(batch, samples[0]) if len(samples) == 1 else batch
 
 
 def collated(
@@ -30,7 +37,7 @@ def collated(
     seed_by(mix(seed, *names[0], _COLLATION))
     try:
         with Borrowed() as generators:
-            batch = collate(samples)
+            batch = batch_of(collate, samples)
             if generators.drawn():
                 _warn(collate)
             return batch

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate, get_worker_info
 
-from anybatch.data.collation import Collate, collated
+from anybatch.data.collation import Collate, batch_of, collated
 from anybatch.data.failure import Bad, BadSamples, Place, told
 from anybatch.data.generators import Borrowed, seed_by
 from anybatch.data.microbatch import parts_of
@@ -159,7 +159,7 @@ class SampleFetch:
     def _put_together(self, samples: Iterator[Any], request: Request) -> Any:
         if self.stacks:
             return stacked(samples, _num_samples(request))
-        return self._collate(list(samples))
+        return batch_of(self._collate, list(samples))
 
     def _one_by_one(self, request: Request) -> Any:
         if self.stacks:
