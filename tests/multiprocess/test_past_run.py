@@ -139,7 +139,7 @@ def test_what_is_wrong_on_a_rank_is_told_once(trained: Callable[[str], Path], cr
 def train_and_evaluate_words(
     _rank: int, _size: int, folder: Path, adapted: bool, step: int | None
 ) -> float:
-    from tests.unit import test_exporting_transformers as words
+    from tests.unit.runs import test_export_transformers as words
 
     task = words.task_of(words.adapted if adapted else words.llama)
     ab.train(task, out=folder, parallel="shard", checkpoint_every=1, progress=False)
@@ -153,7 +153,7 @@ def test_a_divided_model_of_transformers_with_adapters_and_without(
 ):
     transformers = pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
-    from tests.unit import test_exporting_transformers as words
+    from tests.unit.runs import test_export_transformers as words
 
     run, folder = tmp_path / "run", tmp_path / "exported"
     losses = crew(2, train_and_evaluate_words, run, adapted, step)

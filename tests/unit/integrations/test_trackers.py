@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.unit.test_run import task
+from tests.unit.runs.test_train import task
 
 import anybatch as ab
 from anybatch.cli import run
@@ -122,7 +122,7 @@ import json, sys
 import anybatch as ab
 from anybatch.events import StepDone
 from anybatch.integrations.trackers import TRACKERS
-from tests.unit.test_run import task
+from tests.unit.runs.test_train import task
 
 told = []
 with TRACKERS[sys.argv[1]](project="mine", name="first") as log:

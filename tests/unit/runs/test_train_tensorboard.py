@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.unit.report.reading_tensorboard import found_in
-from tests.unit.test_run import task
+from tests.unit.runs.test_train import task
 
 import anybatch as ab
 from anybatch.errors import InputError, Stopped
