@@ -144,7 +144,7 @@ def rate_factor(rule: BatchRule, done: float) -> float:
 
 
 def as_text(rule: BatchRule) -> str:
-    """`rule` as `parse_batch_rule` reads it. The shape of a ramp stands in it as a checksum of its
+    """`rule` as `parse_batch_rule` reads it. The shape of a ramp is represented by a checksum of its
     values, which is not read back; lengths do not stand in it at all."""
     if not isinstance(rule, Ramp):
         return f"{rule.count}tokens" if isinstance(rule, Tokens) else str(rule)

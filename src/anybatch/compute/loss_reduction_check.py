@@ -142,7 +142,7 @@ def _likelihoods(total: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Mean:
-    """A term that is a mean: of what kind, over how many elements, in a pass of so many samples."""
+    """A term that is a mean: its kind, its number of elements, and the samples of the pass."""
 
     sentence: str
     count: Tensor | float
@@ -164,7 +164,7 @@ class CountedMeans:
         self._passes.clear()
 
     def note(self, returned: Tensor, num_samples: float) -> None:
-        """The mean that was returned for a micro-batch of so many samples, before its backward. Does
+        """Record the mean returned for a micro-batch of `num_samples`, before its backward. Does
         not wait for the device."""
         self._passes.append(
             [
@@ -335,7 +335,7 @@ def _place_of(function: Any) -> tuple[str, int]:
 
 
 def tell_again() -> None:
-    """A new run, or a new Step: what was told of an earlier one is told of this one, too."""
+    """Issue the warnings of an earlier run or Step again, for a new one."""
     _warn.cache_clear()
 
 

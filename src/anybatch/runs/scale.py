@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from torch import nn
 
@@ -64,6 +63,7 @@ def scale(
     wishes = {"memory": memory, "precision": precision, "parallel": parallel}
     here = 0 if machine is not None else _devices_here()
     found: dict[int, Scaled] = {}
+    correction: float | None = None  # numbers ascend, so nothing is run once it is known
     for count in sorted(set(ranks)):
         if watch is not None:
             watch(f"{count} rank{'s' if count > 1 else ''}")
@@ -72,8 +72,10 @@ def scale(
             if count <= here:
                 found[count] = _run(task, count, steps, **{**wishes, "parallel": way})
             else:
-                make = partial(_predicted, task, count, **{**wishes, "parallel": way})
-                found[count] = make(machine, _correction(task, found.values(), wishes))
+                if correction is None:
+                    correction = _correction(task, found.values(), wishes)
+                options = {**wishes, "parallel": way}
+                found[count] = _predicted(task, count, machine, correction, **options)
         except NoPlanFits as error:
             found[count] = Scaled(count, None, reason=str(error).partition("\n")[0])
     return tuple(found[count] for count in ranks)
