@@ -28,7 +28,7 @@ from anybatch.data.collation import Collate, collated
 from anybatch.data.cut import around, positions
 from anybatch.data.failure import Bad, BadSamples, Place, Survey, told
 from anybatch.data.fetch import Piece, Request, SampleFetch, TensorFetch, open_fetch
-from anybatch.data.generators import Borrowed, restore, seed_by, snapshot
+from anybatch.data.generators import Borrowed, restore, seed_by, seed_each, snapshot
 from anybatch.data.lengths import Extent, micro_batches_by_length
 from anybatch.data.loader import is_map_style, num_samples_of
 from anybatch.data.microbatch import is_samples, parts_of, rebuilt
@@ -37,6 +37,7 @@ from anybatch.data.stream import over_after, unreadable
 from anybatch.data.workers import Beside, WorkerPool
 from anybatch.errors import DataError, InputError
 from anybatch.oom import is_memory_error
+from anybatch.side_effects import generators_in
 
 MOST_WITHOUT_LENGTH = 100_000
 """Samples that a held-out stream may give without a length, or as many as the whole training has."""
@@ -229,7 +230,9 @@ class _Stream:
         self._failed = ""  # why the sample that was asked for last was not given
         self._bad: list[Bad] = []
         with Borrowed():
-            seed_by(mix(seed, 0))
+            key = mix(seed, 0)
+            seed_by(key)
+            seed_each(generators_in(dataset), key)
             self._samples = self._opened(dataset)
             self._state = snapshot()
 

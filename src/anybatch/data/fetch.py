@@ -10,9 +10,11 @@ anything was drawn. If so, the result is dropped and fetched again, sample by sa
 seed of its own, and from then on always so. `__getitems__` is not used then, since one call for
 many samples has no place for a seed between them.
 
-Not covered: generators that the data set owns, and entropy from the operating system. A collate
-function that draws (masking in language modelling) is seeded by its first sample, so a restart
-repeats it; but what it draws depends on the micro-batch, and a warning says so.
+Generators that the data set owns (an attribute, a global of its module) are seeded before every
+sample alike: otherwise each worker process would repeat the draws of the others. Not covered is
+entropy from the operating system. A collate function that draws (masking in language modelling) is
+seeded by its first sample, so a restart repeats it; but what it draws depends on the micro-batch,
+and a warning says so.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ from torch.utils.data import Subset, TensorDataset, default_collate, get_worker_
 
 from anybatch.data.collation import Collate, batch_of, collated
 from anybatch.data.failure import Bad, BadSamples, Place, told
-from anybatch.data.generators import Borrowed, seed_by
+from anybatch.data.generators import Borrowed, seed_by, seed_each
 from anybatch.data.microbatch import parts_of
 from anybatch.data.order import mix
 from anybatch.data.stacking import AT_ONCE, stacked
 from anybatch.errors import AnybatchError, DataError
 from anybatch.oom import is_memory_error
+from anybatch.side_effects import generators_in, rewinding
 
 
 class Piece(NamedTuple):
@@ -126,7 +129,12 @@ class SampleFetch:
         self._stackable = self._collate is default_collate
         self._seed = seed
         self._keyed = False  # a sample or the collate function has drawn random numbers
+        self._own: list[Any] | None = None  # the data set's generators, once they were looked for
         self._epoch: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the generators: those of a module are others in a process that is spawned."""
+        return {**vars(self), "_own": None}
 
     @property
     def name(self) -> str:
@@ -136,6 +144,9 @@ class SampleFetch:
     def __call__(self, request: Request) -> Any:
         """The batch. Raises `BadSamples` if a sample or its own collation does, `DataError` if samples
         cannot be collated together; errors that are about memory pass unchanged."""
+        if self._own is None:
+            self._own = generators_in(self._dataset)
+            self._keyed = bool(self._own)
         if not self._keyed:
             with Borrowed() as generators:
                 try:
@@ -147,8 +158,13 @@ class SampleFetch:
                     if is_memory_error(error):
                         raise
             # Random, or failed: one by one shows which sample it is.
-        with Borrowed():
-            return self._one_by_one(request)
+        back = [rewinding(generator) for generator in self._own]
+        try:
+            with Borrowed():
+                return self._one_by_one(request)
+        finally:
+            for put_back in back:
+                put_back()
 
     @property
     def stacks(self) -> bool:
@@ -198,7 +214,9 @@ class SampleFetch:
         bad: list[Bad] = []
         first: Exception | None = None
         for position, (epoch, index, inner) in enumerate(self._asked(request)):
-            seed_by(mix(self._seed, epoch, index))
+            key = mix(self._seed, epoch, index)
+            seed_by(key)
+            seed_each(self._own or (), key)
             try:
                 sample = self._sample(inner)
             except Exception as error:

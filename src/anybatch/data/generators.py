@@ -12,11 +12,14 @@ from __future__ import annotations
 import ctypes
 import pickle
 import random
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, final
 
 import numpy as np
 import torch
+
+from anybatch.data.order import mix
 
 _MT19937_BYTES = 625 * 4  # 624 words of state, then the position among them
 _numpy_known: tuple[bytes, dict[str, Any]] | None = None
@@ -27,6 +30,21 @@ def seed_by(key: int) -> None:
     random.seed(key)
     torch.default_generator.manual_seed(key)
     np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 - the generator that old code draws from
+
+
+def seed_each(generators: Sequence[Any], key: int) -> None:
+    """Sets the generators that a data set owns, each to a stream of its own."""
+    for number, generator in enumerate(generators):
+        own = mix(key, number)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(own)
+        elif isinstance(generator, random.Random):
+            generator.seed(own)
+        elif isinstance(generator, np.random.Generator):
+            bits = generator.bit_generator
+            bits.state = type(bits)(own).state
+        else:
+            generator.seed(own & 0xFFFFFFFF)
 
 
 def snapshot() -> tuple[Any, ...]:

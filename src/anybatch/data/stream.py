@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 from anybatch.data.collation import Collate, collated
 from anybatch.data.cut import around
 from anybatch.data.failure import Bad, BadSamples, Place, Survey, told, told_samples
-from anybatch.data.generators import Borrowed, restore, seed_by, snapshot
+from anybatch.data.generators import Borrowed, restore, seed_by, seed_each, snapshot
 from anybatch.data.lengths import Extent
 from anybatch.data.loader import Cut, StepData
 from anybatch.data.order import mix
@@ -30,6 +30,7 @@ from anybatch.data.schedule import Span, Steps
 from anybatch.errors import DataError, InputError
 from anybatch.events import step_number
 from anybatch.oom import is_memory_error
+from anybatch.side_effects import generators_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,9 @@ class StreamLoader:
 
     A whole global batch of samples is held (and with last="drop" one more is read ahead, since only
     then it is known where an epoch ends). `begin` at a later step reads and discards what comes
-    before it. The stream may shuffle and augment by the default random generators: they are seeded
-    by (seed, epoch) for it alone. `find_all`: bad samples are told all at once, for a whole step.
+    before it. The stream may shuffle and augment by the default random generators, and by some of
+    its own: they are seeded by (seed, epoch) for it alone. `find_all`: bad samples are told all at
+    once, for a whole step.
     """
 
     def __init__(
@@ -280,7 +282,9 @@ class _Reader:
         self._epoch += 1
         if self._steps.epochs is not None and self._epoch >= self._steps.epochs:
             return False
-        seed_by(mix(self._seed, self._epoch))
+        key = mix(self._seed, self._epoch)
+        seed_by(key)
+        seed_each(generators_in(self._dataset), key)
         self._state = snapshot()
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(self._epoch)
