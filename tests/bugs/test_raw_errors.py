@@ -74,6 +74,15 @@ class Complex(nn.Module):
         return (x.to(torch.complex64) @ self.weight).real
 
 
+class Double(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 1, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.double()).float()
+
+
 @pytest.mark.parametrize(
     ("build", "precision", "told"),
     [
@@ -93,6 +102,7 @@ class Complex(nn.Module):
             "is an orthogonal parametrization",
         ),
         (Complex, "bf16-pure", "'the model' has complex parameters"),
+        (Double, "bf16-weights", "'inner' has parameters of float64"),
     ],
 )
 def test_weights_that_cannot_be_halved(build: Any, precision: str, told: str):

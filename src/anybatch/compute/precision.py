@@ -200,10 +200,12 @@ def _check_halvable(model: nn.Module, precision: Precision, keep: bool) -> None:
             why = "is an orthogonal parametrization, which is computed in float32 at least"
         elif not keep and any(param.is_complex() for param in module.parameters(recurse=False)):
             why = f"has complex parameters, and there are no complex numbers of {format}"
+        elif keep and any(p.dtype == torch.float64 for p in module.parameters(recurse=False)):
+            why = "has parameters of float64, and autocast does not cast what meets them"
         if why is not None:
             raise InputError(
                 f"precision {precision} keeps weights in half precision, and {name or 'the model'!r}"
-                f" {why}: use {format}, which leaves the weights in float32."
+                f" {why}: use {format}, which leaves the weights as they are."
             )
 
 
