@@ -182,3 +182,8 @@ def test_an_expanded_buffer_is_put_back():
     module.scale[0] = 7.0
     saved.put_back_buffers()
     assert torch.equal(module.scale, torch.ones(4, 3))
+
+
+def test_a_power_iteration_is_not_blamed_on_the_gradient(recwarn: pytest.WarningsRecorder):
+    trained(task_of(lambda: around(nn.utils.spectral_norm(nn.Linear(6, 8)))))
+    assert not [one for one in recwarn if "not proportional" in str(one.message)]

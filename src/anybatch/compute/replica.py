@@ -472,13 +472,17 @@ class Replica:
         with suppress(Exception), torch.enable_grad():  # the step itself meets what is wrong
             few = take()
             found: list[Tensor] = []
+            totals: list[Tensor] = []
             for factor in (1.0, _LARGER):
                 with self._numerics.region(), chunked_loss.active(self._chunked):
                     total = read_loss(self.loss_as_given(self.model, copied(few)), lambda: 1).sum
                 seed = torch.full_like(total, factor)
                 gradients = torch.autograd.grad(total, params, seed, allow_unused=True)
+                totals.append(total.detach())
                 prints = [_fingerprint(one) for one in gradients if one is not None]
                 found.append(torch.tensor(prints, dtype=torch.float64) / factor)
+            if not torch.isclose(*totals, rtol=_PROPORTIONAL):
+                return  # the model keeps something between passes (a power iteration)
             norms = found[0][:, :1]
             rounding = _PROPORTIONAL * norms + _PROPORTIONAL**1.5 * norms.max()
             if ((found[1] - found[0]).abs() > rounding).any():
