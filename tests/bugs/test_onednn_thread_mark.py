@@ -57,7 +57,7 @@ def run(code):
     """What a script prints as JSON."""
     script = textwrap.dedent(MARKING) + textwrap.dedent(code)
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

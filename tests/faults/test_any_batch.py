@@ -35,7 +35,7 @@ def test_the_budget_does_not_grow_with_the_global_batch(global_batch):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     seen, accumulation_steps = map(int, done.stdout.split())

@@ -21,7 +21,7 @@ def run(*how):
         [sys.executable, "-m", "tests.faults.workers_under_limit", *how],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -25,7 +25,7 @@ class Meeting:
     """Where the threads meet."""
 
     def __init__(self, size):
-        self.barrier = threading.Barrier(size, timeout=120)
+        self.barrier = threading.Barrier(size, timeout=600)
         self.said = [None] * size
 
     def of(self, rank):

@@ -218,7 +218,7 @@ def test_a_budget_beyond_what_is_free_is_warned_of():
 
 def _run(script: str) -> list[str]:
     ended = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, timeout=120, check=False
+        ["bash", "-c", script], capture_output=True, text=True, timeout=600, check=False
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.splitlines()
