@@ -19,7 +19,7 @@ from anybatch.errors import InputError
 from anybatch.recipes.digits import decay_groups
 from anybatch.recipes.images_data import CentreCrop, Images, RandomCrop, find
 from anybatch.recipes.images_model import SIZES, build, checked
-from anybatch.recipes.ranges import ABOVE_ZERO, AT_LEAST_ZERO, PART, Range, check
+from anybatch.recipes.options import ABOVE_ZERO, AT_LEAST_ZERO, PART, Range, check
 from anybatch.recipes.schedules import warmup_cosine
 from anybatch.task import Loss, Task
 
