@@ -185,6 +185,6 @@ def test_without_checkpoints_it_is_not_read(monkeypatch):
     def never(*_):
         raise AssertionError("read")
 
-    monkeypatch.setattr("anybatch.state.base.checksum_of", never)
+    monkeypatch.setattr("anybatch.state.base.bytes_of", never)
     task = dataclasses.replace(task_of(), steps=1)
     trained(task, plan_of(task, 1))

@@ -4,10 +4,10 @@ from anybatch.state.adapters import has_adapters as has_adapters
 from anybatch.state.adapters import save_adapters as save_adapters
 from anybatch.state.base import frozen_checksums as frozen_checksums
 from anybatch.state.checkpoints import Checkpoints as Checkpoints
+from anybatch.state.checkpoints import Content as Content
 from anybatch.state.checkpoints import Failed as Failed
 from anybatch.state.checkpoints import Found as Found
 from anybatch.state.checkpoints import Saved as Saved
-from anybatch.state.content import Content as Content
 from anybatch.state.plain import converted as converted
 from anybatch.state.plain import weights_of_checkpoint as weights_of_checkpoint
 from anybatch.state.plain import weights_of_file as weights_of_file
