@@ -12,7 +12,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib
-import importlib.machinery
 import importlib.util
 import inspect
 import os
@@ -21,7 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anybatch.errors import AnybatchError, InputError, listed
@@ -260,14 +259,6 @@ def _function_in(module: ModuleType, name: str, spec: str) -> Callable[..., Any]
 # ----------------------------------------------------------------------------- run the user's file
 
 
-class _SourceLoader(importlib.machinery.SourceFileLoader):
-    """Compiles the source each time: no `__pycache__` beside the user's file, as with `python
-    FILE.py`, and none that is stale where a file is edited twice within a second."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
 class _Loaded(NamedTuple):
     module: ModuleType
     state: tuple[int, int]  # modification time and size of the file when it was run
@@ -295,15 +286,14 @@ def _load(file: Path, spec: str) -> ModuleType:
 
 
 def _run(file: Path, name: str, spec: str) -> ModuleType:
-    module_spec = importlib.util.spec_from_loader(name, _SourceLoader(name, str(file)))
-    if module_spec is None or module_spec.loader is None:
-        raise InputError(f"the file of the task {spec!r} cannot be imported: give a .py file.")
-    module = importlib.util.module_from_spec(module_spec)
+    # Compiled each time, as by `python FILE.py`: nothing is written beside the file, nothing is stale.
+    module = ModuleType(name)
+    module.__file__ = str(file)
     before = sys.modules.get(name)
     # Registered before it runs: dataclasses and pickle look a class's module up by name.
     sys.modules[name] = module
     try:
-        module_spec.loader.exec_module(module)
+        exec(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), vars(module))
     except BaseException as error:
         sys.modules.pop(name, None)
         if before is not None:

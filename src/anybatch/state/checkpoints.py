@@ -36,11 +36,10 @@ from anybatch.parallel import Group
 from anybatch.process.threads import begin
 from anybatch.state.blocks import DTYPES, DataFile
 from anybatch.state.folder import Folder, told_by_system
-from anybatch.state.manifest import Manifest, Slice, data_name, read_manifest
+from anybatch.state.manifest import Manifest, data_name, read_manifest
 from anybatch.state.storage import Reader, Writer
 
-_VERIFY_BYTES = 64 << 20  # read by one thread at a time
-_VERIFY_THREADS = 4
+_VERIFY_THREADS = 4  # a file each
 
 T = TypeVar("T")
 
@@ -429,55 +428,34 @@ def _verify(folder: Path, manifest: Manifest, step: int, only: str = "") -> None
     `InputError` at the first thing that is wrong."""
     if manifest.step != step:
         raise InputError(f"its manifest is of step {manifest.step}")
-    places: dict[int, list[tuple[int, int, int, str]]] = {}
+    blocks: list[list[tuple[int, int, int, str]]] = [[] for _ in manifest.files]
     for name, record in manifest.tensors.items():
         if not name.startswith(only):
             continue
-        itemsize = DTYPES[record.dtype].itemsize
         for part in record.slices:
-            _add_blocks(places.setdefault(part.file, []), part, itemsize, manifest, name)
-    with contextlib.ExitStack() as stack:
-        work = []
-        for number, num_bytes in enumerate(manifest.files):
-            file = DataFile(folder / data_name(number), num_bytes)
-            stack.callback(file.close)
-            blocks = sorted(places.get(number, []))
-            per_run = max(1, _VERIFY_BYTES // manifest.block_bytes)
-            runs = [blocks[i : i + per_run] for i in range(0, len(blocks), per_run)]
-            work += [(file, run, manifest.block_bytes) for run in runs]
-        if len(work) < 2:
-            for one in work:
-                _verify_run(*one)
-            return
-        pool = stack.enter_context(ThreadPoolExecutor(min(_VERIFY_THREADS, len(work))))
+            num_bytes = math.prod(part.sizes) * DTYPES[record.dtype].itemsize
+            for number, checksum in enumerate(part.checksums):
+                begin = number * manifest.block_bytes
+                size = min(manifest.block_bytes, num_bytes - begin)
+                blocks[part.file].append((part.start + begin, size, checksum, name))
+
+    def verify(number: int) -> None:
+        file = DataFile(folder / data_name(number), manifest.files[number])
+        buffer = memoryview(bytearray(max((size for _, size, *_ in blocks[number]), default=0)))
         try:
-            for _ in pool.map(_verify_run, *zip(*work, strict=True)):
-                pass
+            for start, size, checksum, name in sorted(blocks[number]):
+                try:
+                    file.read(buffer[:size], start, checksum)
+                except InputError as error:
+                    raise InputError(f"{error} (in {name[:100]!r})") from None
         finally:
-            pool.shutdown(cancel_futures=True)
+            file.close()
 
-
-def _add_blocks(
-    blocks: list[tuple[int, int, int, str]],
-    part: Slice,
-    itemsize: int,
-    manifest: Manifest,
-    name: str,
-) -> None:
-    num_bytes = math.prod(part.sizes) * itemsize
-    for number, checksum in enumerate(part.checksums):
-        begin = number * manifest.block_bytes
-        size = min(manifest.block_bytes, num_bytes - begin)
-        blocks.append((part.start + begin, size, checksum, name))
-
-
-def _verify_run(file: DataFile, blocks: list[tuple[int, int, int, str]], block_bytes: int) -> None:
-    buffer = memoryview(bytearray(min(block_bytes, max(size for _, size, _, _ in blocks))))
-    for start, size, checksum, name in blocks:
-        try:
-            file.read(buffer[:size], start, checksum)
-        except InputError as error:
-            raise InputError(f"{error} (in {name[:100]!r})") from None
+    if len(blocks) < 2:
+        list(map(verify, range(len(blocks))))
+        return
+    with ThreadPoolExecutor(_VERIFY_THREADS) as pool:
+        list(pool.map(verify, range(len(blocks))))
 
 
 def _unseen(folder: Path, manifest: Manifest, rank: int) -> str:
