@@ -7,7 +7,6 @@ read as JSON would be (a number, true, false), and as text otherwise.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import re
@@ -70,9 +69,7 @@ def bind(
         name = key if key in named else key.replace("-", "_")
         parameter = named.get(name, rest)
         if parameter is None:
-            close = difflib.get_close_matches(name, named, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            instead = f"{hint}give {listed(named)}" if named else "it takes none"
+            instead = f"give {listed(named, name)}" if named else "it takes none"
             faults.append(f"there is no option {key!r}; {instead}")
         elif name in texts:
             faults.append(f"option {name!r} is given twice; give it once")

@@ -9,7 +9,6 @@ alone, not with thirty frames of the import system.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -181,14 +180,10 @@ def _looks_like_a_path(path: str) -> bool:
 
 
 def _unknown_recipe(spec: str, path: str) -> str:
-    close = difflib.get_close_matches(path.lower(), _RECIPES, n=1)
-    if os.path.isfile(f"{path}.py"):
-        hint = f"did you mean {spec.replace(path, f'{path}.py', 1)!r}? "
-    else:
-        hint = f"did you mean {close[0]!r}? " if close else ""
+    own = f"{path}.py" if os.path.isfile(f"{path}.py") else "FILE.py"
     return (
-        f"there is no recipe {spec!r}: {hint}give {listed(_RECIPES)}, or a file of your own as"
-        " FILE.py or FILE.py:function."
+        f"there is no recipe {spec!r}: give {listed(_RECIPES, path.lower())}, or a file of your own as"
+        f" {own} or {own}:function."
     )
 
 
@@ -198,28 +193,15 @@ def _checked_file(spec: str, path: str) -> Path:
     if os.path.isdir(expanded):
         raise InputError(f"the task {spec!r} is a folder: {remedy}.")
     if not os.path.isfile(expanded):
-        hint = ""
-        if path.endswith(".py"):
-            folder = os.path.dirname(expanded) or os.curdir
-            files = [f for f in _files_of(folder) if f.endswith(".py")]
-            close = difflib.get_close_matches(os.path.basename(path), files, n=1)
-            hint = (
-                f"did you mean {os.path.join(os.path.dirname(path), close[0])!r}? " if close else ""
-            )
+        files = sorted(Path(os.path.dirname(expanded) or os.curdir).glob("*.py"))
+        there = f", such as {listed(map(str, files), path)}" if files else ""
         raise InputError(
             f"the file {path!r} of the task {spec!r} does not exist (looked from {os.getcwd()}):"
-            f" {hint}{remedy}."
+            f" {remedy}{there}."
         )
     if not path.endswith(".py"):
         raise InputError(f"the task {spec!r} is not a .py file: {remedy}.")
     return Path(expanded).resolve()
-
-
-def _files_of(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 def _function_in(module: ModuleType, name: str, spec: str) -> Callable[..., Any]:
@@ -231,10 +213,8 @@ def _function_in(module: ModuleType, name: str, spec: str) -> Callable[..., Any]
         and not key.startswith("_")
     ]
     if not hasattr(module, name):
-        close = difflib.get_close_matches(name, functions, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
         remedy = (
-            f"{hint}name one of its functions as FILE.py:function, {listed(functions)}"
+            f"name one of its functions as FILE.py:function, {listed(functions, name)}"
             if functions
             else "it has none at all; write one that returns an anybatch.Task"
         )

@@ -1,7 +1,7 @@
 """Bytes of tensors, to files and back, each block of them with its checksum.
 
-`torch.save` makes one object of everything; here nothing larger than a tensor is ever copied, some rows
-of one are read without the rest, and what is read is checked before it counts. A tensor lies in its
+`torch.save` makes one object of everything; here nothing is copied but some rows at a time, rows are
+read without the rest, and what is read is checked before it counts. A tensor lies in its
 file as its elements in row-major order, whatever its strides were.
 
 The checksum is zlib's CRC-32. It finds every flipped bit and every burst of up to 32 bits, and misses
@@ -17,7 +17,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -67,13 +67,32 @@ def write_tensor(descriptor: int, tensor: Tensor) -> list[int]:
     Raises `OSError` if the file system refuses.
     """
     checksums: list[int] = []
-    content = bytes_of(tensor)
-    for start in range(0, len(content), BLOCK_BYTES):
-        block = content[start : start + BLOCK_BYTES]
-        checksums.append(zlib.crc32(block))
-        while block:
-            block = block[os.write(descriptor, block) :]
+    filled = 0  # of the last block
+    for piece in _pieces(tensor):
+        while piece:
+            part = piece[: BLOCK_BYTES - filled]
+            if not filled:
+                checksums.append(0)
+            checksums[-1] = zlib.crc32(part, checksums[-1])
+            filled = (filled + len(part)) % BLOCK_BYTES
+            piece = piece[len(part) :]
+            while part:
+                part = part[os.write(descriptor, part) :]
     return checksums
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of `tensor`: all of them where they lie so, else those of some rows at a time."""
+    lies_so = tensor.device.type == "cpu" and tensor.is_contiguous()
+    if lies_so or not tensor.numel() or not tensor.dim():
+        yield bytes_of(tensor)
+        return
+    for rows in tensor.split(_rows_at_once(tensor.shape, tensor.element_size(), BLOCK_BYTES)):
+        yield bytes_of(rows)
+
+
+def _rows_at_once(shape: Sequence[int], itemsize: int, num_bytes: int) -> int:
+    return max(1, num_bytes // max(1, math.prod(shape[1:]) * itemsize))
 
 
 class DataFile:
@@ -140,22 +159,28 @@ def read_box(
     """
     if not target.numel():
         return
-    row_bytes = math.prod(shape[1:]) * dtype.itemsize
-    rows = box[0] if box else slice(0, 1)
-    first, last = rows.start * row_bytes, rows.stop * row_bytes
-    begin = first // block_bytes * block_bytes
-    end = min(-(-last // block_bytes) * block_bytes, math.prod(shape) * dtype.itemsize)
     whole = all(part == slice(0, size) for part, size in zip(box, shape, strict=True))
     is_plain = target.is_contiguous() and not target.is_conj() and not target.is_neg()
     if whole and is_plain and target.dtype == dtype and target.device.type == "cpu":
-        buffer = target.detach().view(-1).view(torch.uint8)
-    else:
+        memory = target.detach().view(-1).view(torch.uint8).numpy().data
+        for number, checksum in enumerate(checksums):
+            at = number * block_bytes
+            file.read(memory[at : at + block_bytes], start + at, checksum)
+        return
+    shape, box = (shape, box) if shape else ((1,), (slice(0, 1),))
+    target = target if target.dim() else target.view(1)
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    step = _rows_at_once(shape, dtype.itemsize, block_bytes)
+    for row in range(box[0].start, box[0].stop, step):
+        after = min(row + step, box[0].stop)
+        first, last = row * row_bytes, after * row_bytes
+        numbers = range(first // block_bytes, -(-last // block_bytes))
+        begin = numbers.start * block_bytes
+        end = min(numbers.stop * block_bytes, math.prod(shape) * dtype.itemsize)
         buffer = torch.empty(end - begin, dtype=torch.uint8)
-    memory = buffer.numpy().data
-    for number in range(begin // block_bytes, -(-end // block_bytes)):
-        at = number * block_bytes
-        file.read(memory[at - begin : at - begin + block_bytes], start + at, checksums[number])
-    if buffer.data_ptr() != target.data_ptr():
-        read = buffer[first - begin : last - begin].view(dtype)
-        read = read.view(rows.stop - rows.start, *shape[1:])
-        target.copy_(read[:, *box[1:]].reshape(target.shape))
+        memory = buffer.numpy().data
+        for number in numbers:
+            at = number * block_bytes - begin
+            file.read(memory[at : at + block_bytes], start + begin + at, checksums[number])
+        rows = buffer[first - begin : last - begin].view(dtype).view(after - row, *shape[1:])
+        target[row - box[0].start : after - box[0].start].copy_(rows[:, *box[1:]])
