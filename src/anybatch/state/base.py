@@ -97,9 +97,9 @@ class Base:
         trained = [name for name in left_out if name in self._names and name not in self.checksums]
         if trained:
             raise InputError(
-                f"the checkpoint {folder} does not hold {_some(trained)}: nothing trained"
-                f" {_them(trained)} when it was written, and now the task does. Train what was trained"
-                " before, or begin anew from the weights of the run in another folder."
+                f"the checkpoint {folder} does not hold {_some(trained)}: nothing trained that when it"
+                " was written, and now the task does. Train what was trained before, or begin anew from"
+                " the weights of the run in another folder."
             )
         check_same(self.checksums, left_out, folder, versions)
 
@@ -112,21 +112,17 @@ def check_same(
     differing = [name for name, was in left_out.items() if built.get(name, was) != was]
     if differing:
         made = " and ".join(f"{name} {number}" for name, number in versions.items())
+        made = f" under {made}" if made else ""
         raise InputError(
-            f"the checkpoint {folder} is of another base: nothing trains {_some(differing)}, so it"
-            f" does not hold {_them(differing)}, and the task builds other values than when it was"
-            " written. Let it build those again: from the same file, or by the same code and seed"
-            f"{f' under {made}' if made else ''}."
+            f"the checkpoint {folder} is of another base: nothing trains {_some(differing)}, so it is"
+            " not held, and the task builds other values than when it was written. Let it build those"
+            f" again: from the same file, or by the same code and seed{made}."
         )
 
 
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(repr, names[:_SHOWN])) + more
-
-
-def _them(names: Sequence[str]) -> str:
-    return "it" if len(names) == 1 else "them"
 
 
 def _checksum(tensor: Tensor) -> int:
