@@ -14,11 +14,14 @@ by its *index*, the number of steps before it, from which its samples and its ra
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from anybatch.units import format_count
 
@@ -398,19 +401,19 @@ def from_json(line: str) -> Event:
     kind = record.pop("kind", None) if isinstance(record, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"not an event of anybatch: {line[:80]!r}")
-    fields = {f.name: f for f in dataclasses.fields(_KINDS[kind])}
-    unknown = sorted(set(record) - set(fields))
-    if unknown:
-        raise ValueError(f"an event of kind {kind!r} has no field {unknown[0]!r}")
     try:
-        values = {key: _read(value, str(fields[key].type)) for key, value in record.items()}
-        event = _KINDS[kind](**values)
-    except TypeError as error:
-        raise ValueError(f"an event of kind {kind!r} is incomplete: {error}") from None
-    for key, value in values.items():
-        if not _is(value, str(fields[key].type)):
-            raise ValueError(f"{key!r} of an event of kind {kind!r} is {str(value)[:80]!r}")
-    return event
+        return _reader(_KINDS[kind]).validate_python(record)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = ".".join(map(str, fault["loc"]))
+        raise ValueError(
+            f"an event of kind {kind!r} cannot be read: {place}: {fault['msg']}"
+        ) from None
+
+
+@functools.cache
+def _reader(cls: type[Event]) -> TypeAdapter[Event]:
+    return TypeAdapter(with_config(ConfigDict(extra="forbid"))(cls))
 
 
 def _plain(value: Any) -> Any:
@@ -420,33 +423,4 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value
-
-
-def _is(value: Any, kind: str) -> bool:
-    """Whether `value` may be in a field of the type written as `kind`."""
-    if kind.startswith("tuple["):
-        inner = kind.removeprefix("tuple[").removesuffix(", ...]")
-        return isinstance(value, tuple) and all(_is(item, inner) for item in value)
-    if kind.endswith(" | None"):
-        return value is None or _is(value, kind.removesuffix(" | None"))
-    if kind.startswith("Mapping["):
-        inner = kind.removeprefix("Mapping[str, ").removesuffix("]")
-        return isinstance(value, Mapping) and all(_is(item, inner) for item in value.values())
-    if kind == "int":
-        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    return kind == "Any" or isinstance(value, float | int if kind == "float" else _PLAIN[kind])
-
-
-_PLAIN: dict[str, type] = {"str": str, "bool": bool}
-
-
-def _read(value: Any, kind: str) -> Any:
-    """`value` as a field of the type written as `kind` holds it."""
-    if kind.startswith("tuple"):
-        return tuple(_read(item, kind.removeprefix("tuple")) for item in value)
-    if "float" in kind:
-        if isinstance(value, dict):
-            return {key: _read(item, "float") for key, item in value.items()}
-        return float(value) if value in ("nan", "inf", "-inf") else value
     return value

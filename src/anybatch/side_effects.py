@@ -19,8 +19,8 @@ import random
 import sys
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from operator import is_
 from pathlib import Path
@@ -29,7 +29,6 @@ from types import (
     CellType,
     CodeType,
     FunctionType,
-    MemberDescriptorType,
     MethodType,
     ModuleType,
 )
@@ -44,9 +43,6 @@ _MOST_OBJECTS = 20_000
 
 _MANY = 1_000
 """Elements up to which those of a container are looked into."""
-
-_LONG = 10_000
-"""Elements from which on only what is added to a container at its end is taken away again."""
 
 _MOST_BYTES = 8 << 20
 """Of tensors and arrays whose values are copied, the smallest first. Trained parameters are not: a loss
@@ -152,9 +148,7 @@ class _Notes:
     ) -> None:
         self.generators: list[Any] = []
         self._back: list[Callable[[], object]] = []
-        # The most frequent ones by themselves: many small objects wake the garbage collector.
-        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._leaves: list[tuple[Tensor, Tensor | None, bool]] = []
+        self._leaves: list[Tensor] = []
         self._seen: dict[int, object] = {id(one): one for one in but}  # held: ids stay theirs
         self._next: deque[Any] = deque(functions)
         self._values: list[Tensor | np.ndarray[Any, Any]] = []
@@ -167,7 +161,7 @@ class _Notes:
         if copies:
             self._copy_values()
         if aside:
-            for one, _, _ in self._leaves:
+            for one in self._leaves:
                 one.grad = None
 
     def put_back(self) -> None:
@@ -175,10 +169,6 @@ class _Notes:
         with torch.no_grad():
             for back in self._back:
                 back()
-            for now, before in self._dicts:
-                _reset_dict(now, before)
-            for one, gradient, requires_grad in self._leaves:
-                _reset_leaf(one, gradient, requires_grad)
 
     def _look_at(self, one: Any, kind: type) -> None:
         if issubclass(kind, Tensor):
@@ -194,7 +184,7 @@ class _Notes:
             self._cell(one)
         elif issubclass(kind, partial):
             self._next += one.func, *one.args, *one.keywords.values()
-            self._attributes(one, kind)
+            self._dict(_dict_of(one))
         elif issubclass(kind, staticmethod | classmethod):
             self._next.append(one.__func__)
         elif issubclass(kind, property):
@@ -203,7 +193,9 @@ class _Notes:
             self._back.append(partial(_forget, one, one.cache_info().misses))
             self._next.append(one.__wrapped__)
         elif issubclass(kind, type):
-            self._class(one)
+            if not _is_of_library(str(one.__module__)):
+                self._names(partial(type.__setattr__, one), vars(one), None)
+                self._next += one.__bases__
         elif issubclass(kind, GENERATORS):
             self.generators.append(one)
             self._back.append(rewinding(one))
@@ -211,43 +203,39 @@ class _Notes:
             self._container(one, kind)
             self._attributes(one, kind)
 
-    # ------------------------------------------------------------------------------------ functions
-
     def _function(self, one: FunctionType) -> None:
         self._next += one.__closure__ or ()
         self._next += one.__defaults__ or ()
         self._dict(one.__kwdefaults__ or {})
         self._dict(one.__dict__)
-        if not _is_of_library(str(one.__globals__.get("__name__"))):
-            self._names(one.__globals__, frozenset(_named(one.__code__)))
-
-    def _names(self, space: dict[str, Any], named: Iterable[str]) -> None:
-        """What code has by these names: in its own module, and in those of the user that it names."""
-        spaces, found = [space], {id(space)}
+        if _is_of_library(str(one.__globals__.get("__name__"))):
+            return
+        # In its own module, and in those of the user that it names.
+        named, spaces = frozenset(_named(one.__code__)), [one.__globals__]
+        for name in named:
+            value = one.__globals__.get(name)
+            if type(value) is ModuleType and not _is_of_library(value.__name__):
+                spaces.append(vars(value))
         for space in spaces:
-            before = {name: space.get(name, _MISSING) for name in named}
-            self._back.append(partial(_rebind, space, before))
-            for value in before.values():
-                if type(value) is not ModuleType:
-                    self._next.append(value)
-                elif id(vars(value)) not in found and not _is_of_library(value.__name__):
-                    found.add(id(vars(value)))
-                    spaces.append(vars(value))
+            self._names(space.__setitem__, space, named)
+
+    def _names(
+        self, set: Callable[[str, Any], None], space: Mapping[str, Any], names: Iterable[str] | None
+    ) -> None:
+        """What has these names in a module; or in a class all but its special ones."""
+        if names is None:
+            names = [name for name in space if not (name.startswith("__") and name.endswith("__"))]
+        before = {name: space.get(name, _MISSING) for name in names}
+        self._back.append(partial(_rebind, set, space, before))
+        self._next += (value for value in before.values() if type(value) is not ModuleType)
 
     def _cell(self, cell: CellType) -> None:
-        before = _content(cell)
+        try:
+            before = cell.cell_contents
+        except ValueError:  # nothing is in it yet
+            before = _MISSING
         self._back.append(partial(_refill, cell, before))
         self._next.append(before)
-
-    def _class(self, one: type) -> None:
-        if _is_of_library(str(one.__module__)):
-            return
-        before = {name: value for name, value in vars(one).items() if not _is_special(name)}
-        self._back.append(partial(_reset_class, one, before))
-        self._next += before.values()
-        self._next += one.__bases__
-
-    # -------------------------------------------------------------------------------------- objects
 
     def _attributes(self, one: Any, kind: type) -> None:
         home = str(kind.__module__)
@@ -261,41 +249,32 @@ class _Notes:
             return
         self._next.append(kind)
         self._dict(held, but=_OF_MODULES if is_module else ())
-        for slot in _slots_of(kind):
-            before = _in_slot(slot, one)
-            self._back.append(partial(_refill_slot, slot, one, before))
-            self._next.append(before)
+        state = object.__getstate__(one)
+        if isinstance(state, tuple):  # the second are its slots
+            self._back.append(partial(_refill_slots, one, state[1]))
+            self._next += state[1].values()
 
     def _dict(self, one: dict[Any, Any], but: Iterable[str] = ()) -> None:
-        if len(one) > _LONG:
-            self._back.append(partial(_shorten_dict, one, len(one)))
-            return
         before = dict(one.items()) if isinstance(one, OrderedDict) else dict.copy(one)
-        self._dicts.append((one, before))
+        self._back.append(partial(_reset_dict, one, before))
         if len(before) <= _MANY:
             self._next += (value for name, value in before.items() if name not in but)
 
     def _container(self, one: Any, kind: type) -> None:
         if issubclass(kind, dict):
             self._dict(one)
-        elif issubclass(kind, tuple | frozenset):
-            if len(one) <= _MANY:
-                self._next += one
-        elif issubclass(kind, list) and len(one) > _LONG:
-            self._back.append(partial(_shorten_list, one, len(one)))
-        elif issubclass(kind, list | set | deque):
+        elif issubclass(kind, tuple | frozenset | list | set | deque):
             before = tuple(one)
-            self._back.append(partial(_reset_elements, one, before))
+            if issubclass(kind, list | set | deque):
+                self._back.append(partial(_reset_elements, one, before))
             if len(before) <= _MANY:
                 self._next += before
 
-    # -------------------------------------------------------------------------------------- tensors
-
     def _tensor(self, one: Tensor) -> None:
         if one.is_leaf:
-            self._leaves.append((one, one.grad, one.requires_grad))
-        if held := _dict_of(one):
-            self._dict(held)
+            self._leaves.append(one)
+            self._back.append(partial(_reset_leaf, one, one.grad, one.requires_grad))
+        self._dict(_dict_of(one))
         frozen = type(one) is nn.Parameter and not one.requires_grad  # a teacher's, perhaps
         is_plain = (type(one) is Tensor or frozen) and one.layout is torch.strided
         if is_plain and not (one.is_meta or one.is_inference()):
@@ -320,36 +299,27 @@ class _Notes:
 
 
 def _refill(cell: CellType, before: Any) -> None:
-    if before is _MISSING:
-        if _content(cell) is not _MISSING:
-            del cell.cell_contents
-    else:
+    if before is not _MISSING:
         cell.cell_contents = before
+        return
+    with suppress(ValueError):  # nothing came into it
+        del cell.cell_contents
 
 
-def _rebind(names: dict[str, Any], before: dict[str, Any]) -> None:
+def _rebind(set: Callable[[str, Any], None], space: Any, before: Mapping[str, Any]) -> None:
     for name, value in before.items():
         if value is _MISSING:
-            names.pop(name, None)
-        elif names.get(name, _MISSING) is not value:
-            names[name] = value
+            space.pop(name, None)  # of a module: those of a class were all there
+        elif space.get(name, _MISSING) is not value:
+            set(name, value)
 
 
-def _reset_class(one: type, before: dict[str, Any]) -> None:
-    now = {name: value for name, value in vars(one).items() if not _is_special(name)}
-    for name in now.keys() - before.keys():
-        type.__delattr__(one, name)
+def _refill_slots(one: Any, before: Mapping[str, Any]) -> None:
+    state = object.__getstate__(one)
+    for name in state[1].keys() - before.keys() if isinstance(state, tuple) else ():
+        object.__delattr__(one, name)
     for name, value in before.items():
-        if now.get(name, _MISSING) is not value:
-            type.__setattr__(one, name, value)
-
-
-def _refill_slot(slot: MemberDescriptorType, one: Any, before: Any) -> None:
-    now = _in_slot(slot, one)
-    if before is _MISSING and now is not _MISSING:
-        slot.__delete__(one)
-    elif now is not before:
-        slot.__set__(one, before)
+        object.__setattr__(one, name, value)
 
 
 def _reset_dict(one: dict[Any, Any], before: dict[Any, Any]) -> None:
@@ -372,15 +342,6 @@ def _reset_elements(one: Any, before: tuple[Any, ...]) -> None:
     else:
         deque.clear(one)
         deque.extend(one, before)
-
-
-def _shorten_list(one: list[Any], length: int) -> None:
-    list.__delitem__(one, slice(length, None))
-
-
-def _shorten_dict(one: dict[Any, Any], length: int) -> None:
-    while len(one) > length:
-        dict.popitem(one)
 
 
 def _reset_leaf(one: Tensor, gradient: Tensor | None, requires_grad: bool) -> None:
@@ -412,35 +373,11 @@ def _named(code: CodeType) -> Iterator[str]:
             yield from _named(constant)
 
 
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing is in it yet
-        return _MISSING
-
-
 def _dict_of(one: Any) -> dict[str, Any]:
     try:
         return object.__getattribute__(one, "__dict__")
     except AttributeError:
         return {}
-
-
-def _slots_of(kind: type) -> Iterator[MemberDescriptorType]:
-    for base in kind.__mro__:
-        if "__slots__" in vars(base):
-            yield from (one for one in vars(base).values() if type(one) is MemberDescriptorType)
-
-
-def _in_slot(slot: MemberDescriptorType, one: Any) -> Any:
-    try:
-        return slot.__get__(one)
-    except AttributeError:  # nothing is in it yet
-        return _MISSING
-
-
-def _is_special(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from anybatch.batch_rule import BatchRule, Ramp, Tokens, as_text, tokens_of
 from anybatch.errors import InputError, listed
@@ -488,9 +488,6 @@ def _faults(task: Task) -> Iterable[str]:
             )
     if task.schedule is not None and task.scheduler is not None:
         yield "schedule and scheduler are both given; give one of them"
-    if task.scheduler_interval not in ("epoch", "step", None):
-        yield f"scheduler_interval is {task.scheduler_interval!r}; give {listed(['epoch', 'step'])}"
-
     yield from _batch_faults(task)
     for name in ("epochs", "steps", "samples", "ghost_batch", "evaluate_every"):
         if getattr(task, name) is not None:
@@ -513,15 +510,19 @@ def _faults(task: Task) -> Iterable[str]:
         isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0
     ):
         yield f"clip_norm is {task.clip_norm!r}; give a number above zero or None"
-    if task.last not in ("keep", "drop", "wrap"):
-        yield f"last is {task.last!r}; give {listed(['keep', 'drop', 'wrap'])}"
-
-    if task.bad_data not in ("stop", "skip"):
-        yield f"bad_data is {task.bad_data!r}; give {listed(['stop', 'skip'])}"
-
+    for name, choices in _CHOICES.items():
+        value = getattr(task, name)
+        if value not in choices and not (value is None and name == "scheduler_interval"):
+            yield f"{name} is {value!r}; give {listed(choices)}"
     yield from _grain_faults(task)
     yield from _data_faults(task)
 
+
+_CHOICES = {
+    "scheduler_interval": ("epoch", "step"),
+    "last": ("keep", "drop", "wrap"),
+    "bad_data": ("stop", "skip"),
+}
 
 _CALLED_WITH = {
     "model": (),
@@ -566,16 +567,6 @@ def _grain_faults(task: Task) -> Iterable[str]:
         yield from _whole(grains, "parts", least=1, of="reproducible.")
 
 
-def _order_of(loader: DataLoader[Any]) -> str:
-    """What to do about an order of the loader's own; nothing where it has none."""
-    if isinstance(loader.sampler, SequentialSampler | RandomSampler):
-        return ""
-    return (
-        f", and in place of its {type(loader.sampler).__name__} an iterable data set that yields the"
-        " samples in that order"
-    )
-
-
 def _data_faults(task: Task) -> Iterable[str]:
     for name, data in (("train", task.train), ("valid", task.valid)):
         if name == "valid" and data is None:
@@ -590,8 +581,8 @@ def _data_faults(task: Task) -> Iterable[str]:
         if isinstance(data, DataLoader) and data.batch_sampler is not None:
             yield (
                 f"{name} is a DataLoader, which gives batches where samples belong; give its dataset,"
-                " and its collate_fn and num_workers as collate and num_workers of the"
-                f" task{_order_of(data)}"
+                " and its collate_fn and num_workers as collate and num_workers of the task (where its"
+                " sampler has an order of its own, an iterable data set that yields it)"
             )
             continue
         if name == "valid" and hasattr(data, "__next__"):

@@ -49,10 +49,10 @@ def a_loss(code: str) -> str:
 
 
 TASKS = [
-    Bad("unknown-recipe", "", ("'digit'", "did you mean 'digits'"), "train digit"),
+    Bad("unknown-recipe", "", ("'digit'", "give 'digits', "), "train digit"),
     Bad("missing-file", "", ("'tsk.py'", "does not exist", "'task.py'"), "train tsk.py"),
     Bad("folder", "", ("'.'", "is a folder", "FILE.py"), "train ."),
-    Bad("no-such-function", "", ("'tsk'", "did you mean 'task'"), "train task.py:tsk"),
+    Bad("no-such-function", "", ("'tsk'", "FILE.py:function, 'task'"), "train task.py:tsk"),
     Bad("no-task-function", "del task\n", ("no function 'task'", "FILE.py:function", "'given'")),
     Bad("not-callable", "task = 3\n", ("'task'", "type int", "make it a function")),
     Bad("not-a-task", "def task(): return 3\n", ("'task'", "type int", "return an anybatch.Task")),
@@ -72,7 +72,7 @@ TASKS = [
         trace=("in task", "ValueError: no data at hand"),
     ),
     Bad("required-option", "def task(size: int): pass\n", ("'size' (int)", "-s size=VALUE")),
-    Bad("unknown-option", "", ("'epoch'", "did you mean 'epochs'"), "train task.py -s epoch=3"),
+    Bad("unknown-option", "", ("'epoch'", "give 'epochs'"), "train task.py -s epoch=3"),
     Bad("option-without-value", "", ("'epochs'", "KEY=VALUE"), "train task.py -s epochs"),
     Bad("option-without-name", "", ("'=3'", "KEY=VALUE"), "train task.py -s =3"),
     Bad("option-of-wrong-type", "", ("'many'", "a whole number"), "train task.py -s epochs=many"),

@@ -167,7 +167,7 @@ def test_a_base_that_is_trained_now_is_refused(tmp_path):
     trained(task_of(), plan_of(task_of(), 1), tmp_path, until=2)
     task = task_of(lambda: OverABase(trained_base=True).double())
     refused(
-        task, tmp_path, r"does not hold 'base\.0\.\w+', .* and 3 more: nothing trained them when"
+        task, tmp_path, r"does not hold 'base\.0\.\w+', .* and 3 more: nothing trained that when"
     )
 
 
@@ -185,6 +185,6 @@ def test_without_checkpoints_it_is_not_read(monkeypatch):
     def never(*_):
         raise AssertionError("read")
 
-    monkeypatch.setattr("anybatch.state.base.checksum_of", never)
+    monkeypatch.setattr("anybatch.state.base.bytes_of", never)
     task = dataclasses.replace(task_of(), steps=1)
     trained(task, plan_of(task, 1))

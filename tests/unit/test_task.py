@@ -83,7 +83,7 @@ def task_of(**changes):
         ({"valid": DataLoader([1, 2])}, "valid is a DataLoader, which gives batches"),
         (
             {"train": DataLoader([1, 2], sampler=WeightedRandomSampler([1.0, 1.0], 2))},
-            "in place of its WeightedRandomSampler an iterable data set",
+            "(where its sampler has an order of its own, an iterable data set",
         ),
         ({"train": []}, "train is an empty data set"),
         ({"valid": []}, "valid is an empty data set"),

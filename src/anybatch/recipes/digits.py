@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 from anybatch.errors import InputError
 from anybatch.recipes.idx import load_folder
-from anybatch.recipes.ranges import ABOVE_ZERO, AT_LEAST_ZERO, COUNT, PART, check
+from anybatch.recipes.options import ABOVE_ZERO, AT_LEAST_ZERO, COUNT, PART, check
 from anybatch.recipes.schedules import warmup_cosine
 from anybatch.task import Loss, Task
 
@@ -115,12 +115,18 @@ def scaled_lr(lr: float, global_batch: int, num_samples: int) -> float:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Parameter groups of AdamW: weight decay on weights of two dimensions or more, none on biases
-    and the scales of BatchNorm, which it would only pull towards switching a channel off."""
-    params = [p for p in model.parameters() if p.requires_grad]
+    """Parameter groups of AdamW: weight decay on weights of two dimensions or more. None on biases and
+    the scales of norms, which it would only pull towards switching a channel off; none on embeddings
+    (and a head that is one): decay shrinks every row in every step, but the row of a rare token is only
+    now and then in a gradient that holds against it."""
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for param in (p for p in model.parameters() if p.requires_grad):
+        (decayed if param.ndim >= 2 and id(param) not in embedded else others).append(param)
     return [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
 
 

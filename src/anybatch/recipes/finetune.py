@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,40 +20,46 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.errors import InputError
-from anybatch.recipes.finetune_data import Data, read
+from anybatch.recipes.digits import decay_groups
+from anybatch.recipes.finetune_data import (
+    IGNORED,
+    Data,
+    Sample,
+    Samples,
+    classes_of,
+    encoded,
+    kind_of,
+    padded,
+    read,
+)
 from anybatch.recipes.finetune_model import (
     ALL_LINEAR,
-    LONGEST,
-    Kind,
     Lora,
     Shape,
     Source,
     build,
     checked,
     find,
+    libraries,
     num_positions,
+    tokenizer_of,
 )
-from anybatch.recipes.finetune_samples import (
-    LABELLED,
-    Encoded,
-    Form,
-    Sample,
-    Samples,
-    classes_of,
-    encoded,
-    form_of,
-    padded,
-)
-from anybatch.recipes.finetune_tell import Told
-from anybatch.recipes.finetune_tokens import Tokens, tokens_of
-from anybatch.recipes.ranges import ABOVE_ZERO, AT_LEAST_ZERO, PART, Range, check
+from anybatch.recipes.options import ABOVE_ZERO, AT_LEAST_ZERO, PART, Range, check
 from anybatch.recipes.schedules import warmup_cosine
-from anybatch.recipes.text import TokenScore, decay_groups, perplexity, steps_between
+from anybatch.recipes.text import TokenScore, perplexity, printable, steps_between
 from anybatch.task import Loss, Task
 
 LORA_LR, WHOLE_LR, RANDOM_LR = 2e-4, 2e-5, 1e-3
 """Peak learning rates where none is given: of adapters, of weights that were trained, of random
 ones."""
+
+LONGEST = 1024
+"""Tokens of a sample at most, unless more are asked for."""
+
+TOKENS_TOLD = 100
+_FIRST_TOKENS = 8  # of a held-out text, which the model goes on from
+_SAMPLES_TOLD = 3
+_CHARACTERS = 60
 
 
 def finetune(
@@ -121,44 +126,62 @@ def finetune(
     ranges = {
         "lr": (lr, ABOVE_ZERO),
         "clip": (clip, ABOVE_ZERO),
-        "warmup": (warmup, Range("a part of training, 0 to 1", _is_part)),
+        "warmup": (warmup, Range("a part of training, 0 to 1", lambda part: 0 <= part <= 1)),
         "weight_decay": (weight_decay, AT_LEAST_ZERO),
-        "max_length": (max_length, Range("at least 2 tokens: one predicts the next", _is_two)),
+        "max_length": (
+            max_length,
+            Range("at least 2 tokens: one predicts the next", lambda length: length >= 2),
+        ),
         "lora_rank": (
             lora_rank,
-            Range("a whole number above zero, or 0 for no adapters", _is_count),
+            Range("a whole number above zero, or 0 for no adapters", lambda rank: rank >= 0),
         ),
     }
     if lora_rank > 0:
-        ranges |= {"lora_alpha": (alpha, ABOVE_ZERO), "lora_dropout": (lora_dropout, PART)}
-    check("finetune", ranges, _faults(lora, save))
+        ranges |= {
+            "lora_alpha": (alpha, ABOVE_ZERO),
+            "lora_dropout": (lora_dropout, PART),
+            "lora_targets": (names, Range(f"names of linear layers, or {ALL_LINEAR}", bool)),
+        }
+    is_folder = Range("a folder, and not a file", lambda path: not Path(path).is_file())
+    check("finetune", ranges | {"save": (save and str(save), is_folder)})
     rows, source = read(data, valid), find(model)
-    form = form_of(rows.train, task)
-    kind: Kind = "classification" if form in LABELLED else "causal-lm"
-    classes: list[str] = []
-    if kind == "classification":
-        source, classes = _with_classes(source, rows)
+    kind = kind_of(rows.train, task)
+    source, classes = _with_classes(source, rows) if kind == "classification" else (source, [])
     shape = Shape(source, kind, getattr(torch, dtype), lora)
     words = checked(shape)
-    tokens = _tokens(source, words, form)
-    pad = tokens.pad if tokens is not None else 0
-    if kind == "classification" and source.config.pad_token_id is None:
-        source.config.pad_token_id = pad  # by which a decoder finds the last token of each row
-    if tokens is not None and not source.has_weights:  # what it is saved with, to be read again
-        source.config.bos_token_id, source.config.eos_token_id = tokens.begin, tokens.end
-    longest = _longest(max_length, source, tokens)
-    make = partial(encoded, tokens=tokens, longest=longest, words=words, classes=classes)
-    train = make(rows.train, form)
-    held = None if rows.held_out is None else make(rows.held_out, form)
+    try:
+        tokenizer = tokenizer_of(source, words)
+    except InputError:
+        if "input_ids" not in rows.train.rows[0]:
+            raise
+        tokenizer = None  # and what the tokens mean stays unknown
+    pad = _configured(source, tokenizer)
+    longest = _longest(max_length, source, tokenizer)
+    make = partial(
+        encoded, kind=kind, tokenizer=tokenizer, longest=longest, words=words, classes=classes
+    )
+    train, num_cut = make(rows.train)
+    held, held_cut = (None, 0) if rows.held_out is None else make(rows.held_out)
+    if num_cut := num_cut + held_cut:
+        warnings.warn(
+            f"{num_cut:,} samples of {rows.train.source!r} have more than {longest} tokens, and are"
+            " cut: max_length=N takes more of them, where the model can.",
+            stacklevel=2,
+        )
+    cut = f"; {num_cut:,} of them cut to {longest} tokens" if num_cut else ""
+    weights = "with its weights" if source.has_weights else "with random weights"
+    if lr is None:
+        lr = (WHOLE_LR if lora is None else LORA_LR) if source.has_weights else RANDOM_LR
     return Task(
         model=partial(build, shape),
         loss=ab.causal_lm_loss if kind == "causal-lm" else loss_of_classes,
-        optimizer=partial(torch.optim.AdamW, lr=_default_lr(shape) if lr is None else lr),
+        optimizer=partial(torch.optim.AdamW, lr=lr),
         parameters=partial(decay_groups, weight_decay=weight_decay),
         schedule=warmup_cosine(warmup),
         clip_norm=clip,
-        train=train.samples,
-        valid=None if held is None else held.samples,
+        train=train,
+        valid=held,
         collate=partial(padded, pad=pad),
         lengths=lengths,
         metrics=ab.Metrics({"perplexity": TokenScore(perplexity)}, measured)
@@ -167,11 +190,12 @@ def finetune(
         global_batch=global_batch,
         epochs=epochs if steps is None else None,
         steps=steps,
-        evaluate_every=steps_between(len(train.samples), global_batch, epochs, steps),
-        tell=Told(
-            origin=_origin(rows, source, tokens, (train, held), longest),
-            tokens=tokens,
-            samples=train.samples if held is None else held.samples,
+        evaluate_every=steps_between(len(train), global_batch, epochs, steps),
+        tell=partial(
+            told,
+            origin=f"The model: {source.folder}, {weights}. The data: {rows.origin}{cut}.",
+            tokenizer=tokenizer,
+            samples=train if held is None else held,
             classes=classes,
             prompt=prompt,
             longest=longest,
@@ -204,86 +228,116 @@ def lengths(samples: Samples) -> list[int]:
     return samples.lengths
 
 
-# -------------------------------------------------------------------------------- model and tokens
-
-
-def _default_lr(shape: Shape) -> float:
-    if not shape.source.has_weights:
-        return RANDOM_LR
-    return WHOLE_LR if shape.lora is None else LORA_LR
-
-
 def _with_classes(source: Source, rows: Data) -> tuple[Source, list[str]]:
     """The model with a head for the classes of the data, and their names; those of the model itself
     where it is a classifier already."""
     config = copy.deepcopy(source.config)
     if any("ForSequenceClassification" in name for name in config.architectures or ()):
-        return source._replace(config=config), [
-            config.id2label[i] for i in range(config.num_labels)
-        ]
-    tables = [rows.train] if rows.held_out is None else [rows.train, rows.held_out]
-    classes = classes_of(tables)
-    config.id2label = dict(enumerate(classes))
-    config.label2id = {name: number for number, name in enumerate(classes)}
+        classes = [config.id2label[i] for i in range(config.num_labels)]
+    else:
+        classes = classes_of([rows.train] if rows.held_out is None else [rows.train, rows.held_out])
+        config.id2label = dict(enumerate(classes))
+        config.label2id = {name: number for number, name in enumerate(classes)}
     return source._replace(config=config), classes
 
 
-def _tokens(source: Source, words: int, form: Form) -> Tokens | None:
-    """Those of the model; None where the data has tokens and the folder tells nothing of them."""
-    try:
-        return tokens_of(source, words)
-    except InputError:
-        if form in ("tokens", "labelled tokens"):
-            return None
-        raise
+def _configured(source: Source, tokenizer: Any) -> int:
+    """Lets the configuration know the special tokens. Returns the one that fills up what is shorter: it
+    is masked, so which one does not matter."""
+    pad = 0
+    if tokenizer is not None:
+        ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        pad = next(token for token in ids if token is not None)
+        if not source.has_weights:  # what it is saved with, to be read again
+            source.config.bos_token_id = tokenizer.bos_token_id
+            source.config.eos_token_id = tokenizer.eos_token_id
+    if source.config.pad_token_id is None:
+        source.config.pad_token_id = pad  # by which a decoder finds the last token of each row
+    return pad
 
 
-def _longest(wanted: int | None, source: Source, tokens: Tokens | None) -> int:
+def _longest(wanted: int | None, source: Source, tokenizer: Any) -> int:
     """Tokens of a sample at most. Raises `InputError` for more than the model takes."""
-    limits = [num_positions(source.config), tokens.longest if tokens is not None else None]
-    most = min((limit for limit in limits if limit is not None), default=None)
-    if wanted is None:
-        return LONGEST if most is None else min(LONGEST, most)
-    if most is not None and wanted > most:
+    limits = [num_positions(source.config), getattr(tokenizer, "model_max_length", None)]
+    most = min((limit for limit in limits if limit is not None), default=1 << 62)
+    if wanted is not None and wanted > most:
         raise InputError(
             f"max_length is {wanted}, and the model in {str(source.folder)!r} takes {most} tokens: give"
             " so many or fewer."
         )
-    return wanted
+    return min(LONGEST, most) if wanted is None else wanted
 
 
-def _origin(
-    rows: Data, source: Source, tokens: Tokens | None, made: Sequence[Encoded | None], longest: int
+# ------------------------------------------------------------------------- what is told in the end
+
+
+def told(
+    model: Any,
+    origin: str,
+    tokenizer: Any,
+    samples: Samples,
+    classes: list[str],
+    prompt: str | None,
+    longest: int,
+    save: Path | None,
 ) -> str:
-    """Where data and model are from, and what was cut."""
-    num_cut = sum(one.num_cut for one in made if one is not None)
-    cut = f"; {num_cut:,} of them cut to {longest} tokens" if num_cut else ""
-    if num_cut:
-        warnings.warn(
-            f"{num_cut:,} samples of {rows.train.files[0]!r} have more than {longest} tokens, and are"
-            " cut:"
-            " max_length=N takes more of them, where the model can.",
-            stacklevel=3,
-        )
-    weights = "with its weights" if source.has_weights else "with random weights"
-    read_as = "" if tokens is None else f", read as {tokens.what}"
-    return f"The model: {source.folder}, {weights}. The data: {rows.origin}{cut}{read_as}."
+    """What was trained on what, what the model makes of a prompt or of held-out `samples`; writes the
+    model to `save`, as from_pretrained reads it."""
+    total = sum(param.numel() for param in model.parameters())
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    parts = [f"{origin} Trained: {trained:,} of {total:,} parameters."]
+    if save is not None:
+        if hasattr(model, "peft_config"):
+            ab.save_adapters(model, save)
+            parts.append(f"The adapters are in {save}.")
+        else:
+            model.save_pretrained(save)
+            parts.append(f"The model is in {save}.")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(save)
+    if tokenizer is not None and classes:
+        parts += _classified(model, tokenizer, samples, classes)
+    elif tokenizer is not None:
+        parts.append(_written(model, tokenizer, samples, prompt, longest))
+    return "\n".join(parts) + "\n"
 
 
-def _is_part(warmup: float) -> bool:
-    return 0 <= warmup <= 1
+@torch.no_grad()
+def _written(model: Any, tokenizer: Any, samples: Samples, prompt: str | None, longest: int) -> str:
+    """The likeliest tokens after the prompt, or after the beginning of a sample: what comes before its
+    first label, or a few tokens."""
+    if prompt is not None:
+        begin = tokenizer(prompt)["input_ids"] or [tokenizer.pad_token_id or 0]
+    else:
+        begin, labels = (samples[0][key].tolist() for key in ("input_ids", "labels"))
+        first = next(i for i, label in enumerate(labels) if label != IGNORED)
+        begin = begin[: first or min(_FIRST_TOKENS, len(begin) - 1)]
+    begin = begin[: longest - 1]
+    options = libraries().GenerationConfig(
+        max_new_tokens=min(TOKENS_TOLD, longest - len(begin)),
+        do_sample=False,
+        pad_token_id=model.config.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    ids = torch.tensor([begin], device=next(model.parameters()).device)
+    made = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=options
+    )[0]
+    before, after = (
+        printable(tokenizer.decode(part, skip_special_tokens=True))
+        for part in (begin, made[len(begin) :].tolist())
+    )
+    return f"What the model writes after {before!r}:\n\n{after}"
 
 
-def _is_two(length: int) -> bool:
-    return length >= 2
-
-
-def _is_count(rank: int) -> bool:
-    return rank >= 0
-
-
-def _faults(lora: Lora | None, save: Path | None) -> Iterator[str]:
-    if lora is not None and not lora.targets:
-        yield f"lora_targets is empty; name linear layers, or give {ALL_LINEAR}"
-    if save is not None and save.exists() and not save.is_dir():
-        yield f"save is {str(save)!r}, which is a file; give a folder"
+@torch.no_grad()
+def _classified(model: Any, tokenizer: Any, samples: Samples, classes: list[str]) -> list[str]:
+    lines = []
+    for number in range(min(_SAMPLES_TOLD, len(samples))):
+        ids = samples[number]["input_ids"][None].to(next(model.parameters()).device)
+        found = int(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.argmax())
+        text = printable(tokenizer.decode(ids[0].tolist(), skip_special_tokens=True))
+        more = "..." * (len(text) > _CHARACTERS)
+        right = classes[int(samples[number]["labels"])]
+        lines.append(f"{text[:_CHARACTERS]}{more}: {classes[found]} (it is {right})")
+    return lines

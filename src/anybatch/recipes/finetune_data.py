@@ -1,66 +1,67 @@
-"""Rows to fine-tune on, from files, each with the place that an error names.
+"""Rows to fine-tune on, from files, and the samples of tokens and labels that are made of them.
 
-    .jsonl .ndjson    an object per line          .csv .tsv    with a line of names first
-    .json             a list of objects, or lines             .txt  ...    a text per line
-    a folder          of such files (train.*, and valid.*, validation.*, dev.* or test.* held out)
-    a folder          that `save_to_disk` of Hugging Face's datasets wrote
+    .jsonl              an object per line        .csv .tsv    with a line of names first
+    .json               a list of objects         .txt  ...    a text per line
+    a folder            of such files (train.*, and valid.*, validation.*, dev.* or test.* held out)
+    a folder            that `save_to_disk` of Hugging Face's datasets wrote
 
-Files are read by Python's own readers, which know the line of a fault. The library `datasets`, which
-brings a hundred megabytes, is asked for its own folders only.
+    text                    t t t t t .        every token is predicted from those before it
+    prompt + completion     p p p c c .        of which those of the completion count
+    text + label            t t t t t          one label for all
+    input_ids (+ labels)    t t t t t          tokens that were made before
+
+The label of a token has the token's own place: the model moves labels by one. -100 counts nothing.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import random
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from anybatch.errors import InputError, listed
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from anybatch.errors import DataError, InputError, listed
 from anybatch.recipes.text_data import EVERY
 
+Kind: TypeAlias = Literal["causal-lm", "classification"]
+Sample: TypeAlias = "dict[str, Tensor]"
+Row: TypeAlias = Mapping[str, Any]
+
+IGNORED = -100
 HELD_OUT = ("validation", "valid", "dev", "test")
 """Names of held-out parts, the likelier first."""
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
-_OF_LINES = (".jsonl", ".ndjson")
-_SUFFIXES = (*_OF_LINES, ".json", *_SEPARATORS, ".txt")
-_EXAMPLE = 'such as {"text": "..."}'
-
-Row = Mapping[str, Any]
-_Rows = Iterator[tuple[int, Row]]
+_SUFFIXES = (".jsonl", ".json", *_SEPARATORS, ".txt")
+_WANTED = "'text', 'prompt' with 'completion', 'text' with 'label', or 'input_ids'"
+_TEXTS_AT_ONCE = 1000  # that a tokenizer is given
+_SHOWN = 12  # names of classes in a message
 
 
 class Table(NamedTuple):
-    """Rows and where they are from.
-
-    Attributes:
-        rows: name of the column to value.
-        at: of each row, which of the `files`, and its number in it, from 1.
-        files: paths, for messages.
-        unit: what the numbers count: `line` or `row`.
-        names: of the classes, where the data itself has them.
-    """
+    """Rows by column, the place of each (`line 3 of 'data.jsonl'`), the path that they are from, and
+    the names of the classes where the data itself has them."""
 
     rows: list[Row]
-    at: list[tuple[int, int]]
-    files: list[str]
-    unit: str
+    places: list[str]
+    source: str
     names: list[str] | None = None
-
-    def place(self, number: int) -> str:
-        """Of row `number`, from 0: `line 3 of 'data.jsonl'`."""
-        file, line = self.at[number]
-        return f"{self.unit} {line} of {self.files[file]!r}"
 
     def take(self, numbers: Iterable[int]) -> Table:
         """The table of these rows."""
         chosen = list(numbers)
-        rows, at = [self.rows[i] for i in chosen], [self.at[i] for i in chosen]
-        return self._replace(rows=rows, at=at)
+        rows, places = [self.rows[i] for i in chosen], [self.places[i] for i in chosen]
+        return self._replace(rows=rows, places=places)
 
 
 class Data(NamedTuple):
@@ -78,31 +79,26 @@ def read(data: Path, held_out: Path | None) -> Data:
     Raises `InputError` if there are none, or a file is not what its name says: with the line.
     """
     parts = _parts(data)
-    train, name = parts["train"], _held_out_name(parts)
+    train = parts["train"]
+    origin = f"{len(train.rows):,} rows of {data}; held out: "
     if held_out is not None:
-        others = _parts(held_out)
-        held = others[_held_out_name(others) or "train"]
-        return Data(
-            train, held, f"{_count(train)} of {data}; held out: {_count(held)} of {held_out}"
-        )
-    if name is not None:
-        held = parts[name]
-        return Data(train, held, f"{_count(train)} of {data}; held out: its {_count(held)}, {name}")
-    size = len(train.rows)
-    if size < 2:
-        return Data(train, None, f"{_count(train)} of {data}; nothing held out")
-    # Drawn, since rows often come in turns or sorted; the same ones in every run.
-    drawn = set(random.Random(0).sample(range(size), max(1, size // EVERY)))
-    kept, held = train.take(i for i in range(size) if i not in drawn), train.take(sorted(drawn))
-    return Data(kept, held, f"{_count(train)} of {data}; held out: {_count(held)} of them")
+        parts, where = _parts(held_out), f"rows of {held_out}"
+        held = parts[_held_out_name(parts) or "train"]
+    elif name := _held_out_name(parts):
+        held, where = parts[name], f"rows, {name}"
+    else:
+        size = len(train.rows)
+        if size < 2:
+            return Data(train, None, f"{origin}nothing")
+        # Drawn, since rows often come in turns or sorted; the same ones in every run.
+        drawn = set(random.Random(0).sample(range(size), max(1, size // EVERY)))
+        held, where = train.take(sorted(drawn)), "of them"
+        train = train.take(i for i in range(size) if i not in drawn)
+    return Data(train, held, f"{origin}{len(held.rows):,} {where}")
 
 
 def _held_out_name(parts: Iterable[str]) -> str | None:
     return next((name for name in HELD_OUT if name in parts), None)
-
-
-def _count(table: Table) -> str:
-    return f"{len(table.rows):,} {table.unit}{'s' if len(table.rows) != 1 else ''}"
 
 
 def _parts(data: Path) -> dict[str, Table]:
@@ -114,134 +110,106 @@ def _parts(data: Path) -> dict[str, Table]:
             f" ({', '.join(_SUFFIXES)}) or a folder; nothing is downloaded."
         )
     if data.is_file():
-        parts = {"train": _table([data])}
+        parts = {"train": _table([data], data)}
     elif (data / "dataset_dict.json").exists() or (data / "dataset_info.json").exists():
         parts = _saved(data)
     else:
-        parts = _folder(data)
+        files = [
+            path
+            for path in sorted(data.iterdir())
+            if path.suffix in _SUFFIXES and path.is_file() and not path.name.startswith(".")
+        ]
+        parts = {
+            name: _table([path for path in files if path.stem == name], data / name)
+            for name in HELD_OUT
+            if any(path.stem == name for path in files)
+        }
+        parts["train"] = _table([path for path in files if path.stem not in HELD_OUT], data)
     if not parts["train"].rows:
-        raise InputError(f"the data {str(data)!r} is empty: give some with rows in it.")
+        raise InputError(
+            f"the data {str(data)!r} is empty: give a file with rows in it, or a folder with files that"
+            f" end in {', '.join(_SUFFIXES)} or that save_to_disk of datasets wrote."
+        )
     return parts
 
 
-def _folder(folder: Path) -> dict[str, Table]:
-    files = sorted(
-        path
-        for path in folder.iterdir()
-        if path.suffix in _SUFFIXES and path.is_file() and not path.name.startswith(".")
-    )
-    held = _held_out_name([path.stem for path in files])
-    train = [path for path in files if path.stem not in HELD_OUT]
-    if not train:
-        raise InputError(
-            f"the folder {str(folder)!r} has nothing to train on: give one with files that end in"
-            f" {', '.join(_SUFFIXES)}, or one that save_to_disk of datasets wrote."
-        )
-    parts = {"train": _table(train)}
-    return parts if held is None else parts | {held: _table([p for p in files if p.stem == held])}
+def _table(files: Sequence[Path], source: Path) -> Table:
+    rows, places = [], []
+    for path in files:
+        for number, row in _rows(path):
+            place = f"line {number} of {str(path)!r}"
+            if not isinstance(row, dict):
+                what = "null" if row is None else f"a value of type {type(row).__name__}"
+                raise InputError(
+                    f'{place} is {what}: give an object for each row, such as {{"text": "..."}}.'
+                )
+            rows.append(row)
+            places.append(place)
+    return Table(rows, places, str(source))
 
 
-def _table(files: list[Path]) -> Table:
-    found = [(file, *one) for file, path in enumerate(files) for one in _rows(path)]
-    at = [(file, number) for file, number, _ in found]
-    return Table([row for *_, row in found], at, [str(path) for path in files], "line")
-
-
-# ------------------------------------------------------------------------------------------- files
-
-
-def _rows(path: Path) -> _Rows:
-    """The rows of a file and their numbers, from 1."""
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """The rows of a file and their lines, from 1; of a list in JSON their numbers."""
+    text = _text(path)
     if path.suffix in _SEPARATORS:
-        yield from _separated(path)
-        return
-    lines = [(number, line) for number, line in _lines(path) if line.strip()]
-    if path.suffix == ".json" and lines and lines[0][1].lstrip().startswith("["):
-        yield from _list(path)
-    elif path.suffix in (*_OF_LINES, ".json"):
-        for number, line in lines:
-            yield number, _object(line, number, path)
+        yield from _separated(path, text)
+    elif path.suffix == ".json" and text.lstrip().startswith("["):
+        yield from enumerate(_parsed(text, path, 1), start=1)
     else:
-        yield from ((number, {"text": line}) for number, line in lines)
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                is_json = path.suffix in (".jsonl", ".json")
+                row = _parsed(line, path, number) if is_json else {"text": line.rstrip("\r")}
+                yield number, row
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbers, from 1, and lines without their ends. Raises `InputError` if it is no text."""
-    number = 0
+def _text(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if b"\0" in line:
-                    raise InputError(
-                        f"line {number} of {str(path)!r} has a zero byte, so it is no text: give a"
-                        " file in UTF-8."
-                    )
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"line {number} of {str(path)!r} is no text in UTF-8 (byte"
-            f" {error.object[error.start]:#04x}): give a file in UTF-8."
-        ) from None
+        content = path.read_bytes()
     except OSError as error:
         raise InputError(f"the file {str(path)!r} cannot be read: {error.strerror}.") from None
-
-
-def _object(line: str, number: int, path: Path) -> Row:
     try:
-        found = json.loads(line)
-    except ValueError as error:
-        words, column = getattr(error, "msg", str(error)), getattr(error, "colno", 1)
+        text, bad = content.decode("utf-8-sig"), content.find(b"\0")
+    except UnicodeDecodeError as error:
+        text, bad = "", error.start
+    if bad >= 0:
+        line = content.count(b"\n", 0, bad) + 1
         raise InputError(
-            f"line {number} of {str(path)!r} is not JSON ({words}, column {column}): give one object"
-            f" per line, {_EXAMPLE}."
-        ) from None
-    return _checked(found, f"line {number} of {str(path)!r}")
+            f"line {line} of {str(path)!r} is no text in UTF-8 (byte"
+            f" {content[bad]:#04x}): give a file in UTF-8."
+        )
+    return text
 
 
-def _list(path: Path) -> _Rows:
+def _parsed(text: str, path: Path, line: int) -> Any:
     try:
-        found = json.loads("\n".join(line for _, line in _lines(path)))
-    except ValueError as error:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
         raise InputError(
-            f"line {getattr(error, 'lineno', 1)} of {str(path)!r} is not JSON"
-            f" ({getattr(error, 'msg', error)}): give a list of objects, or one object per line."
+            f"line {line + error.lineno - 1} of {str(path)!r} is not JSON ({error.msg}, column"
+            f" {error.colno}): give one object per line, or in a .json file a list of them."
         ) from None
-    for number, row in enumerate(found, start=1):
-        yield number, _checked(row, f"entry {number} of the list in {str(path)!r}")
 
 
-def _checked(row: Any, place: str) -> Row:
-    if not isinstance(row, dict):
-        what = "null" if row is None else f"a value of type {type(row).__name__}"
-        raise InputError(f"{place} is {what}: give an object for each row, {_EXAMPLE}.")
-    return row
-
-
-def _separated(path: Path) -> _Rows:
-    lines = (f"{line}\n" for _, line in _lines(path))
-    reader = csv.DictReader(lines, delimiter=_SEPARATORS[path.suffix], strict=True)
+def _separated(path: Path, text: str) -> Iterator[tuple[int, Row]]:
+    reader = csv.DictReader(
+        io.StringIO(text, newline=""), delimiter=_SEPARATORS[path.suffix], strict=True
+    )
     try:
         for row in reader:
             if None in row or None in row.values():
-                more = "more" if None in row else "fewer"
-                raise InputError(
-                    f"line {reader.line_num} of {str(path)!r} has {more} than the"
-                    f" {len(reader.fieldnames or ())} fields that its first line names: quote fields"
-                    " that have a separator in them."
-                )
+                more, most = "more" if None in row else "fewer", len(reader.fieldnames or ())
+                raise csv.Error(f"{more} than the {most} fields that its first line names")
             yield reader.line_num, row
     except csv.Error as error:
         raise InputError(
-            f"line {reader.line_num} of {str(path)!r} is not {path.suffix[1:].upper()} ({error}): mend"
-            " it, or give JSON lines."
+            f"line {reader.line_num} of {str(path)!r} is not {path.suffix[1:].upper()} ({error}): quote"
+            " fields that have a separator in them, or give JSON lines."
         ) from None
 
 
-# ------------------------------------------------------------------------------------------- datasets
-
-
 def _saved(folder: Path) -> dict[str, Table]:
-    """What `save_to_disk` wrote."""
+    """What `save_to_disk` of Hugging Face's datasets wrote."""
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -257,18 +225,247 @@ def _saved(folder: Path) -> dict[str, Table]:
             f"the folder {str(folder)!r} cannot be read by datasets ({error}): save it again with"
             " save_to_disk."
         ) from None
-    if not isinstance(found, Mapping):
-        return {"train": _rows_of(found, str(folder))}
-    if "train" not in found:
+    parts = dict(found) if isinstance(found, Mapping) else {"train": found}
+    if "train" not in parts:
         raise InputError(
-            f"the data sets in {str(folder)!r} are {listed(found)}: one has to be called 'train', or"
+            f"the data sets in {str(folder)!r} are {listed(parts)}: one has to be called 'train', or"
             " give the folder of one."
         )
-    return {name: _rows_of(one, str(folder / name)) for name, one in found.items()}
+    tables = {}
+    for name, one in parts.items():
+        rows = list(one.with_format(None))
+        places = [f"row {number} of {str(folder)!r}" for number in range(1, len(rows) + 1)]
+        names = getattr(one.features.get("label"), "names", None)
+        tables[name] = Table(rows, places, str(folder), names)
+    return tables
 
 
-def _rows_of(found: Any, folder: str) -> Table:
-    """The rows of a `datasets.Dataset`, as plain Python values."""
-    names = getattr(found.features.get("label"), "names", None)
-    rows = list(found.with_format(None))
-    return Table(rows, [(0, i) for i in range(1, len(rows) + 1)], [folder], "row", names)
+# ------------------------------------------------------------------------------------------- samples
+
+
+class Samples(Dataset[Sample]):
+    """Samples `{"input_ids": [tokens] int64, "labels": [tokens] or [] int64}`, held as tensors of all
+    samples in a row. `lengths`: tokens of each sample."""
+
+    def __init__(self, ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int] | int]) -> None:
+        self.lengths: list[int] = [len(one) for one in ids]
+        self._starts = torch.tensor([0, *self.lengths]).cumsum(0)
+        self._ids = torch.tensor([token for one in ids for token in one], dtype=torch.int32)
+        self._by_token = not isinstance(labels[0], int)
+        flat = [x for one in labels for x in (one if isinstance(one, Sequence) else (one,))]
+        self._labels = torch.tensor(flat, dtype=torch.int32)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Sample:
+        number = range(len(self))[index]
+        part = slice(int(self._starts[number]), int(self._starts[number + 1]))
+        labels = self._labels[part] if self._by_token else self._labels[number]
+        return {"input_ids": self._ids[part].long(), "labels": labels.long()}
+
+
+def padded(samples: list[Sample], pad: int) -> Sample:
+    """The batch `[batch, longest]` of samples of unequal length."""
+    ids = [sample["input_ids"] for sample in samples]
+    labels = [sample["labels"] for sample in samples]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
+        "attention_mask": pad_sequence([torch.ones_like(one) for one in ids], batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED)
+        if labels[0].dim()
+        else torch.stack(labels),
+    }
+
+
+def kind_of(table: Table, wanted: Kind | None) -> Kind:
+    """What the columns of the first row are for, unless something else is `wanted`.
+
+    Raises `InputError` if they mean nothing, or have no label where one is wanted.
+    """
+    columns = table.rows[0].keys()
+    labelled = "label" in columns and ("text" in columns or "input_ids" in columns)
+    if not ({"text", "input_ids"} & columns or {"prompt", "completion"} <= columns):
+        raise InputError(f"{table.places[0]} has {listed(columns)}: give rows with {_WANTED}.")
+    if wanted == "classification" and not labelled:
+        raise InputError(
+            f"{table.places[0]} has {listed(columns)} and no 'label': a classifier needs one in every"
+            " row; give 'text' with 'label', or task=causal-lm."
+        )
+    return wanted or ("classification" if labelled else "causal-lm")
+
+
+def classes_of(tables: Sequence[Table]) -> list[str]:
+    """The names of the classes: those that the data has, else the labels that occur, sorted, or
+    counted from 0 where they are numbers.
+
+    Raises `DataError` for a row whose label is none, `InputError` for a single class.
+    """
+    names = next((table.names for table in tables if table.names), None)
+    if names is None:
+        first = type(tables[0].rows[0].get("label"))
+        found = {str(label) for table in tables for label in _labels(table, first)}
+        numbers = all(map(str.isdecimal, found))
+        names = list(map(str, sorted(map(int, found)) if numbers else sorted(found)))
+        if numbers and int(names[-1]) >= 2 * len(names) + 1000:
+            raise DataError(
+                f"the labels of {tables[0].source!r} go up to {names[-1]}, and only {len(names)} occur:"
+                " give names, or whole numbers that count the classes from 0."
+            )
+        if numbers:
+            names = list(map(str, range(int(names[-1]) + 1)))
+    if len(names) < 2:
+        raise InputError(
+            f"every row of {tables[0].source!r} has the label {names[0]!r}: a classifier needs two"
+            " classes to tell apart."
+        )
+    return names
+
+
+def _labels(table: Table, kind: type) -> Iterator[int | str]:
+    """Raises `DataError` for one that is no name or number from 0, or not of this kind."""
+    for row, place in zip(table.rows, table.places, strict=True):
+        label: Any = row.get("label")
+        named = isinstance(label, str) and label != ""
+        if type(label) is not kind or not (named or (type(label) is int and label >= 0)):
+            raise DataError(
+                f"{place} has the label {label!r}: give a name in every row, or in every row a whole"
+                " number that counts the classes from 0."
+            )
+        yield label
+
+
+def _targets(table: Table, classes: list[str]) -> list[int]:
+    """The class of each row. Raises `DataError` for a label that is none of `classes`."""
+    places = {name: number for number, name in enumerate(classes)}
+    found = []
+    for number, label in enumerate(_labels(table, type(table.rows[0].get("label")))):
+        is_number = str(label).isdecimal() and (isinstance(label, int) or label not in places)
+        target = int(label) if is_number else places.get(str(label), -1)
+        if not 0 <= target < len(classes):
+            raise DataError(
+                f"{table.places[number]} has the label {label!r}, which is none of the {len(classes)}"
+                f" classes that the model tells apart ({', '.join(classes[:_SHOWN])}): mend the row, or"
+                " give a model for more."
+            )
+        found.append(target)
+    return found
+
+
+def encoded(
+    table: Table, kind: Kind, tokenizer: Any, longest: int, words: int, classes: list[str]
+) -> tuple[Samples, int]:
+    """The samples of `table`, and how many of them were cut. Rows in which there is nothing to learn
+    from (an empty text, a completion that is empty or does not begin before the cut) are left out, with
+    a warning that names the first.
+
+    Args:
+        kind: what is learned.
+        tokenizer: of transformers; not used where the rows have `input_ids`.
+        longest: tokens of a sample at most: what comes after is cut off.
+        words: that the model knows: ids are below it.
+        classes: names, for a classifier.
+
+    Raises `DataError` for a row that is not as the first one, or a token that is no word; `InputError`
+    if no row is left.
+    """
+    ids, labels = _tokens_and_labels(table, kind, tokenizer, words)
+    if kind == "classification":
+        targets: list[Any] = _targets(table, classes)
+        kept = [number for number, one in enumerate(ids) if one]
+    else:
+        targets = [one[:longest] for one in labels]
+        kept = [number for number, one in enumerate(targets) if any(x != IGNORED for x in one[1:])]
+    missing = sorted(set(range(len(ids))) - set(kept))
+    if missing:
+        more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+        warnings.warn(
+            f"left out, since there is nothing in it to learn from: {table.places[missing[0]]}{more}"
+            " (an empty text, or a completion that is empty or was cut off).",
+            stacklevel=3,
+        )
+    if not kept:
+        raise InputError(
+            f"no row of {table.source!r} has anything to learn from: give texts that are not empty"
+            f" (and completions that begin within {longest} tokens)."
+        )
+    samples = Samples([ids[i][:longest] for i in kept], [targets[i] for i in kept])
+    return samples, sum(len(ids[i]) > longest for i in kept)
+
+
+def _tokens_and_labels(
+    table: Table, kind: Kind, tokenizer: Any, words: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens of each row, and the label of each token (of no use where the row has one)."""
+    columns = table.rows[0].keys()
+    if "input_ids" in columns:
+        ids = _numbers(table, "input_ids", words)
+        if "labels" not in columns or kind == "classification":
+            return ids, ids
+        labels = _numbers(table, "labels", words)
+        for place, one, other in zip(table.places, ids, labels, strict=True):
+            if len(one) != len(other):
+                raise DataError(
+                    f"{place} has {len(one)} input_ids and {len(other)} labels: give one label for"
+                    " each token, -100 where it counts nothing."
+                )
+        return ids, labels
+    is_pair = {"prompt", "completion"} <= columns and kind == "causal-lm"
+    last = _encoded(table, "completion" if is_pair else "text", tokenizer, whole=not is_pair)
+    if kind == "classification":
+        return last, last
+    end = tokenizer.eos_token_id
+    ended = [[*one, end] if one and end is not None and one[-1] != end else one for one in last]
+    if not is_pair:
+        return ended, ended
+    prompts = _encoded(table, "prompt", tokenizer)
+    begun = [one[:-1] if one and one[-1] == end else one for one in prompts]
+    labels = [[IGNORED] * len(a) + b for a, b in zip(begun, ended, strict=True)]
+    return [a + b for a, b in zip(begun, ended, strict=True)], labels
+
+
+def _encoded(table: Table, column: str, tokenizer: Any, whole: bool = True) -> list[list[int]]:
+    """The tokens of a column of texts; none for one that is blank. `whole`: with those that begin and
+    end a text, where the tokenizer adds such."""
+    texts = _column(table, column, "a text", lambda value: isinstance(value, str))
+    found: list[list[int]] = []
+    for start in range(0, len(texts), _TEXTS_AT_ONCE):
+        some = texts[start : start + _TEXTS_AT_ONCE]
+        made = tokenizer(  # not verbose about texts that are too long: they are cut, and counted
+            some, add_special_tokens=whole, return_attention_mask=False, verbose=False
+        )["input_ids"]
+        found += [one if text.strip() else [] for one, text in zip(made, some, strict=True)]
+    return found
+
+
+def _numbers(table: Table, column: str, words: int) -> list[list[int]]:
+    """Raises `DataError` for a number that is no word (nor, among labels, -100)."""
+    found = _column(
+        table,
+        column,
+        "a list of whole numbers",
+        lambda value: isinstance(value, list) and all(type(one) is int for one in value),
+    )
+    known = {IGNORED} if column == "labels" else set()
+    for place, some in zip(table.places, found, strict=True):
+        for position, value in enumerate(some):
+            if not 0 <= value < words and value not in known:
+                raise DataError(
+                    f"{place} has {value} at position {position} of {column!r}, and the model knows"
+                    f" {words} words, 0 to {words - 1}: is it from another model's tokenizer?"
+                )
+    return found
+
+
+def _column(table: Table, column: str, wanted: str, fits: Any) -> list[Any]:
+    values = []
+    for row, place in zip(table.rows, table.places, strict=True):
+        value = row.get(column)
+        if not fits(value):
+            what = "null" if value is None else f"a value of type {type(value).__name__}"
+            what = f"{what} as" if column in row else "no"
+            raise DataError(
+                f"{place} has {what} {column!r}: give {wanted} in every row, as in the first."
+            )
+        values.append(value)
+    return values

@@ -1,8 +1,8 @@
-"""A model from a folder, as transformers saves it: with its weights, or from its configuration alone.
+"""A model and its tokenizer from a folder, as transformers saves them.
 
-    FOLDER/config.json            what it is; alone, it gives a model with random weights
+    FOLDER/config.json            what the model is; alone, it gives one with random weights
     FOLDER/*.safetensors, *.bin   its weights
-    FOLDER/tokenizer.json, ...    its tokens; see `finetune_tokens`
+    FOLDER/tokenizer.json, ...    its tokens; a model without weights can do without: then bytes are
 
 Nothing is ever fetched from anywhere, and no code that lies in the folder is run.
 """
@@ -11,27 +11,27 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from anybatch.errors import InputError, listed
-
-Kind: TypeAlias = Literal["causal-lm", "classification"]
+from anybatch.recipes.finetune_data import Kind
 
 ALL_LINEAR = "all-linear"
 """peft's name for every linear layer but the head."""
 
-LONGEST = 1024
-"""Tokens of a sample at most, unless more are asked for."""
-
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model"),
+    *("sentencepiece.bpe.model", "vocab.json", "vocab.txt"),
+)
+_NUM_BYTES = 256
 _SHOWN = 12  # names of layers in a message
 
 
@@ -76,19 +76,16 @@ def find(folder: Path) -> Source:
             f" ('hf download {folder} --local-dir FOLDER')."
         )
     if not (folder / "config.json").is_file():
-        what = "holds adapters without the model that they belong to"
-        if not (folder / "adapter_config.json").is_file():
-            what = "has no config.json"
         raise InputError(
-            f"the folder {str(folder)!r} {what}: give one that save_pretrained of the whole model"
-            " wrote."
+            f"the folder {str(folder)!r} has no config.json: give one that save_pretrained of the"
+            " whole model wrote (a folder of adapters alone is none)."
         )
     try:
         config = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{str(folder / 'config.json')!r} is no configuration that this version of transformers"
-            f" can use: {first_line(error)}"
+            f" can use: {_first_line(error)}"
         ) from None
     return Source(folder, config, any(any(folder.glob(name)) for name in _WEIGHTS))
 
@@ -107,16 +104,21 @@ def build(shape: Shape) -> nn.Module:
     if not source.has_weights or isinstance(torch.empty(0), FakeTensor):
         model = auto.from_config(source.config, **options)
     else:
+        logging = libraries().utils.logging
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()  # a run builds its model several times
         try:
-            with _quiet():
-                model = auto.from_pretrained(
-                    source.folder, config=source.config, local_files_only=True, **options
-                )
+            model = auto.from_pretrained(
+                source.folder, config=source.config, local_files_only=True, **options
+            )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise InputError(
                 f"the weights in {str(source.folder)!r} cannot be read as a model of type"
-                f" {source.config.model_type!r}: {first_line(error)}"
+                f" {source.config.model_type!r}: {_first_line(error)}"
             ) from error
+        finally:
+            if shown:
+                logging.enable_progress_bar()
     return model if shape.lora is None else _adapted(model, shape.lora, shape.kind)
 
 
@@ -130,20 +132,15 @@ def checked(shape: Shape) -> int:
     try:
         with torch.device("meta"):
             model = _auto(shape.kind).from_config(config, trust_remote_code=False)
-    except (ValueError, KeyError) as error:
+        num_words = int(model.get_input_embeddings().weight.shape[0])
+    except (ValueError, KeyError, AttributeError) as error:
         raise InputError(
             f"the model in {str(shape.source.folder)!r}, of type {config.model_type!r}, cannot be made"
-            f" for the task {shape.kind!r}: {first_line(error)}"
+            f" for the task {shape.kind!r}, or reads no tokens: {_first_line(error)}"
         ) from None
-    embedding = model.get_input_embeddings()
-    if not hasattr(embedding, "weight"):
-        raise InputError(
-            f"the model in {str(shape.source.folder)!r}, of type {config.model_type!r}, has no"
-            " embedding of tokens: give a model of text."
-        )
     if shape.lora is not None:
         _check_targets(model, shape.lora.targets)
-    return int(embedding.weight.shape[0])
+    return num_words
 
 
 def num_positions(config: Any) -> int | None:
@@ -155,6 +152,62 @@ def num_positions(config: Any) -> int | None:
     # RoBERTa and its kin begin to count after the padding token.
     shifted = reading.model_type in ("roberta", "xlm-roberta", "camembert")
     return found - 1 - (reading.pad_token_id or 0) if shifted else found
+
+
+def tokenizer_of(source: Source, words: int) -> Any:
+    """The tokenizer in the folder of `source`, whose model knows this number of `words`; for a model
+    without weights and tokenizer one whose tokens are bytes.
+
+    Raises `InputError` if the folder has weights and no tokenizer, one that cannot be read, or one that
+    makes tokens which the model does not know.
+    """
+    folder = source.folder
+    if not any((folder / name).exists() for name in _TOKENIZERS):
+        if source.has_weights:
+            raise InputError(
+                f"the folder {str(folder)!r} has weights and no tokenizer, so there is no telling what"
+                " its tokens mean: add the tokenizer's files (its save_pretrained writes them), or"
+                " give data with 'input_ids'."
+            )
+        if words <= _NUM_BYTES:
+            raise InputError(
+                f"the folder {str(folder)!r} has no tokenizer, so text is read as bytes, but the model"
+                f" knows {words} words: add a tokenizer, or give vocab_size {_NUM_BYTES + 1} or more in"
+                " config.json."
+            )
+        return _byte_tokenizer()
+    try:
+        tokenizer = libraries().AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # each kind of tokenizer raises its own
+        raise InputError(
+            f"the tokenizer in {str(folder)!r} cannot be read: {_first_line(error)}"
+        ) from error
+    if len(tokenizer) > words:
+        raise InputError(
+            f"the tokenizer in {str(folder)!r} has {len(tokenizer)} tokens, and the model's embedding"
+            f" {words}: it belongs to another model, or has had tokens added to it; give the model's"
+            " own, or call model.resize_token_embeddings(len(tokenizer)) and save the model again."
+        )
+    return tokenizer
+
+
+def _byte_tokenizer() -> Any:
+    """A token is a byte, and number 256 ends a text."""
+    import tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    words = {character: byte for byte, character in bytes_to_unicode().items()}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges=[]))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    end = "<|endoftext|>"
+    return libraries().PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token=end, pad_token=end, split_special_tokens=True
+    )
 
 
 def libraries() -> Any:
@@ -169,12 +222,15 @@ def libraries() -> Any:
     return transformers
 
 
-def first_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """What a library says of its error, in one line."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
 
 
-# ------------------------------------------------------------------------------------- adapters
+def _auto(kind: Kind) -> Any:
+    found = libraries()
+    is_causal = kind == "causal-lm"
+    return found.AutoModelForCausalLM if is_causal else found.AutoModelForSequenceClassification
 
 
 def _adapted(model: nn.Module, lora: Lora, kind: Kind) -> nn.Module:
@@ -185,66 +241,34 @@ def _adapted(model: nn.Module, lora: Lora, kind: Kind) -> nn.Module:
             f"adapters (lora_rank) need Hugging Face's peft, which cannot be imported ({error}):"
             " pip install anybatch[hf], or give lora_rank=0, which trains all weights."
         ) from error
-    linear = _linear_layers(model)
-    targets: Any = ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets)
     config = peft.LoraConfig(
         task_type=peft.TaskType.CAUSAL_LM if kind == "causal-lm" else peft.TaskType.SEQ_CLS,
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=targets,
-        # transformers' Conv1D, a linear layer with its weight transposed
-        fan_in_fan_out=any(type(layer).__name__ == "Conv1D" for layer in linear.values()),
+        target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of what peft asks of transformers
+        # Of what peft asks of transformers, and of how it treats the transposed layers of GPT-2.
+        warnings.simplefilter("ignore")
         return peft.get_peft_model(model, config)
 
 
 def _check_targets(model: nn.Module, targets: Iterable[str]) -> None:
-    if tuple(targets) == (ALL_LINEAR,):
-        return
-    linear = _linear_layers(model)
-    names = {name: None for path in linear if (name := path.rpartition(".")[2])}  # each once
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    ]
     strange = [
         target
         for target in targets
-        if not any(path == target or path.endswith(f".{target}") for path in linear)
+        if target != ALL_LINEAR and not any(f".{name}".endswith(f".{target}") for name in linear)
     ]
     if strange:
-        some = listed(list(names)[:_SHOWN])
+        names = dict.fromkeys(name.rpartition(".")[2] for name in linear)  # each once
         raise InputError(
             f"lora_targets names {listed(strange)}, which no linear layer of {type(model).__name__} is"
-            f" called: give some of {some}, separated by commas, or {ALL_LINEAR}."
+            f" called: give some of {listed(list(names)[:_SHOWN])}, separated by commas, or"
+            f" {ALL_LINEAR}."
         )
-
-
-def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Those that may have adapters, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    }
-
-
-# ------------------------------------------------------------------------------------- transformers
-
-
-def _auto(kind: Kind) -> Any:
-    found = libraries()
-    is_causal = kind == "causal-lm"
-    return found.AutoModelForCausalLM if is_causal else found.AutoModelForSequenceClassification
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the bar that shows how weights are read: a run builds its model several times."""
-    logging = libraries().utils.logging
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

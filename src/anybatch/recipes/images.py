@@ -6,20 +6,20 @@ Pillow, reads a folder of the user's, and downloads nothing.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.errors import InputError
-from anybatch.recipes.digits import decay_groups
+from anybatch.recipes.digits import Residual, decay_groups
 from anybatch.recipes.images_data import CentreCrop, Images, RandomCrop, find
-from anybatch.recipes.images_model import SIZES, build, checked
-from anybatch.recipes.ranges import ABOVE_ZERO, AT_LEAST_ZERO, PART, Range, check
+from anybatch.recipes.options import ABOVE_ZERO, AT_LEAST_ZERO, PART, Range, check
 from anybatch.recipes.schedules import warmup_cosine
 from anybatch.task import Loss, Task
 
@@ -31,7 +31,8 @@ REFERENCE_BATCH = 256
 SGD_LR, LARGEST_SGD_LR = 0.1, 3.2
 ADAMW_LR, LARGEST_ADAMW_LR = 4e-3, 1e-2  # as in the recipe `digits`
 _SGD_DECAY, _ADAMW_DECAY = 1e-4, 0.05
-_DEFAULT_PIXELS = 224  # of torchvision's models
+_PIXELS, _SMALL_PIXELS = 224, 64  # of torchvision's models, and of `small`
+_SMALL_WIDTH = 32
 _LEAST_PIXELS = 16  # the last stage still has an image of two by two pixels
 
 
@@ -65,7 +66,7 @@ def images(
         global_batch: images per optimizer step.
         epochs: passes over the training images.
         steps: optimizer steps, in place of epochs.
-        model: small or large (the layers of ResNet-50), or the name of a model of torchvision.
+        model: small (a tenth of ResNet-18), or the name of a model of torchvision, such as resnet50.
         pixels: of each side of the images that the model gets; 64 for small, 224 for others.
         optimizer: adamw, or sgd with Nesterov momentum of 0.9; the first for small, which learns from
             few images so, and sgd for others.
@@ -73,7 +74,7 @@ def images(
             `scaled_lr` for others.
         weight_decay: on kernels and matrices only; 0.05 for adamw and 0.0001 for sgd.
         label_smoothing: part of a label that goes to all classes alike, in training.
-        dropout: probability to drop a feature before the last layer of small and large.
+        dropout: probability to drop a feature before the last layer of small.
         smallest_crop: least part of an image's area that training sees.
         flip: whether half of the images are mirrored in training.
         held_out: part of each class that is held out where there is no `val`.
@@ -86,13 +87,21 @@ def images(
         InputError: naming every option out of range, or what is wrong with the folder.
     """
     ranges = {
-        "pixels": (pixels, Range(f"a whole number of at least {_LEAST_PIXELS}", _is_enough)),
+        "pixels": (
+            pixels,
+            Range(
+                f"a whole number of at least {_LEAST_PIXELS}", lambda size: size >= _LEAST_PIXELS
+            ),
+        ),
         "lr": (lr, ABOVE_ZERO),
         "weight_decay": (weight_decay, AT_LEAST_ZERO),
         "label_smoothing": (label_smoothing, PART),
         "dropout": (dropout, PART),
         "held_out": (held_out, PART),
-        "smallest_crop": (smallest_crop, Range("a number above 0, up to 1", _is_share)),
+        "smallest_crop": (
+            smallest_crop,
+            Range("a number above 0, up to 1", lambda area: 0 < area <= 1),
+        ),
     }
     check("images", ranges)
     if importlib.util.find_spec("PIL") is None:
@@ -100,9 +109,9 @@ def images(
             "the recipe 'images' decodes images with Pillow, which is not installed:"
             " pip install anybatch[images]."
         )
-    checked(model)
+    _check_model(model)
     if pixels is None:
-        pixels = SIZES[model].pixels if model in SIZES else _DEFAULT_PIXELS
+        pixels = _SMALL_PIXELS if model == "small" else _PIXELS
     found = find(data.expanduser(), held_out, seed)
     batch = max(
         1, min(global_batch, len(found.train.paths))
@@ -172,9 +181,54 @@ def scaled_lr(lr: float, batch: int, power: float, largest: float) -> float:
     return min(lr * (batch / REFERENCE_BATCH) ** power, max(lr, largest))
 
 
-def _is_enough(pixels: int) -> bool:
-    return pixels >= _LEAST_PIXELS
+# ------------------------------------------------------------------------------------- the model
 
 
-def _is_share(area: float) -> bool:
-    return 0 < area <= 1
+def build(name: str, pixels: int, num_classes: int, dropout: float) -> nn.Module:
+    """Images (B, 3, pixels, pixels) to logits (B, num_classes): a model of torchvision of that `name`,
+    without trained weights and with a dropout of its own, or the `small` one, of named blocks in a row,
+    each of which can be recomputed by itself."""
+    if name != "small":
+        return _torchvision(name).get_model(name, weights=None, num_classes=num_classes)
+    width = _SMALL_WIDTH
+    stem = [nn.Conv2d(3, width, 3, 2 if pixels >= 64 else 1, padding=1, bias=False)]
+    if pixels >= 128:  # made smaller by four before the first block
+        stem = [nn.Conv2d(3, width, 7, 2, padding=3, bias=False)]
+    pool = [nn.MaxPool2d(3, 2, padding=1)] if pixels >= 128 else []
+    model = nn.Sequential()
+    model.add_module("stem", nn.Sequential(*stem, nn.BatchNorm2d(width), nn.ReLU(), *pool))
+    channels = width
+    for stage in range(4):
+        block = Residual(channels, width << stage, stride=2 if stage else 1)
+        # It begins as its shortcut alone: see Goyal et al. (2017), section 5.1.
+        nn.init.zeros_(block.norm2.weight)
+        model.add_module(f"stage{stage + 1}_block1", block)
+        channels = width << stage
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout)]
+    model.add_module("head", nn.Sequential(*head, nn.Linear(channels, num_classes)))
+    return model
+
+
+def _check_model(name: str) -> None:
+    """Raises `InputError` if there is no model of that name."""
+    if name == "small":
+        return
+    models = _torchvision(name)
+    known = models.list_models(module=models)
+    if name not in known:
+        raise InputError(
+            f"torchvision has no model {name!r} that classifies images: give 'small', or one of"
+            f" torchvision's {len(known)}: {', '.join(known)}."
+        )
+
+
+def _torchvision(name: str) -> Any:
+    """torchvision's `models`."""
+    try:
+        return importlib.import_module("torchvision.models")
+    except Exception as error:  # one that was built for another torch raises RuntimeError
+        raise InputError(
+            f"the model {name!r} is not 'small', and torchvision, whose models go by their own names"
+            f" (resnet50, say), cannot be imported ({error}): install the torchvision that belongs to"
+            " your torch (pip install torchvision), or give 'small'."
+        ) from error

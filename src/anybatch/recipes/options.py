@@ -7,11 +7,11 @@ read as JSON would be (a number, true, false), and as text otherwise.
 
 from __future__ import annotations
 
-import difflib
 import inspect
+import math
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -69,9 +69,7 @@ def bind(
         name = key if key in named else key.replace("-", "_")
         parameter = named.get(name, rest)
         if parameter is None:
-            close = difflib.get_close_matches(name, named, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            instead = f"{hint}give {listed(named)}" if named else "it takes none"
+            instead = f"give {listed(named, name)}" if named else "it takes none"
             faults.append(f"there is no option {key!r}; {instead}")
         elif name in texts:
             faults.append(f"option {name!r} is given twice; give it once")
@@ -205,3 +203,31 @@ def _docs(docstring: str) -> dict[str, str]:
         elif name and line.strip():
             docs[name] = f"{docs[name]} {line.strip()}".strip()
     return docs
+
+
+# ------------------------------------------------------------------------------------------ ranges
+
+
+class Range(NamedTuple):
+    """Values that an option may have, in words and as a test."""
+
+    words: str
+    has: Callable[[Any], bool]
+
+
+ABOVE_ZERO = Range("a number above zero", lambda value: 0 < value < math.inf)
+AT_LEAST_ZERO = Range("a number of at least zero", lambda value: 0 <= value < math.inf)
+COUNT = Range("a whole number of at least 1", lambda value: value >= 1)
+PART = Range("a number from 0 up to, not including, 1", lambda value: 0 <= value < 1)
+
+
+def check(recipe: str, options: dict[str, tuple[Any, Range]], more: Iterable[str] = ()) -> None:
+    """Raises `InputError` naming every one of `options` that is out of its range (None is in any), and
+    the faults in `more`."""
+    faults = [
+        f"{name} is {value!r}; give {allowed.words}"
+        for name, (value, allowed) in options.items()
+        if value is not None and not allowed.has(value)
+    ]
+    if faults := [*faults, *more]:
+        raise InputError(f"the recipe {recipe!r} cannot be made: {'; '.join(faults)}.")

@@ -9,10 +9,8 @@ alone, not with thirty frames of the import system.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
-import importlib.machinery
 import importlib.util
 import inspect
 import os
@@ -21,7 +19,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anybatch.errors import AnybatchError, InputError, listed
@@ -182,14 +180,10 @@ def _looks_like_a_path(path: str) -> bool:
 
 
 def _unknown_recipe(spec: str, path: str) -> str:
-    close = difflib.get_close_matches(path.lower(), _RECIPES, n=1)
-    if os.path.isfile(f"{path}.py"):
-        hint = f"did you mean {spec.replace(path, f'{path}.py', 1)!r}? "
-    else:
-        hint = f"did you mean {close[0]!r}? " if close else ""
+    own = f"{path}.py" if os.path.isfile(f"{path}.py") else "FILE.py"
     return (
-        f"there is no recipe {spec!r}: {hint}give {listed(_RECIPES)}, or a file of your own as"
-        " FILE.py or FILE.py:function."
+        f"there is no recipe {spec!r}: give {listed(_RECIPES, path.lower())}, or a file of your own as"
+        f" {own} or {own}:function."
     )
 
 
@@ -199,28 +193,15 @@ def _checked_file(spec: str, path: str) -> Path:
     if os.path.isdir(expanded):
         raise InputError(f"the task {spec!r} is a folder: {remedy}.")
     if not os.path.isfile(expanded):
-        hint = ""
-        if path.endswith(".py"):
-            folder = os.path.dirname(expanded) or os.curdir
-            files = [f for f in _files_of(folder) if f.endswith(".py")]
-            close = difflib.get_close_matches(os.path.basename(path), files, n=1)
-            hint = (
-                f"did you mean {os.path.join(os.path.dirname(path), close[0])!r}? " if close else ""
-            )
+        files = sorted(Path(os.path.dirname(expanded) or os.curdir).glob("*.py"))
+        there = f", such as {listed(map(str, files), path)}" if files else ""
         raise InputError(
             f"the file {path!r} of the task {spec!r} does not exist (looked from {os.getcwd()}):"
-            f" {hint}{remedy}."
+            f" {remedy}{there}."
         )
     if not path.endswith(".py"):
         raise InputError(f"the task {spec!r} is not a .py file: {remedy}.")
     return Path(expanded).resolve()
-
-
-def _files_of(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 def _function_in(module: ModuleType, name: str, spec: str) -> Callable[..., Any]:
@@ -232,10 +213,8 @@ def _function_in(module: ModuleType, name: str, spec: str) -> Callable[..., Any]
         and not key.startswith("_")
     ]
     if not hasattr(module, name):
-        close = difflib.get_close_matches(name, functions, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
         remedy = (
-            f"{hint}name one of its functions as FILE.py:function, {listed(functions)}"
+            f"name one of its functions as FILE.py:function, {listed(functions, name)}"
             if functions
             else "it has none at all; write one that returns an anybatch.Task"
         )
@@ -258,14 +237,6 @@ def _function_in(module: ModuleType, name: str, spec: str) -> Callable[..., Any]
 
 
 # ----------------------------------------------------------------------------- run the user's file
-
-
-class _SourceLoader(importlib.machinery.SourceFileLoader):
-    """Compiles the source each time: no `__pycache__` beside the user's file, as with `python
-    FILE.py`, and none that is stale where a file is edited twice within a second."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 class _Loaded(NamedTuple):
@@ -295,15 +266,14 @@ def _load(file: Path, spec: str) -> ModuleType:
 
 
 def _run(file: Path, name: str, spec: str) -> ModuleType:
-    module_spec = importlib.util.spec_from_loader(name, _SourceLoader(name, str(file)))
-    if module_spec is None or module_spec.loader is None:
-        raise InputError(f"the file of the task {spec!r} cannot be imported: give a .py file.")
-    module = importlib.util.module_from_spec(module_spec)
+    # Compiled each time, as by `python FILE.py`: nothing is written beside the file, nothing is stale.
+    module = ModuleType(name)
+    module.__file__ = str(file)
     before = sys.modules.get(name)
     # Registered before it runs: dataclasses and pickle look a class's module up by name.
     sys.modules[name] = module
     try:
-        module_spec.loader.exec_module(module)
+        exec(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), vars(module))
     except BaseException as error:
         sys.modules.pop(name, None)
         if before is not None:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.recipes.ranges import ABOVE_ZERO, AT_LEAST_ZERO, COUNT, PART, check
+from anybatch.recipes.digits import decay_groups
+from anybatch.recipes.options import ABOVE_ZERO, AT_LEAST_ZERO, COUNT, PART, check
 from anybatch.recipes.schedules import warmup_cosine
 from anybatch.recipes.text_data import Windows, read
 from anybatch.recipes.text_model import Decoder, Shape
@@ -197,22 +198,6 @@ def scaled_lr(lr: float, tokens: int) -> float:
     return min(lr * math.sqrt(tokens / REFERENCE_TOKENS), max(lr, LARGEST_LR))
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Parameter groups of AdamW: weight decay on the matrices of the blocks. None on the scales of
-    norms; none on the embedding (and the head, where that is the same): decay shrinks every row in
-    every step, but the row of a rare token is only now and then in a gradient that holds against
-    it."""
-    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for param in (p for p in model.parameters() if p.requires_grad):
-        (decayed if param.ndim >= 2 and id(param) not in embedded else others).append(param)
-    return [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-
-
 # ------------------------------------------------------------------------------ text at the end
 
 
@@ -222,11 +207,15 @@ def told(
     """What the text was, and what the model makes of `prompt`."""
     begin = words.encode(prompt.encode(errors="replace")).tolist() or [words.end]
     made = words.decode(list(generated(model, begin, words.end, context, seed)))
-    shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in prompt + made)
     return (
         f"The text: {origin}. What the model writes after {prompt!r} (at temperature"
-        f" {_TEMPERATURE}, seed {seed}):\n\n{shown.rstrip()}\n"
+        f" {_TEMPERATURE}, seed {seed}):\n\n{printable(prompt + made)}\n"
     )
+
+
+def printable(text: str) -> str:
+    """`text` without control characters and without blanks at its ends."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text).strip()
 
 
 @torch.no_grad()

@@ -38,8 +38,8 @@ from anybatch.state import (
     weights_of_file,
     write_state,
 )
-from anybatch.state.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from anybatch.state.pretrained import (
+    ADAPTER_WEIGHTS,
     WEIGHTS,
     check_pretrained,
     is_kept,

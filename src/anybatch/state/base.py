@@ -11,6 +11,7 @@ module: nobody knows how that was made.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import final
@@ -23,7 +24,7 @@ from anybatch.compute import Replica
 from anybatch.compute.low_bit_optimizers import parts_of
 from anybatch.errors import InputError
 from anybatch.parallel import Group
-from anybatch.state.blocks import checksum_of
+from anybatch.state.blocks import bytes_of
 from anybatch.task import Task, parameters_in
 
 _SHOWN = 3  # names in a message
@@ -96,9 +97,9 @@ class Base:
         trained = [name for name in left_out if name in self._names and name not in self.checksums]
         if trained:
             raise InputError(
-                f"the checkpoint {folder} does not hold {_some(trained)}: nothing trained"
-                f" {_them(trained)} when it was written, and now the task does. Train what was trained"
-                " before, or begin anew from the weights of the run in another folder."
+                f"the checkpoint {folder} does not hold {_some(trained)}: nothing trained that when it"
+                " was written, and now the task does. Train what was trained before, or begin anew from"
+                " the weights of the run in another folder."
             )
         check_same(self.checksums, left_out, folder, versions)
 
@@ -111,11 +112,11 @@ def check_same(
     differing = [name for name, was in left_out.items() if built.get(name, was) != was]
     if differing:
         made = " and ".join(f"{name} {number}" for name, number in versions.items())
+        made = f" under {made}" if made else ""
         raise InputError(
-            f"the checkpoint {folder} is of another base: nothing trains {_some(differing)}, so it"
-            f" does not hold {_them(differing)}, and the task builds other values than when it was"
-            " written. Let it build those again: from the same file, or by the same code and seed"
-            f"{f' under {made}' if made else ''}."
+            f"the checkpoint {folder} is of another base: nothing trains {_some(differing)}, so it is"
+            " not held, and the task builds other values than when it was written. Let it build those"
+            f" again: from the same file, or by the same code and seed{made}."
         )
 
 
@@ -124,15 +125,11 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_SHOWN])) + more
 
 
-def _them(names: Sequence[str]) -> str:
-    return "it" if len(names) == 1 else "them"
-
-
 def _checksum(tensor: Tensor) -> int:
     """Of the bytes of `tensor`: of this rank's part, where it is divided over ranks."""
     found = 0
     for part in _parts(tensor):
-        found = checksum_of(part, found)
+        found = zlib.crc32(bytes_of(part), found)
     return found
 
 

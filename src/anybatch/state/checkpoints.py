@@ -3,7 +3,7 @@
 A save must not stop training, must not kill it, and must not be trusted until it is proven:
 
     save      a copy is made of the state (or, without room for one, the state itself is written), and a
-              thread with the lowest priority writes it while the next steps run
+              thread writes it while the next steps run
     publish   the checkpoint gets its name when every byte of every rank is on the disk: see `folder.py`
     keep      then the older ones go, but for the last few and the best
     newest    every byte is read and held against its checksum before a run builds on it
@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,23 +28,34 @@ from typing import Any, NoReturn, TypeVar, final
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 
 from anybatch.errors import AnybatchError, InputError, PeerFailed
 from anybatch.oom import is_memory_error
 from anybatch.parallel import Group
 from anybatch.process.threads import begin
-from anybatch.state.blocks import DTYPES, Buffer, DataFile
-from anybatch.state.content import Content
+from anybatch.state.blocks import DTYPES, DataFile
 from anybatch.state.folder import Folder, told_by_system
-from anybatch.state.manifest import Manifest, Slice, data_name, read_manifest
+from anybatch.state.manifest import Manifest, data_name, read_manifest
+from anybatch.state.storage import Reader, Writer
 
-_VERIFY_BYTES = 64 << 20  # read by one thread at a time
-_VERIFY_THREADS = 4
-_NICE = (
-    19  # of the thread that writes: it takes what the others leave (see `blocks.py` for the risk)
-)
+_VERIFY_THREADS = 4  # a file each
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a checkpoint holds, seen from one rank.
+
+    Attributes:
+        tensors: by name. A DTensor is this rank's part of a tensor; a plain one is the same on all
+            ranks, unless its name begins with `rank-N.`, which only rank N has.
+        facts: what JSON can hold (tuples come back as lists), the same on all ranks.
+    """
+
+    tensors: Mapping[str, Tensor]
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +123,6 @@ class Checkpoints:
     def __init__(self, folder: Path, group: Group, *, keep: int = 3) -> None:
         if keep < 1:
             raise InputError(f"keep is {keep}: at least the last checkpoint has to stay.")
-        # Slow to import, and large: now rather than in a training that has a budget.
-        import anybatch.state.storage  # noqa: F401
-
         self._folder = Folder(Path(folder))
         self._group = group
         self._keep = keep
@@ -141,34 +147,29 @@ class Checkpoints:
 
         Raises `PeerLost` if a rank is gone.
         """
-        started = time.monotonic()
         self._settle()
-        from torch.distributed.checkpoint import CheckpointException  # slow to import
-
-        from anybatch.state.storage import Writer
-
         group = self._group
-        writer = Writer(self._folder, content, step, rank=group.rank, stage=stage)
-        job = _Job(writer, step, score, started)
+        writer = Writer(
+            self._folder, content.tensors, content.facts, step, rank=group.rank, stage=stage
+        )
+        job = _Job(writer, step, None if score is None else float(score))
         try:
             writer.run(alone=group.size == 1)
         except CheckpointException as error:
-            self._drop(job, _first_failure(error, group.rank))
-            return
-        except Exception as error:
-            if group.size > 1:
-                self._drop(job, None)
-                raise
-            self._drop(job, _sentence(error))
+            reason = None
+            try:
+                reason = _first_failure(error, group.rank)
+            finally:
+                self._drop(job, reason)
             return
         except BaseException:
             self._drop(job, None)
             raise
         self._job = job
-        job.held_seconds = time.monotonic() - started
+        job.held_seconds = time.monotonic() - job.started
         if stage:
-            job.start(lambda: self._carry_out(job))
-        else:  # not in a thread: its stack would come out of a budget, and stay with the process
+            job.ended = begin(lambda: self._carry_out(job))
+        if job.ended is None:  # no thread: its stack would come out of a budget, or has no room
             self._carry_out(job)
 
     def finished(self) -> list[Saved | Failed]:
@@ -180,8 +181,8 @@ class Checkpoints:
 
     def wait(self, seconds: float | None = None) -> None:
         """Until nothing of this rank is under way (on rank 0: of any rank), or for `seconds`."""
-        if self._job is not None:
-            self._job.thread_ended(seconds)
+        if self._job is not None and self._job.ended is not None:
+            self._job.ended.wait(seconds)
 
     def newest(
         self, step: int | None = None, *, only: str = "", touches: bool = True
@@ -242,10 +243,6 @@ class Checkpoints:
             PeerFailed: another rank failed.
             PeerLost: another rank is gone.
         """
-        from torch.distributed.checkpoint import CheckpointException
-
-        from anybatch.state.storage import Reader
-
         reader = Reader(found.folder, found.manifest, tensors)
         try:
             reader.run(alone=self._group.size == 1)
@@ -261,15 +258,13 @@ class Checkpoints:
             raise PeerFailed(
                 f"rank {rank} could not load {found.folder}: {_sentence(first)}"
             ) from None
-        except InputError as error:
-            raise InputError(_unloaded(found, str(error))) from None
 
     def close(self, seconds: float | None = None) -> None:
         """Wait for what is under way, at most `seconds`, and give it up then. No thread is left."""
         self.wait(seconds)
         if self._job is not None:
-            self._job.given_up.set()
-            self._job.thread_ended()
+            self._job.writer.given_up.set()
+            self.wait()
         if self._group.rank == 0:
             self._folder.leave()
 
@@ -284,27 +279,23 @@ class Checkpoints:
         job = self._job
         if job is None:
             return
-        job.bytes_written()
+        job.written.wait()
         told = self._group.exchange(job.wrong)
-        job.told = next(filter(None, told), "")
-        job.thread_ended()
+        job.writer.told = next(filter(None, told), "")
+        self.wait()
         self._job = None
 
     def _carry_out(self, job: _Job) -> None:
         """What is left of a save after all ranks have agreed on it; runs in a thread."""
-        from anybatch.state.storage import tell_failure, write_part
-
         writer, rank = job.writer, self._group.rank
-        assert writer.partial is not None
         try:
-            if writer.pending is not None:
-                write_part(writer.partial, rank, writer.pending, job.wanted, drain=True)
+            writer.write_pending()
         except BaseException as error:
             writer.pending = None
             job.wrong = f"rank {rank}: {_sentence(error)}" if rank else _sentence(error)
             if rank:
                 with contextlib.suppress(OSError):
-                    tell_failure(writer.partial, rank, job.wrong)
+                    writer.tell_failure(job.wrong)
             else:
                 self._drop(job, job.wrong)
             if not isinstance(error, Exception):
@@ -314,19 +305,19 @@ class Checkpoints:
         if rank or job.wrong:
             return
         try:
-            folder, manifest = writer.complete(job.score, lambda: job.told, job.wanted)
+            folder, manifest = writer.complete(job.score)
         except BaseException as error:
             self._drop(job, _sentence(error))
             if not isinstance(error, Exception):
                 raise
             return
         seconds = time.monotonic() - job.started
-        held = job.held_seconds if job.in_background else seconds
+        held = seconds if job.ended is None else job.held_seconds
         saved = Saved(job.step, folder, manifest.num_bytes, seconds, held)
         self._passed_over.discard(folder)
         with contextlib.suppress(Exception):  # the next one tries again
             self._prune(job.step)
-        job.release()
+        writer.release()
         self._outcomes.append(saved)
 
     def _drop(self, job: _Job, reason: str | None) -> None:
@@ -335,7 +326,7 @@ class Checkpoints:
         if self._group.rank == 0:
             if job.writer.partial is not None:
                 shutil.rmtree(job.writer.partial, ignore_errors=True)
-            job.release()
+            job.writer.release()
             if reason is not None:
                 self._outcomes.append(
                     Failed(
@@ -412,83 +403,24 @@ class Checkpoints:
         )
 
 
-@final
+@dataclass
 class _Job:
     """A save under way, on one rank.
 
     Attributes:
+        ended: set when its thread has; None: it has none.
         written: set when this rank's bytes are, or will not be.
         wrong: why they are not.
-        told: what other ranks told of theirs.
-        given_up: set when nobody waits for it any more.
     """
 
-    def __init__(self, writer: Any, step: int, score: float | None, started: float) -> None:
-        self.writer = writer
-        self.step = step
-        self.score = None if score is None else float(score)
-        self.started = started
-        self.held_seconds = 0.0
-        self.written = threading.Event()
-        self.wrong = ""
-        self.told = ""
-        self.given_up = threading.Event()
-        self._ended: threading.Event | None = None  # of its thread, if it has one
-        self._hurry: Callable[[], None] = lambda: None
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Run `work` in a thread, or here if there is no room for one."""
-
-        usual = _priority(0)
-
-        def run() -> None:
-            thread_id = threading.get_native_id()
-            _set_priority(thread_id, _NICE)
-            self._hurry = lambda: _set_priority(thread_id, usual)
-            work()
-
-        self._ended = begin(run)
-        if self._ended is None:
-            work()
-
-    @property
-    def in_background(self) -> bool:
-        """Whether it has a thread of its own."""
-        return self._ended is not None
-
-    def thread_ended(self, seconds: float | None = None) -> None:
-        """Wait for it, at most `seconds`. Whoever waits gains nothing by its low priority."""
-        if self._ended is not None:
-            self._hurried()
-            self._ended.wait(seconds)
-
-    def bytes_written(self) -> None:
-        """Wait until this rank's bytes are written, or will not be."""
-        self._hurried()
-        self.written.wait()
-
-    def _hurried(self) -> None:
-        if self._ended is not None and not self._ended.is_set():
-            self._hurry()
-
-    def wanted(self) -> bool:
-        """Whether somebody still waits for it."""
-        return not self.given_up.is_set()
-
-    def release(self) -> None:
-        """Give the lock of the folder back."""
-        if self.writer.release is not None:
-            self.writer.release()
-
-
-def _priority(thread_id: int) -> int:
-    return os.getpriority(os.PRIO_PROCESS, thread_id) if sys.platform == "linux" else 0
-
-
-def _set_priority(thread_id: int, nice: int) -> None:
-    if sys.platform == "linux":  # where threads have priorities of their own
-        with contextlib.suppress(OSError):  # only root may raise one again
-            os.setpriority(os.PRIO_PROCESS, thread_id, nice)
+    writer: Writer
+    step: int
+    score: float | None
+    started: float = field(default_factory=time.monotonic)
+    held_seconds: float = 0.0
+    ended: threading.Event | None = None
+    written: threading.Event = field(default_factory=threading.Event)
+    wrong: str = ""
 
 
 def _verify(folder: Path, manifest: Manifest, step: int, only: str = "") -> None:
@@ -496,55 +428,34 @@ def _verify(folder: Path, manifest: Manifest, step: int, only: str = "") -> None
     `InputError` at the first thing that is wrong."""
     if manifest.step != step:
         raise InputError(f"its manifest is of step {manifest.step}")
-    places: dict[int, list[tuple[int, int, int, str]]] = {}
+    blocks: list[list[tuple[int, int, int, str]]] = [[] for _ in manifest.files]
     for name, record in manifest.tensors.items():
         if not name.startswith(only):
             continue
-        itemsize = DTYPES[record.dtype].itemsize
         for part in record.slices:
-            _add_blocks(places.setdefault(part.file, []), part, itemsize, manifest, name)
-    with contextlib.ExitStack() as stack:
-        work = []
-        for number, num_bytes in enumerate(manifest.files):
-            file = DataFile(folder / data_name(number), num_bytes)
-            stack.callback(file.close)
-            blocks = sorted(places.get(number, []))
-            per_run = max(1, _VERIFY_BYTES // manifest.block_bytes)
-            runs = [blocks[i : i + per_run] for i in range(0, len(blocks), per_run)]
-            work += [(file, run, manifest.block_bytes) for run in runs]
-        if len(work) < 2:
-            for one in work:
-                _verify_run(*one)
-            return
-        pool = stack.enter_context(ThreadPoolExecutor(min(_VERIFY_THREADS, len(work))))
+            num_bytes = math.prod(part.sizes) * DTYPES[record.dtype].itemsize
+            for number, checksum in enumerate(part.checksums):
+                begin = number * manifest.block_bytes
+                size = min(manifest.block_bytes, num_bytes - begin)
+                blocks[part.file].append((part.start + begin, size, checksum, name))
+
+    def verify(number: int) -> None:
+        file = DataFile(folder / data_name(number), manifest.files[number])
+        buffer = memoryview(bytearray(max((size for _, size, *_ in blocks[number]), default=0)))
         try:
-            for _ in pool.map(_verify_run, *zip(*work, strict=True)):
-                pass
+            for start, size, checksum, name in sorted(blocks[number]):
+                try:
+                    file.read(buffer[:size], start, checksum)
+                except InputError as error:
+                    raise InputError(f"{error} (in {name[:100]!r})") from None
         finally:
-            pool.shutdown(cancel_futures=True)
+            file.close()
 
-
-def _add_blocks(
-    blocks: list[tuple[int, int, int, str]],
-    part: Slice,
-    itemsize: int,
-    manifest: Manifest,
-    name: str,
-) -> None:
-    num_bytes = math.prod(part.sizes) * itemsize
-    for number, checksum in enumerate(part.checksums):
-        begin = number * manifest.block_bytes
-        size = min(manifest.block_bytes, num_bytes - begin)
-        blocks.append((part.start + begin, size, checksum, name))
-
-
-def _verify_run(file: DataFile, blocks: list[tuple[int, int, int, str]], block_bytes: int) -> None:
-    buffer = Buffer(min(block_bytes, max(size for _, size, _, _ in blocks)), torch.device("cpu"))
-    for start, size, checksum, name in blocks:
-        try:
-            file.read(buffer.memory(size), start, checksum)
-        except InputError as error:
-            raise InputError(f"{error} (in {name[:100]!r})") from None
+    if len(blocks) < 2:
+        list(map(verify, range(len(blocks))))
+        return
+    with ThreadPoolExecutor(_VERIFY_THREADS) as pool:
+        list(pool.map(verify, range(len(blocks))))
 
 
 def _unseen(folder: Path, manifest: Manifest, rank: int) -> str:

@@ -4,7 +4,7 @@
 
 torch's own checkpoints keep this in a pickle, which can run any code when it is read. A manifest holds
 numbers and names; it names no paths (files are numbered), its sizes are held against those of the files
-before anything is allocated, and the slices of each tensor must tile it exactly.
+before anything is allocated, and the slices of each tensor have as many elements as it has.
 """
 
 from __future__ import annotations
@@ -122,8 +122,6 @@ class Manifest(Record):
                 places[part.file].append((part.start, part.start + num_bytes))
             if sum(math.prod(part.sizes) for part in record.slices) != num_elements:
                 raise ValueError(f"the slices of {shown} are not the whole of it")
-            if _overlap(record.slices):
-                raise ValueError(f"slices of {shown} overlap")
         for number, (num_bytes, taken) in enumerate(zip(self.files, places, strict=True)):
             end = 0
             for start, stop in sorted(taken):
@@ -196,32 +194,6 @@ def _inside(part: Slice, shape: Sequence[int]) -> bool:
             offset + size <= whole
             for offset, size, whole in zip(part.offsets, part.sizes, shape, strict=True)
         )
-    )
-
-
-def _overlap(slices: Sequence[Slice]) -> bool:
-    """Whether two slices have an element in common. They are looked at in the order of the dim in which
-    most of them begin apart, each against those that have not ended there."""
-    if len(slices) < 2:
-        return False
-    num_dims = len(slices[0].offsets)
-    if not num_dims:
-        return True
-    dim = max(range(num_dims), key=lambda one: len({part.offsets[one] for part in slices}))
-    open_ones: list[Slice] = []
-    for part in sorted(slices, key=lambda one: one.offsets[dim]):
-        begin = part.offsets[dim]
-        open_ones = [one for one in open_ones if one.offsets[dim] + one.sizes[dim] > begin]
-        if any(_meet(part, other) for other in open_ones):
-            return True
-        open_ones.append(part)
-    return False
-
-
-def _meet(one: Slice, other: Slice) -> bool:
-    return all(
-        a < b + n and b < a + m
-        for a, m, b, n in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     )
 
 

@@ -1,11 +1,14 @@
-"""Pretrained: what a folder has beside weights for `from_pretrained` of transformers to read it.
+"""Folders that `from_pretrained` of transformers and of peft reads.
 
-    FOLDER/config.json               what the model is
-    FOLDER/generation_config.json    how it writes text, if it does
-    FOLDER/tokenizer.json, ...       its tokens, if it came from a folder that has them
+    FOLDER/config.json                  what the model is
+    FOLDER/generation_config.json       how it writes text, if it does
+    FOLDER/tokenizer.json, ...          its tokens, if it came from a folder that has them
+    FOLDER/adapter_config.json          of a model with adapters of peft: what they are
+    FOLDER/adapter_model.safetensors    their weights, and those of modules that are trained whole
+    FOLDER/NAME/...                     further adapters, if there are several
 
-A run keeps these when it begins: then its weights can be given to others without the model, which may
-need the data of the task to be made.
+A run keeps what is beside the weights when it begins: then these can be given to others without the
+model, which may need the data of the task to be made.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import shutil
 import sys
 import warnings
@@ -25,8 +29,11 @@ from torch import nn
 
 from anybatch.errors import InputError
 from anybatch.process.files import whole_folder
+from anybatch.state.weights import write_state, write_whole
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_FIRST = "default"  # peft's name of an adapter that was not given one: it has no folder of its own
 
 _OF_TOKENS = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
@@ -91,6 +98,58 @@ def check_pretrained(model: nn.Module, task: str) -> None:
             f"the model of {task!r} is a {type(model).__name__}, which is none of transformers, so"
             " from_pretrained does not read it: export it as safetensors or torch."
         )
+
+
+# ------------------------------------------------------------------------------------------ adapters
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether peft has put adapters into `model`."""
+    return isinstance(getattr(model, "peft_config", None), dict)
+
+
+def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
+    """Write the adapters of `model` to `folder`, which is created if need be, in peft's own layout.
+
+    With several ranks all may call it, and rank 0 writes; of a sharded model all must call it, and none
+    returns before the files are there.
+
+    Args:
+        model: what `peft.get_peft_model` returned.
+        folder: what `PeftModel.from_pretrained(base, folder)` is to read.
+
+    Raises `InputError` if the model has no adapters, or the folder cannot be written.
+    """
+    if not has_adapters(model):
+        raise InputError(
+            f"{type(model).__name__} has no adapters of peft: save all of it with"
+            " anybatch.save_weights, or train what peft.get_peft_model returned."
+        )
+    target = Path(folder)
+    write_whole(model, lambda state: _write(model, state, target))
+    return target
+
+
+def _write(model: Any, state: dict[str, Any], folder: Path) -> None:
+    from peft import get_peft_model_state_dict
+
+    for name, config in model.peft_config.items():
+        place = folder if name == _FIRST else folder / name
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"the adapters cannot be written to {place} ({error.strerror}): name a folder where you"
+                " may write."
+            ) from None
+        # Whether embeddings were enlarged is not looked up: peft would ask the network for it.
+        adapter = get_peft_model_state_dict(
+            model, state_dict=dict(state), adapter_name=name, save_embedding_layers=False
+        )
+        write_state(adapter, place / ADAPTER_WEIGHTS)
+        told = copy.copy(config)
+        told.inference_mode = True
+        told.save_pretrained(str(place))
 
 
 def _files_of_tokens(source: Any) -> Iterator[Path]:

@@ -16,21 +16,24 @@ What takes long needs no agreement, so no rank that fails can leave another in a
 
 from __future__ import annotations
 
-import json
 import os
+import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, final
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
     LoadPlan,
     LoadPlanner,
+    ReadItem,
     SavePlan,
     SavePlanner,
     StorageReader,
@@ -52,16 +55,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from anybatch.errors import InputError
 from anybatch.parallel.vote import calling
-from anybatch.process.locks import Release
-from anybatch.state.blocks import (
-    DTYPES,
-    DataFile,
-    dtype_name,
-    read_box,
-    staged,
-    write_tensor,
-)
-from anybatch.state.content import Content
+from anybatch.state.blocks import DTYPES, DataFile, dtype_name, read_box, staged, write_tensor
 from anybatch.state.folder import Folder, sync, told_by_system
 from anybatch.state.manifest import (
     NAME,
@@ -81,7 +75,6 @@ UNSEEN_SECONDS = 10.0
 STALL_SECONDS = 120.0
 """How long rank 0 waits for the others' parts while none of their files grows."""
 
-_DRAIN_BYTES = 64 << 20
 _MOST_PART_BYTES = 256 << 20
 
 
@@ -95,10 +88,12 @@ class Place:
 
 
 class Part(Record):
-    """What a rank seals its file with: its length, and the checksums of each slice by its start."""
+    """What a rank seals its file with: its length, and the checksums of each slice by its start; or why
+    it could not write it."""
 
-    num_bytes: Count
-    checksums: dict[str, list[Checksum]]
+    num_bytes: Count = 0
+    checksums: dict[str, list[Checksum]] = Field(default_factory=dict)
+    wrong: str = ""
 
 
 # ------------------------------------------------------------------------------------------ writing
@@ -112,16 +107,28 @@ class Writer(StorageWriter):
         partial: the hidden folder to write in, once it is known.
         pending: copies of this rank's slices, which are not written yet; None: all is written.
         release: on rank 0, gives the lock of the folder back.
+        told: what another rank told of its failure, if anything.
+        given_up: set when nobody waits for it any more.
     """
 
     def __init__(
-        self, folder: Folder, content: Content, step: int, *, rank: int, stage: bool
+        self,
+        folder: Folder,
+        tensors: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+        step: int,
+        *,
+        rank: int,
+        stage: bool,
     ) -> None:
         self.partial: Path | None = None
         self.pending: list[Tensor] | None = None
-        self.release: Release | None = None
+        self.release: Callable[[], object] = lambda: None
+        self.told = ""
+        self.given_up = threading.Event()
         self._folder = folder
-        self._content = content
+        self._tensors = tensors
+        self._facts = facts
         self._step = step
         self._rank = rank
         self._stage = stage
@@ -133,27 +140,22 @@ class Writer(StorageWriter):
 
         Raises `CheckpointException` on all of them if it fails on any, `PeerLost` if one is gone.
         """
-        state = _detached(self._content.tensors)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        if not alone:
-            with calling("while a checkpoint was planned"):
-                save(state, storage_writer=self, planner=planner)
-            return
-        # `save` would do the same, and warn each time that there is one rank.
-        planner.set_up_planner(state, None, True)
-        self.set_up_storage_writer(True)
-        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-        plan = planner.finish_plan(self.prepare_global_plan(plans)[0])
-        self.finish(metadata, [self.write_data(plan, planner).value()])
+        with calling("while a checkpoint was planned"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            save(_detached(self._tensors), storage_writer=self, planner=planner, no_dist=alone)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A writer is for one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raises `InputError` if the content cannot be saved."""
-        for name, tensor in self._content.tensors.items():
-            _check_savable(name, tensor)
-        _check_facts(self._content.facts, "facts")
+        for name, tensor in self._tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise InputError(f"{name!r} is a {type(tensor).__name__}, and not a tensor")
+            if fault := _strange(tensor):
+                raise InputError(f"{name!r} {fault}")
+        _check_facts(self._facts, "facts")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing to add."""
@@ -194,9 +196,7 @@ class Writer(StorageWriter):
                 write_part(self.partial, self._rank, tensors)
             except OSError as error:
                 raise InputError(told_by_system(error)) from None
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return _ready(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0: keep what lies where, for `complete`."""
@@ -213,29 +213,54 @@ class Writer(StorageWriter):
         """Places are chosen by `Folder`."""
         return False
 
-    def complete(
-        self, score: float | None, wrong: Callable[[], str], keep_waiting: Callable[[], bool]
-    ) -> tuple[Path, Manifest]:
-        """On rank 0, once its own part is sealed: wait for the others', and publish the checkpoint.
+    def write_pending(self) -> None:
+        """Write and seal what was copied, if anything was. Raises `OSError`, or `InputError` if it was
+        given up."""
+        assert self.partial is not None
+        if self.pending is not None:
+            write_part(self.partial, self._rank, self.pending, self.given_up)
 
-        Args:
-            score: see `Checkpoints.save`.
-            wrong: what another rank told of its failure, if anything.
-            keep_waiting: whether it is still wanted.
+    def tell_failure(self, reason: str) -> None:
+        """Let rank 0 know that the part of this rank will not come. Raises `OSError`."""
+        assert self.partial is not None
+        _seal(self.partial, self._rank, Part(wrong=reason))
+
+    def complete(self, score: float | None) -> tuple[Path, Manifest]:
+        """On rank 0, once its own part is sealed: wait for the others', and publish the checkpoint.
 
         Raises `InputError` or `OSError`; the partial folder is then still there.
         """
         assert self.partial is not None
-        parts = _await_parts(self.partial, self._num_files, wrong, keep_waiting)
-        manifest = self._manifest(parts, score)
-        descriptor = os.open(self.partial / NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(manifest.to_bytes())
-            file.flush()
-            os.fsync(descriptor)
+        manifest = self._manifest(self._await_parts(self.partial), score)
+        _write_synced(self.partial / NAME, manifest.to_bytes())
         for rank in range(self._num_files):
             _part_path(self.partial, rank).unlink()
         return self._folder.publish(self.partial, self._step), manifest
+
+    def _await_parts(self, partial: Path) -> list[Part]:
+        parts: dict[int, Part] = {}
+        grown_at, grown = time.monotonic(), -1
+        pause = 0.005
+        while True:
+            if self.told:
+                raise InputError(self.told)
+            for rank in range(self._num_files):
+                if rank not in parts and _part_path(partial, rank).exists():
+                    parts[rank] = _read_part(partial, rank)
+            if len(parts) == self._num_files:
+                return [parts[rank] for rank in range(self._num_files)]
+            now = sum(_size(partial / data_name(rank)) for rank in range(self._num_files))
+            if now != grown:
+                grown_at, grown = time.monotonic(), now
+            first = min(set(range(self._num_files)) - parts.keys())
+            if time.monotonic() - grown_at > STALL_SECONDS:
+                raise InputError(
+                    f"nothing came from rank {first} for {STALL_SECONDS:.0f} s: it is gone, its disk"
+                    " hangs, or its folder of this name is another one"
+                )
+            if self.given_up.wait(pause):
+                raise InputError(f"it was given up before the part of rank {first} had come")
+            pause = min(2 * pause, 0.5)
 
     def _manifest(self, parts: Sequence[Part], score: float | None) -> Manifest:
         assert self._metadata is not None
@@ -245,17 +270,16 @@ class Writer(StorageWriter):
             slices = []
             for chunk in record.chunks:
                 place = self._places[name, tuple(chunk.offsets)]
-                if not place.num_bytes:
-                    continue
-                slices.append(
-                    Slice(
-                        offsets=list(chunk.offsets),
-                        sizes=list(chunk.sizes),
-                        file=place.file,
-                        start=place.start,
-                        checksums=parts[place.file].checksums[str(place.start)],
+                if place.num_bytes:
+                    slices.append(
+                        Slice(
+                            offsets=list(chunk.offsets),
+                            sizes=list(chunk.sizes),
+                            file=place.file,
+                            start=place.start,
+                            checksums=parts[place.file].checksums[str(place.start)],
+                        )
                     )
-                )
             tensors[name] = TensorRecord(
                 dtype=dtype_name(record.properties.dtype), shape=list(record.size), slices=slices
             )
@@ -264,60 +288,47 @@ class Writer(StorageWriter):
             score=score,
             files=[part.num_bytes for part in parts],
             tensors=tensors,
-            facts=dict(self._content.facts),
+            facts=dict(self._facts),
         )
 
 
 def write_part(
-    partial: Path,
-    rank: int,
-    tensors: list[Tensor],
-    keep_writing: Callable[[], bool] = lambda: True,
-    *,
-    drain: bool = False,
+    partial: Path, rank: int, tensors: list[Tensor], given_up: threading.Event | None = None
 ) -> None:
     """Write the file of `rank`, and seal it. `tensors` is emptied on the way, so that they may go.
 
-    Args:
-        keep_writing: asked before each tensor.
-        drain: keep little of it in the page cache, so that it pushes out nobody's data and the disk
-            never has much to catch up with.
-
-    Raises `OSError`, or `InputError` if it was stopped.
+    Raises `OSError`, or `InputError` if it was given up.
     """
     checksums: dict[str, list[int]] = {}
-    start = drained = 0
+    start = 0
     descriptor = os.open(partial / data_name(rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         tensors.reverse()
         while tensors:
-            if not keep_writing():
+            if given_up is not None and given_up.is_set():
                 raise InputError("it was given up, since the run ends")
             tensor = tensors.pop()
             checksums[str(start)] = write_tensor(descriptor, tensor)
             start += tensor.numel() * tensor.element_size()
-            if drain and start - drained >= _DRAIN_BYTES:
-                _drain(descriptor)
-                drained = start
         os.fsync(descriptor)
-        if drain:
-            _drain(descriptor)
     finally:
         os.close(descriptor)
+    _seal(partial, rank, Part(num_bytes=start, checksums=checksums))
+
+
+def _seal(partial: Path, rank: int, part: Part) -> None:
     path = _part_path(partial, rank)
-    text = json.dumps({"num_bytes": start, "checksums": checksums}).encode()
     draft = path.with_suffix(".draft")
-    with draft.open("wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    _write_synced(draft, part.model_dump_json().encode())
     draft.rename(path)
     sync(partial)
 
 
-def tell_failure(partial: Path, rank: int, reason: str) -> None:
-    """Let rank 0 know, if it can be, that the part of `rank` will not come. Raises `OSError`."""
-    _failure_path(partial, rank).write_text(reason)
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _staged(tensors: Sequence[Tensor]) -> list[Tensor] | None:
@@ -345,56 +356,14 @@ def _await_folder(partial: Path, rank: int) -> None:
         time.sleep(0.1)
 
 
-def _drain(descriptor: int) -> None:
-    if hasattr(os, "posix_fadvise"):
-        os.fdatasync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def _part_path(partial: Path, rank: int) -> Path:
     return partial / f"rank-{rank}.sealed"
 
 
-def _failure_path(partial: Path, rank: int) -> Path:
-    return partial / f"rank-{rank}.failed"
-
-
-def _await_parts(
-    partial: Path, num_files: int, wrong: Callable[[], str], keep_waiting: Callable[[], bool]
-) -> list[Part]:
-    parts: dict[int, Part] = {}
-    grown_at, grown = time.monotonic(), -1
-    pause = 0.005
-    while True:
-        if told := wrong():
-            raise InputError(told)
-        missing = [rank for rank in range(num_files) if rank not in parts]
-        for rank in missing:
-            if _part_path(partial, rank).exists():
-                parts[rank] = _read_part(partial, rank)
-            elif _failure_path(partial, rank).exists():
-                reason = read_small(_failure_path(partial, rank), 1 << 16).decode(errors="replace")
-                raise InputError(reason or f"rank {rank} could not write its part")
-        if len(parts) == num_files:
-            return [parts[rank] for rank in range(num_files)]
-        now = len(parts) + sum(_size(partial / data_name(rank)) for rank in missing)
-        if now != grown:
-            grown_at, grown = time.monotonic(), now
-        first = min(rank for rank in missing if rank not in parts)
-        if time.monotonic() - grown_at > STALL_SECONDS:
-            raise InputError(
-                f"nothing came from rank {first} for {STALL_SECONDS:.0f} s: it is gone, its disk hangs,"
-                " or its folder of this name is another one"
-            )
-        if not keep_waiting():
-            raise InputError(f"it was given up before the part of rank {first} had come")
-        time.sleep(pause)
-        pause = min(2 * pause, 0.5)
-
-
 def _read_part(partial: Path, rank: int) -> Part:
-    text = read_small(_part_path(partial, rank), _MOST_PART_BYTES)
-    part = Part.model_validate_json(text)
+    part = Part.model_validate_json(read_small(_part_path(partial, rank), _MOST_PART_BYTES))
+    if part.wrong:
+        raise InputError(part.wrong)
     if (size := _size(partial / data_name(rank))) != part.num_bytes:
         raise InputError(
             f"{data_name(rank)} has {size:,} bytes where rank {rank} wrote {part.num_bytes:,}"
@@ -407,6 +376,12 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def _ready(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -432,17 +407,10 @@ class Reader(StorageReader):
 
         Raises `CheckpointException` on all of them if it fails on any, `PeerLost` if one is gone.
         """
-        state = _detached(self._tensors)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        if not alone:
-            with calling("while a checkpoint was loaded"):
-                load(state, storage_reader=self, planner=planner)
-            return
-        metadata = self.read_metadata()
-        self.set_up_storage_reader(metadata, True)
-        planner.set_up_planner(state, metadata, True)
-        plan = planner.create_global_plan([planner.create_local_plan()])[0]
-        self.read_data(planner.finish_plan(plan), planner)
+        with calling("while a checkpoint was loaded"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            load(_detached(self._tensors), storage_reader=self, planner=planner, no_dist=alone)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A reader is for one load."""
@@ -503,38 +471,32 @@ class Reader(StorageReader):
             ),
             key=lambda pair: (pair[0].file, pair[0].start),
         )
-        file: DataFile | None = None
-        number = -1
-        try:
-            for part, item in wanted:
-                if part.file != number:
-                    if file is not None:
-                        file.close()
-                    number = part.file
-                    file = DataFile(self._folder / data_name(number), manifest.files[number])
-                assert file is not None
-                target = cast(Tensor, planner.resolve_tensor(item)).detach()
-                record = manifest.tensors[item.storage_index.fqn]
-                read_box(
-                    file,
-                    part.start,
-                    part.sizes,
-                    DTYPES[record.dtype],
-                    manifest.block_bytes,
-                    part.checksums,
-                    tuple(
-                        slice(start, start + size)
-                        for start, size in zip(item.storage_offsets, item.lengths, strict=True)
-                    ),
-                    target,
-                )
-                planner.commit_tensor(item, target)
-        finally:
-            if file is not None:
+        for number in sorted({part.file for part, _ in wanted}):
+            file = DataFile(self._folder / data_name(number), manifest.files[number])
+            try:
+                for part, item in wanted:
+                    if part.file == number:
+                        self._read_item(file, part, item, planner)
+            finally:
                 file.close()
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return _ready(None)
+
+    def _read_item(self, file: DataFile, part: Slice, item: ReadItem, planner: LoadPlanner) -> None:
+        target = cast(Tensor, planner.resolve_tensor(item)).detach()
+        read_box(
+            file,
+            part.start,
+            part.sizes,
+            DTYPES[self._manifest.tensors[item.storage_index.fqn].dtype],
+            self._manifest.block_bytes,
+            part.checksums,
+            tuple(
+                slice(start, start + size)
+                for start, size in zip(item.storage_offsets, item.lengths, strict=True)
+            ),
+            target,
+        )
+        planner.commit_tensor(item, target)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -543,8 +505,12 @@ class Reader(StorageReader):
 
 
 def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What else is among them is refused later, where all ranks are told of it."""
-    return {name: one.detach() if isinstance(one, Tensor) else one for name, one in tensors.items()}
+    """As the planners take them. What has no values, which they would give it, or is no tensor is
+    refused later, where all ranks are told of it."""
+    return {
+        name: one.detach() if isinstance(one, Tensor) and not one.is_meta else ""
+        for name, one in tensors.items()
+    }
 
 
 def _offset(index: MetadataIndex) -> tuple[int, ...]:
@@ -554,15 +520,8 @@ def _offset(index: MetadataIndex) -> tuple[int, ...]:
 # ----------------------------------------------------------------------------------------- checking
 
 
-def _check_savable(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise InputError(f"{name!r} is a {type(tensor).__name__}, and not a tensor")
-    inner = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if fault := _strange(inner):
-        raise InputError(f"{name!r} {fault}")
-
-
 def _strange(tensor: Tensor) -> str:
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if is_traceable_wrapper_subclass(tensor):
         return f"is a {type(tensor).__name__}: give the plain tensors that it is made of"
     if tensor.layout is not torch.strided:
@@ -578,8 +537,7 @@ def _misfit(tensor: Tensor, record: TensorRecord) -> str:
     """What keeps `tensor` from being filled."""
     if not isinstance(tensor, Tensor):
         return f"is a {type(tensor).__name__} here, and not a tensor"
-    inner = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if fault := _strange(inner):
+    if fault := _strange(tensor):
         return fault
     if list(tensor.shape) != record.shape:
         return f"has the shape {tuple(record.shape)} there and {tuple(tensor.shape)} here"

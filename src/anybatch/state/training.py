@@ -33,8 +33,7 @@ from anybatch.engine import LearningRate
 from anybatch.errors import InputError
 from anybatch.parallel import Group
 from anybatch.state.base import Base
-from anybatch.state.checkpoints import Found
-from anybatch.state.content import Content
+from anybatch.state.checkpoints import Content, Found
 from anybatch.task import Task
 
 Plain = bool | int | float | str | None

@@ -12,7 +12,6 @@ A file is looked at before it is read, since what is at the end of a link is oft
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +33,6 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 """File names that ask for torch's own format."""
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_NESTED = ("state_dict", "model_state_dict", "model", "module", "network", "net", "weights")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # safetensors has a number in 8 bytes, then a brace
 _SHOWN = 3  # names of a kind in a message
 
@@ -238,7 +236,7 @@ def read_weights(path: Path) -> Mapping[str, Any]:
     is no such file, or it is damaged or something else."""
     try:
         with path.open("rb") as file:
-            head = file.read(512)
+            head = file.read(16)
     except OSError as error:
         if path.is_dir():
             raise InputError(
@@ -248,8 +246,6 @@ def read_weights(path: Path) -> Mapping[str, Any]:
             f"there are no weights at {path} ({error.strerror}): give a .safetensors file, or one that"
             " torch.save wrote."
         ) from None
-    if what := _something_else(head):
-        raise InputError(f"the weights {path} cannot be read: {what}.")
     try:
         if head[8:9] != b"{" and (head[:4] == _ZIP or head[:1] == _PICKLE):
             zipped = head[:4] == _ZIP
@@ -268,20 +264,6 @@ def read_weights(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _something_else(head: bytes) -> str:
-    """What a file that begins with `head` is, if it is known and no file of weights."""
-    start = head.lstrip()[:64].lower()
-    if not head:
-        return "it is empty"
-    if start.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
-        return "it is a web page, saved in place of the file; download the file itself"
-    if start.startswith(b"version https://git-lfs"):
-        return "it is a pointer of Git LFS; fetch the file itself with 'git lfs pull'"
-    if start.startswith(b"{") and b"weight_map" in head:
-        return "it is the index of several files; load each of them"
-    return ""
-
-
 def _why(error: Exception) -> str:
     text = str(error)
     if any(sign in text.lower() for sign in ("global", "unsupported class", "torchscript")):
@@ -289,11 +271,11 @@ def _why(error: Exception) -> str:
             "it holds Python objects beside weights, and unpacking these could run any code; where you"
             " trust it, load it with torch and save its state_dict() alone"
         )
-    if isinstance(error, SafetensorError):
-        return f"it is no file of weights, or is damaged ({text.splitlines()[0]})"
-    if "weights only" in text.lower():
-        return "it is no file of weights, or is damaged"
-    return f"it is damaged ({type(error).__name__}: {(text.splitlines() or [''])[0].rstrip('.')})"
+    return (
+        f"it is no file of weights, or is damaged ({type(error).__name__}:"
+        f" {(text.splitlines() or [''])[0].rstrip('.')}); a web page, a pointer of Git LFS or the index"
+        " of several files is often found in place of one"
+    )
 
 
 # ------------------------------------------------------------------------------------------ matching
@@ -308,57 +290,43 @@ def _matched(
     """
     places = model.state_dict(keep_vars=True)
     own = {_name_in(model, name): name for name in places}
-    state = max(_state_dicts(found), key=lambda one: _num_known(own, one), default={})
+    plain = {_bare(name): name for name in own} | {name: name for name in own}
+
+    def known(name: str) -> str | None:
+        return plain.get(name) or plain.get(_bare(name))
+
+    candidates = [one for one in (found, *found.values()) if isinstance(one, Mapping)]
+    states = [one for one in candidates if any(isinstance(it, Tensor) for it in one.values())]
+    state = max(states, key=lambda one: sum(bool(known(str(name))) for name in one), default={})
     values: dict[str, Any] = {}
-    strange: list[str] = []
     faults: list[str] = []
+    strange = [str(name) for name in state if known(str(name)) is None]
     for name, value in state.items():
-        known = _known(own, name)
-        if known is None:
-            strange.append(name)
-        elif own[known] in values:
-            faults.append(f"{known!r} comes twice, once as {name!r}")
-        else:
-            values[own[known]] = value
+        here = known(str(name))
+        if here is not None and own[here] in values:
+            faults.append(f"{here!r} comes twice, once as {name!r}")
+        elif here is not None:
+            values[own[here]] = value
     for name, value in values.items():
         faults += _misfit(_name_in(model, name), value, places[name])
-    missing = [name for plain, name in own.items() if name not in values]
+    missing = [name for name in own.values() if name not in values]
     missing = [_name_in(model, name) for name in _not_tied(model, places, values, missing)]
     if missing:
-        faults.insert(0, f"{_some(missing, strange)} {_are(missing)} missing")
+        faults.insert(0, f"{_some(missing)} missing")
     if strange:
-        others = missing or list(own)
-        faults.append(f"{_some(strange, others)} {_are(strange)} not in the model")
+        faults.append(f"{_some(strange)} not in the model")
     if not state:
-        faults = [f"there is no state dict in it, only {_some([str(key) for key in found], [])}"]
+        faults = [
+            f"there is no state dict in it, only {', '.join(repr(str(key)) for key in found)}"
+        ]
     if faults:
         raise InputError(f"the weights {path} are for another model: {'; '.join(faults)}.")
     return values
 
 
-def _state_dicts(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The state dicts in a checkpoint, the likelier ones first."""
-    candidates = [found, *(found[key] for key in _NESTED if key in found), *found.values()]
-    for one in candidates:
-        if isinstance(one, Mapping) and any(isinstance(value, Tensor) for value in one.values()):
-            yield {str(name): value for name, value in one.items()}
-
-
-def _num_known(own: Mapping[str, str], state: Mapping[str, Any]) -> int:
-    return sum(_known(own, name) is not None for name in state)
-
-
-def _known(own: Mapping[str, str], name: str) -> str | None:
-    """The name in the model that `name`, which may have the prefixes of wrappers, stands for."""
-    if name in own:
-        return name
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    for drop in (0, 1, 2):  # a model may be wrapped twice, and may have a `module` of its own
-        plain = ".".join(parts[drop:])
-        if parts[:drop] == ["module"] * drop and plain in own:
-            return plain
-    plain = ".".join(part for part in parts if part != "module")
-    return plain if plain in own else None
+def _bare(name: str) -> str:
+    """`name` without the parts of wrappers, and without any `module`, which may be one."""
+    return ".".join(part for part in name.split(".") if part not in (*_WRAPPERS, "module"))
 
 
 def without_wrappers(name: str) -> str:
@@ -429,18 +397,9 @@ def _complete(model: nn.Module, values: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------ in words
 
 
-def _some(names: list[str], others: list[str]) -> str:
-    """A few of `names`, each with the one of `others` that is most like it."""
-    told = []
-    for name in names[:_SHOWN]:
-        close = difflib.get_close_matches(name, others[:1000], n=1)
-        told.append(f"{name!r}" + (f" (like {close[0]!r})" if close else ""))
-    more = len(names) - len(told)
-    return ", ".join(told) + (f" and {more} more" if more > 0 else "")
-
-
-def _are(names: list[str]) -> str:
-    return "is" if len(names) == 1 else "are"
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(map(repr, names[:_SHOWN]))}{more} {'is' if len(names) == 1 else 'are'}"
 
 
 def _number_kind(tensor: Tensor) -> str:

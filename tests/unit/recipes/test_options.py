@@ -104,7 +104,7 @@ def test_every_fault_is_told_at_once():
     for words in (
         "the function cannot be called",
         "option 'global_batch' is 'many'; give a whole number",
-        "there is no option 'stepz'; did you mean 'steps'? give 'data', 'global_batch'",
+        "there is no option 'stepz'; give 'steps', 'data', 'global_batch'",
         "option 'global_batch' is given twice",
         "option 'steps' (int) is required; add -s steps=VALUE",
     ):

@@ -157,13 +157,13 @@ def test_an_unchanged_file_is_run_once(here):
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("digit", ["no recipe 'digit'", "did you mean 'digits'?", "FILE.py:function"]),
+        ("digit", ["no recipe 'digit'", "give 'digits', 'finetune'", "FILE.py:function"]),
         ("", ["no recipe ''", "give 'digits'"]),
         ("nothing-like-it", ["no recipe 'nothing-like-it': give 'digits'"]),
         ("digits:task", ["'digits:task'", "give 'digits'"]),
-        ("good", ["no recipe 'good'", "did you mean 'good.py'?"]),
-        ("good:other", ["did you mean 'good.py:other'?"]),
-        ("goood.py", ["'goood.py'", "does not exist", "looked from", "did you mean 'good.py'?"]),
+        ("good", ["no recipe 'good'", "a file of your own as good.py or"]),
+        ("good:other", ["a file of your own as good.py or good.py:function"]),
+        ("goood.py", ["'goood.py'", "does not exist", "looked from", "such as 'good.py'"]),
         ("no/where.py:task", ["'no/where.py' of the task 'no/where.py:task'", "does not exist"]),
         ("x" * 5000 + ".py", ["does not exist"]),
         ("nul\0.py", ["does not exist"]),
@@ -171,7 +171,7 @@ def test_an_unchanged_file_is_run_once(here):
         (".", ["'.' is a folder"]),
         ("folder.py", ["'folder.py' is a folder"]),
         ("notes.txt", ["'notes.txt' is not a .py file", "FILE.py"]),
-        ("good.py:tsk", ["no function 'tsk'", "did you mean 'task'?", "FILE.py:function, 'build'"]),
+        ("good.py:tsk", ["no function 'tsk'", "FILE.py:function, 'task'"]),
         ("good.py:", ["no function ''"]),
         ("bare.py", ["no function 'task'", "it has none", "anybatch.Task"]),
         ("good.py:VALUE", ["'VALUE'", "type int", "cannot be called"]),
@@ -206,7 +206,7 @@ def test_what_cannot_be_resolved_is_told_in_one_sentence(here, spec, said):
 
 
 def test_an_option_that_does_not_exist_is_told_with_the_nearest(here):
-    with pytest.raises(InputError, match=r"recipe 'digits'.*'epoch'; did you mean 'epochs'\?"):
+    with pytest.raises(InputError, match=r"recipe 'digits'.*'epoch'; give 'epochs', 'data'"):
         resolve("digits", {"epoch": "3"})
 
 

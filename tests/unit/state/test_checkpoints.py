@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import _thread
 import math
-import os
-import sys
 import threading
 from pathlib import Path
 
@@ -304,25 +302,3 @@ def test_what_does_not_fit_is_named_before_anything_is_touched(checkpoints, name
 def test_at_least_one_is_kept(tmp_path):
     with pytest.raises(InputError, match="keep is 0"):
         Checkpoints(tmp_path, SingleDevice(), keep=0)
-
-
-def test_the_thread_that_writes_gives_way(checkpoints, monkeypatch):
-    if sys.platform != "linux":
-        pytest.skip("priorities of threads are Linux's")
-    seen = []
-    looked = threading.Event()
-    write = storage.write_part
-
-    def looks(*args, **kwargs):
-        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        looked.set()
-        write(*args, **kwargs)
-
-    monkeypatch.setattr(storage, "write_part", looks)
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    checkpoints.save(content(), 1)
-    looked.wait()  # who waits for a save may hurry it
-    checkpoints.wait()
-    checkpoints.save(content(), 2, stage=False)
-    assert seen == [19, before]
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before

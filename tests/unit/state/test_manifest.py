@@ -86,11 +86,6 @@ EDITS = {
     "dims of a slice": ([("tensors.x.slices.0.sizes", [6])], "not within its shape"),
     "slice out of range": ([("tensors.x.slices.1.offsets", [3, 0])], "not within its shape"),
     "empty slice": ([("tensors.x.slices.1.sizes", [0, 3])], "is empty"),
-    "overlapping slices": ([("tensors.x.slices.1.offsets", [1, 0])], "slices of 'x' overlap"),
-    "one slice twice": (
-        [("tensors.x.slices.1.offsets", [0, 0])],
-        "slices of 'x' overlap",
-    ),
     "bytes twice": ([("tensors.y.slices.0.start", 0)], "in file 1 slices overlap"),
     "bytes between": ([("files.1", 48), ("tensors.y.slices.0.start", 32)], "or leave gaps"),
     "beyond the end": ([("tensors.y.slices.0.start", 2**61)], "overlap, or leave gaps"),
