@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from anybatch.cli.options import RunFolder
+from anybatch.cli.options import RunFolder, option
 
 
 def report(
     run: RunFolder,
     tensorboard: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--tensorboard",
-            metavar="[DIR]",
-            help="Write a log for TensorBoard instead; without DIR, into the run folder.",
+            "Write a log for TensorBoard instead, by default in RUN.",
+            "[DIR]",
         ),
     ] = None,
 ) -> None:
