@@ -34,7 +34,7 @@ from anybatch.events import (
 )
 from anybatch.plans import Plan
 from anybatch.process.locks import kept_by_one
-from anybatch.report.log import EventLog, set_damaged_aside, sound_events
+from anybatch.report.log import EventLog, iterate
 from anybatch.report.thinning import Thinning
 
 PLAN_FILE, EVENTS_FILE = "plan.json", "events.jsonl"
@@ -66,8 +66,6 @@ class RunFolder:
         self._plan = plan
         self._resume = resume
         self._log: EventLog | None = None
-        self._place: os.stat_result | None = None  # of the folder that the log is in
-        self._opening: Event | None = None
         self._leaves_out = False
         self._thinned = Thinning(self._append)
 
@@ -78,13 +76,11 @@ class RunFolder:
                     (self._folder / name).unlink(missing_ok=True)
                 for name in (CHECKPOINTS, ADAPTERS, PRETRAINED, TENSORBOARD):
                     shutil.rmtree(self._folder / name, ignore_errors=True)
-            self._opening = event
-            self._log = self._opened()
+            self._plan.save(self._folder / PLAN_FILE)
+            self._log = EventLog(self._folder / EVENTS_FILE)
             self._log(event)
             return
         try:
-            if not isinstance(event, StepDone) and self._is_lost():
-                self._log = self._moved(self._log)
             self._thinned(event)
             self._leaves_out = False
         except InputError as error:
@@ -99,40 +95,6 @@ class RunFolder:
     def _append(self, event: Event) -> None:
         assert self._log is not None
         self._log(event)
-
-    def _opened(self) -> EventLog:
-        self._plan.save(self._folder / PLAN_FILE)
-        log = EventLog(self._folder / EVENTS_FILE)
-        self._place = os.stat(self._folder)
-        return log
-
-    def _is_lost(self) -> bool:
-        """Whether the folder of the log is no longer at its path."""
-        try:
-            there = os.stat(self._folder)
-        except FileNotFoundError:
-            return True
-        except OSError:  # a file system that does not answer, say
-            return False
-        return self._place is not None and not os.path.samestat(there, self._place)
-
-    def _moved(self, before: EventLog) -> EventLog:
-        """Begin again, in a new folder at the path, the log that was `before`."""
-        warnings.warn(
-            f"the run folder {self._folder} was deleted, renamed or replaced while the run writes to"
-            " it. The run goes on in a new folder of that name; what happened before is in the old one,"
-            " if that still is anywhere.",
-            stacklevel=4,
-        )
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            log = self._opened()
-        except OSError as error:
-            raise InputError(f"{self._folder} cannot be made again: {error.strerror}.") from None
-        before.close()
-        if self._opening is not None:
-            log(self._opening)
-        return log
 
     def __enter__(self) -> Self:
         return self
@@ -159,7 +121,7 @@ def last_plan(folder: Path) -> Plan | None:
     read."""
     plan: Mapping[str, Any] | None = None
     with contextlib.suppress(InputError):
-        for event in sound_events(folder / EVENTS_FILE):
+        for event in iterate(folder / EVENTS_FILE):
             if isinstance(event, RunStarted | Replanned | CompileDecided):
                 plan = event.plan
             elif isinstance(event, Tried) and plan is not None:
@@ -176,7 +138,7 @@ def unfinished_step(folder: Path) -> int | None:
     last: Event | None = None
     steps = max(int(number) if number.isdecimal() else 0 for number in saved)
     with contextlib.suppress(InputError):  # the log is gone, and the checkpoints are there
-        for event in sound_events(folder / EVENTS_FILE):
+        for event in iterate(folder / EVENTS_FILE):
             last = last if isinstance(event, Said) else event
             steps = event.step if isinstance(event, StepDone) else steps
     return None if isinstance(last, RunEnded) and last.finished else steps
@@ -227,8 +189,6 @@ def run_folder(folder: Path, resume: bool = False, again: bool = False) -> Itera
                 f"{folder} holds a run that is not finished, with checkpoints (step {step}): resume it"
                 " with --resume, give another folder, or remove this one."
             )
-        if resume and (told := set_damaged_aside(folder / EVENTS_FILE)):
-            warnings.warn(told, stacklevel=2)
         yield folder
 
 
