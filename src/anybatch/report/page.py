@@ -38,7 +38,7 @@ from anybatch.insight.noise_series import Block
 from anybatch.insight.noise_text import lines, mean_batch, unmeasured
 from anybatch.plans import Plan
 from anybatch.process.files import write_whole
-from anybatch.report import figures, html, noise_figure
+from anybatch.report import figures, html
 from anybatch.report.log import iterate
 from anybatch.report.record import Record
 from anybatch.report.sentences import (
@@ -117,7 +117,7 @@ def _figures(plan: Plan, record: Record, noise: Sequence[Block]) -> dict[str, li
     loss = figures.loss(record)
     candidates = figures.candidates(plan)
     on_average = " on average" if plan.task.batch_rule else ""
-    scale = noise_figure.over_run(noise, mean_batch(plan, noise), on_average)
+    scale = figures.noise_scale(noise, mean_batch(plan, noise), on_average)
     return {
         "memory": [memory] if memory else [],
         "loss": [loss] if loss else [],
