@@ -72,7 +72,7 @@ def print_result(
     worth it (lines of `insight.noise_text`; without any, why it is not known), and `files` (what a file
     is -> where it is)."""
     print_section(console, "Result", pairs(_outcome(started, ended, last_evaluation)))
-    print_section(console, "Predicted and measured", _predicted_and_measured(ended))
+    print_section(console, "Predicted and measured", _comparisons(compare(ended)))
     if batch:
         print_section(console, "Is the batch worth it?", pairs(batch))
     elif unmeasured:
@@ -259,23 +259,6 @@ def _outcome(
 def _samples(ended: RunEnded) -> str:
     taken = format_count(ended.samples_seen)
     return f"{taken}, {ended.num_skipped:,} of them left out" if ended.num_skipped else taken
-
-
-def _predicted_and_measured(ended: RunEnded) -> Table:
-    rows = compare(
-        predicted_peak_bytes=ended.predicted_peak_bytes,
-        measured_peak_bytes=ended.measured_peak_bytes,
-        budget_bytes=ended.budget_bytes,
-        predicted_step_seconds=ended.predicted_step_seconds,
-        measured_step_seconds=ended.step_seconds,
-        predicted_totals=ended.predicted_totals,
-        measured_totals=ended.measured_totals,
-        data_seconds=ended.data_seconds,
-        idle_seconds=ended.idle_seconds,
-        predicted_parts=ended.predicted_step_parts,
-        measured_parts=ended.step_parts,
-    )
-    return _comparisons(rows)
 
 
 def _comparisons(rows: Iterable[Comparison]) -> Table:
