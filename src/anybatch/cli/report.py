@@ -21,8 +21,7 @@ def report(
     """Write the report of a run anew, from its plan and its events."""
     from anybatch.errors import InputError
     from anybatch.report import output_folder, tensorboard_folder, write, write_tensorboard
-    from anybatch.report.folder import EVENTS_FILE
-    from anybatch.report.past_run import not_a_run
+    from anybatch.report.folder import EVENTS_FILE, not_a_run
 
     if not (run / EVENTS_FILE).is_file():
         raise InputError(not_a_run(run))

@@ -14,28 +14,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, final
 
 from anybatch.errors import InputError
 from anybatch.events import (
     CompileDecided,
+    Evaluated,
     Event,
     Replanned,
     RunEnded,
     RunStarted,
     Said,
+    Sink,
     StepDone,
     Tried,
 )
 from anybatch.plans import Plan
 from anybatch.process.locks import kept_by_one
 from anybatch.report.log import EventLog, iterate
-from anybatch.report.thinning import Thinning
 
 PLAN_FILE, EVENTS_FILE = "plan.json", "events.jsonl"
 WEIGHTS_FILE, REPORT_FILE = "model.safetensors", "report.html"
@@ -246,3 +249,155 @@ def _missing(folder: Path) -> list[Path]:
             break
         missing.append(level)
     return missing
+
+
+# ------------------------------------------------------------------------- of a long run not every step
+
+ALL_LOGGED = 20_000
+"""So many steps are logged from the first one on, and half as many of each doubling."""
+
+
+def is_logged(step: int) -> bool:
+    """Whether the step with this number is logged in any case. Steps are counted from the first, as
+    those are whose gradient noise is measured (one in four, late in a run)."""
+    stride = 1 << max(0, math.ceil(math.log2(max(1.0, step / ALL_LOGGED))))
+    return (step - 1) % stride == 0
+
+
+@final
+class Thinning:
+    """A sink that gives another one the events that are logged: of a long run not every step, so that a
+    million steps are 35 MB and not 450.
+
+    The first `ALL_LOGGED` steps are logged, of as many again every second one, of twice as many every
+    fourth one, and so on. No spike is lost: of each stretch that is left out, the step with the
+    greatest loss is logged (or one with a loss that is not finite) if it is greater than at both ends.
+    And so is the last step before any other event.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._logged: StepDone | None = None  # the last that was
+        self._greatest: StepDone | None = None  # of those since, by loss
+        self._last: StepDone | None = None
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, StepDone):
+            last = self._last
+            if last is not None:
+                self._log(last)
+            self._logged = None
+            self._sink(event)
+        elif is_logged(event.step):
+            self._log(event)
+        else:
+            if self._greatest is None or _height(event) > _height(self._greatest):
+                self._greatest = event
+            self._last = event
+
+    def _log(self, event: StepDone) -> None:
+        before, greatest = self._logged, self._greatest
+        self._logged, self._greatest, self._last = event, None, None
+        if greatest is not None and greatest is not event:
+            ends = [_height(event), *([] if before is None else [_height(before)])]
+            if _height(greatest) > max(ends):
+                self._sink(greatest)
+        self._sink(event)
+
+
+def _height(event: StepDone) -> float:
+    return event.loss if math.isfinite(event.loss) else math.inf
+
+
+# ------------------------------------------------------------------------------------ a run, read again
+
+
+@dataclass(frozen=True, slots=True)
+class PastRun:
+    """A run, as its folder tells it.
+
+    Attributes:
+        folder: of the run.
+        task: its name.
+        source, source_sha256, settings: what the task was loaded by, see `RunStarted`; empty where that
+            is not recorded.
+        plan: that was followed last.
+        step, epoch: how far training has come.
+        finished: whether it came to its end, so that the file of weights is of that end.
+    """
+
+    folder: Path
+    task: str
+    source: str
+    source_sha256: str
+    settings: Mapping[str, str]
+    plan: Plan
+    step: int
+    epoch: int
+    finished: bool
+
+    @property
+    def weights(self) -> Path:
+        """The file of weights of a run that has finished."""
+        return self.folder / WEIGHTS_FILE
+
+    @property
+    def has_final_weights(self) -> bool:
+        """Whether that file is there, and is of where the run stands: one that is left of an earlier
+        end of a run that was taken up again is not."""
+        return self.finished and self.weights.is_file()
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.folder / CHECKPOINTS
+
+
+def read_run(run: str | os.PathLike[str]) -> PastRun:
+    """What the folder `run` tells. Raises `InputError` if it is no run folder, or its log is
+    damaged."""
+    folder = Path(run)
+    log = folder / EVENTS_FILE
+    if not log.is_file():
+        raise InputError(not_a_run(folder))
+    started: RunStarted | None = None
+    step = epoch = 0
+    finished = False
+    for event in iterate(log):
+        if isinstance(event, RunStarted):
+            started, finished = event, False
+        elif isinstance(event, StepDone | Evaluated):
+            step, epoch = event.step, event.epoch
+        elif isinstance(event, RunEnded):
+            finished, step = event.finished, event.steps
+    plan = last_plan(folder)
+    if started is None or plan is None:
+        raise InputError(
+            f"{folder} does not tell of a run that can be taken up: no start of one, with a plan that"
+            f" this version of anybatch reads, is in its {EVENTS_FILE}. Give the folder of another run,"
+            " or train it again."
+        )
+    return PastRun(
+        folder=folder,
+        task=started.task,
+        source=started.source,
+        source_sha256=started.source_sha256,
+        settings=started.settings,
+        plan=plan,
+        step=step,
+        epoch=epoch,
+        finished=finished,
+    )
+
+
+def not_a_run(folder: Path) -> str:
+    """What is to be said of a `folder` that is none of a run."""
+    if not folder.exists():
+        return (
+            f"{folder} does not exist (looked from {os.getcwd()}): give the folder that 'anybatch"
+            " train' wrote."
+        )
+    return (
+        f"{folder} is not a run folder, since it has no {EVENTS_FILE}: give the folder that"
+        " 'anybatch train' wrote."
+    )
