@@ -34,20 +34,11 @@ class Grid:
 def points_of(plan: Plan, points: Sequence[Point]) -> Grid:
     """`points` that were weighed for `plan`, one in each row."""
     # What the plan itself has is told where another point has something else.
-    own, others = (
-        _words(plan.choice, plan.parallel),
-        [_words(point.choice, point.parallel or plan.parallel) for point in points],
-    )
+    own = _words(plan.choice, plan.parallel)
+    others = [_words(point.choice, point.parallel or plan.parallel) for point in points]
     told = {what for words in others for what in words if words[what] != own[what]} | {"recompute"}
     by = _seconds_of_plan(plan, points)
-    titles = [
-        "micro-batch",
-        "choice",
-        "peak",
-        "budget",
-        "step",
-        *([] if by is None else ["vs plan"]),
-    ]
+    titles = ("micro-batch", "choice", "peak", "budget", "step", "vs plan")[: 6 if by else 5]
     rows = [
         (
             format_count(point.choice.micro_batch),
@@ -55,7 +46,7 @@ def points_of(plan: Plan, points: Sequence[Point]) -> Grid:
             "" if point.peak_bytes is None else format_bytes(point.peak_bytes),
             _part(point.peak_bytes, plan.budget_bytes),
             format_seconds(point.step_seconds),
-            *([] if by is None else [_compared(point.step_seconds, by)]),
+            *([_compared(point.step_seconds, by)] if by else []),
         )
         for point, words in zip(points, others, strict=True)
     ]
