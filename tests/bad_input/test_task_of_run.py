@@ -111,9 +111,8 @@ def test_a_log_with_a_line_that_is_none(run: Path, command: Callable[..., Outcom
     log = run / "events.jsonl"
     log.write_text("what is this\n" + log.read_text())
     for name in ("evaluate", "export"):
-        outcome = command(name, "run")
-        assert outcome.status == 2
-        check_told(outcome.err, ("events.jsonl, line 1", "restore the file"))
+        with pytest.warns(UserWarning, match=r"1 line is damaged in .* line 1 \("):
+            assert command(name, "run").status == 0
 
 
 def test_weights_that_are_gone_are_taken_from_the_last_checkpoint(

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from anybatch.cli.train import train as command
+from anybatch.cli.options import with_groups
+from anybatch.cli.train import train
 from anybatch.runs import planning
 from anybatch.runs import train as run
 
@@ -35,7 +36,7 @@ def defaults(function: Callable[..., Any]) -> dict[str, Any]:
     return {name: p.default for name, p in inspect.signature(function).parameters.items()}
 
 
-IN_PYTHON, ON_THE_COMMAND_LINE = defaults(run.train), defaults(command)
+IN_PYTHON, ON_THE_COMMAND_LINE = defaults(run.train), defaults(with_groups(train))
 IN_THE_SAME_WORDS = sorted(IN_PYTHON.keys() - OF_PYTHON - IN_OTHER_WORDS.keys() - {"task"})
 
 

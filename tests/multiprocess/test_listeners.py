@@ -217,17 +217,17 @@ def test_the_two_processes_of_doctor(tmp_path: Path):
     code = f"""
 import os
 os.environ[{listeners.ROOT!r}] = str(os.getpid())
-from anybatch.doctor import ranks
+from anybatch.doctor import look
 from {MODULE} import write
-add_up = ranks._add_up
+add_up = look._add_up
 
 def watched(rank, store):
     found = add_up(rank, store)
     write({str(tmp_path)!r}, 0)
     return found
 
-ranks._add_up = watched
-found = ranks.look_pair()
+look._add_up = watched
+found = look.pair()
 assert found["fault"] == "", found
 """
     run([sys.executable, "-c", code], tmp_path)

@@ -12,11 +12,11 @@ from typing import Any
 
 import typer
 
-from anybatch.cli.bare import BareOptions
 from anybatch.cli.doctor import doctor
 from anybatch.cli.evaluate import evaluate
 from anybatch.cli.export import export
 from anybatch.cli.memory import memory
+from anybatch.cli.options import BareOptions, with_groups
 from anybatch.cli.plan import plan
 from anybatch.cli.recipes import recipes
 from anybatch.cli.report import report
@@ -43,11 +43,11 @@ _app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_app.command(cls=BareOptions)(train)
-_app.command()(plan)
+_app.command(cls=BareOptions)(with_groups(train))
+_app.command()(with_groups(plan))
 _app.command()(scale)
 _app.command()(submit)
-_app.command(cls=BareOptions)(memory)
+_app.command(cls=BareOptions)(with_groups(memory))
 _app.command()(verify)
 _app.command()(evaluate)
 _app.command()(export)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from anybatch.cli.bare import STANDARD_OUTPUT, JsonFile
+from anybatch.cli.options import STANDARD_OUTPUT, JsonFile
 
 
 def doctor(json: JsonFile = None) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from anybatch.cli.options import (
     RunFolder,
     Settings,
     Step,
     TaskOfRun,
+    option,
     settings_of,
 )
 from anybatch.process import libraries
@@ -25,38 +24,32 @@ def evaluate(
     step: Step = None,
     memory: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--memory",
-            metavar="SIZE",
-            help="Memory that it may use, such as 10GiB; enforced. Default: as in the run.",
+            "Memory that it may use; enforced. Default: as in the run.",
+            "SIZE",
         ),
     ] = None,
     micro_batch: Annotated[
         int | None,
-        typer.Option(
-            "--micro-batch", metavar="N", help="Samples per pass. Default: as in the run, or fewer."
-        ),
+        option("--micro-batch", "Samples per pass. Default: as in the run, or fewer.", "N"),
     ] = None,
     precision: Annotated[
         str | None,
-        typer.Option("--precision", metavar="P", help="As for train. Default: that of the run."),
+        option("--precision", "As for train. Default: that of the run.", "P"),
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(
-            "--ranks", metavar="N", help="Processes on this machine. Default: as in the run."
-        ),
+        option("--ranks", "Processes on this machine. Default: as in the run.", "N"),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(
-            "--device", metavar="D", help="cpu, cuda or cuda:N of this machine. Default: chosen."
-        ),
+        option("--device", "cpu, cuda or cuda:N of this machine. Default: chosen.", "D"),
     ] = None,
     task: TaskOfRun = None,
     settings: Settings = None,
     json: Annotated[
-        bool, typer.Option("--json", help="Print what was found as JSON, and nothing else.")
+        bool, option("--json", "Print what was found as JSON, and nothing else.")
     ] = False,
 ) -> None:
     """Evaluate the held-out samples with the weights of a run."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from anybatch.cli.options import RunFolder, Settings, Step, TaskOfRun, settings_of
+from anybatch.cli.options import RunFolder, Settings, Step, TaskOfRun, option, settings_of
 from anybatch.process import libraries
 
 
@@ -15,27 +13,23 @@ def export(
     run: RunFolder,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", metavar="PATH", help="File or folder. Default: here, named after the run."
-        ),
+        option("--out", "File or folder. Default: here, named after the run.", "PATH"),
     ] = None,
     format: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--format",
-            metavar="F",
-            help="safetensors, torch or huggingface. Default: as the name says, or safetensors.",
+            "safetensors, torch or huggingface. Default: by the name.",
+            "F",
         ),
     ] = None,
     step: Step = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="T", help="fp32, bf16 or fp16. Default: as they are."),
+        option("--dtype", "fp32, bf16 or fp16. Default: as they are.", "T"),
     ] = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Add adapters to the weights below them.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    merge: Annotated[bool, option("--merge", "Add adapters to the weights below them.")] = False,
+    force: Annotated[bool, option("--force", "Replace what is there.")] = False,
     task: TaskOfRun = None,
     settings: Settings = None,
 ) -> None:

@@ -8,51 +8,26 @@ from typing import Annotated
 
 import typer
 
-from anybatch.cli.bare import STANDARD_OUTPUT, JsonFile
 from anybatch.cli.options import (
-    ChunkedLoss,
-    Compile,
-    CompileIfFaster,
+    STANDARD_OUTPUT,
     DeviceName,
     Devices,
-    GlobalBatch,
-    Grain,
-    Memory,
-    MicroBatch,
-    ParallelName,
-    PrecisionName,
-    RecomputeNames,
-    Reproducible,
-    Settings,
-    ShardOver,
+    JsonFile,
+    PlanningOptions,
     TaskName,
-    compile_of,
-    load_task,
     machine_of,
+    option,
 )
 from anybatch.process import libraries
 
 
 def memory(
     task: TaskName,
-    global_batch: GlobalBatch = None,
-    memory: Memory = None,
+    options: PlanningOptions,
     device: DeviceName = None,
     devices: Devices = None,
-    precision: PrecisionName = "fp32",
-    micro_batch: MicroBatch = None,
-    recompute: RecomputeNames = None,
-    chunked_loss: ChunkedLoss = None,
-    compile: Compile = False,
-    compile_if_faster: CompileIfFaster = False,
-    reproducible: Reproducible = False,
-    grain: Grain = None,
-    parallel: ParallelName = None,
-    shard_over: ShardOver = None,
     json: JsonFile = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Save it as a page with plots.")
-    ] = None,
+    html: Annotated[Path | None, option("--html", "Save it as a page with plots.", "FILE")] = None,
     depth: Annotated[
         int | None,
         typer.Option(
@@ -63,9 +38,8 @@ def memory(
         ),
     ] = None,
     every_layer: Annotated[
-        bool, typer.Option("--all", help="List every layer, also those that are alike.")
+        bool, option("--all", "List every layer, also those that are alike.")
     ] = False,
-    settings: Settings = None,
 ) -> None:
     """Show where each byte goes: by layer, by kind, and over one step."""
     with libraries.loading():
@@ -78,30 +52,23 @@ def memory(
         from anybatch.estimate import subject_of
         from anybatch.machine import Machine
         from anybatch.planner import account, smallest_micro_batch
-        from anybatch.plans import parse_parallel, parse_sharding
         from anybatch.process.files import write_whole
         from anybatch.report import print_ledger, write_ledger
         from anybatch.runs.planning import plan as make_plan
 
-    loaded = load_task(task, settings, global_batch, reproducible, grain)
+    loaded = options.load(task)
     where = machine_of(device, devices) or Machine.here()
-    if memory is not None:
-        where = where.with_budget(memory)
-    wishes = {
-        "precision": precision,
-        "recompute": recompute,
-        "chunked_loss": chunked_loss,
-        "parallel": parse_parallel(parallel),
-        "sharding": parse_sharding(shard_over),
-        "compile": compile_of(compile, compile_if_faster),
-    }
+    if options.memory is not None:
+        where = where.with_budget(options.memory)
+    wishes = {**options.of_plan(), "memory": None}  # the machine has the budget
     subject = subject_of(loaded)
     notice = ""
     try:
-        chosen = make_plan(loaded, where, micro_batch=micro_batch, **wishes)
+        chosen = make_plan(loaded, where, **wishes)
     except NoPlanFits as error:  # all the more reason to see where the bytes go
         notice = str(error)
-        chosen = make_plan(loaded, where, micro_batch=smallest_micro_batch(subject), **wishes)
+        wishes["micro_batch"] = smallest_micro_batch(subject)
+        chosen = make_plan(loaded, where, **wishes)
     if chosen.prediction is None:
         raise InputError(f"nothing can be accounted for: {' '.join(chosen.notices)}")
     found = account(subject, where, chosen)

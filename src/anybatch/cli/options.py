@@ -1,12 +1,16 @@
-"""The options that several commands share, and what they mean together."""
+"""The options that several commands share, listed once, and what they mean together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, final, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from anybatch.errors import InputError
 
@@ -15,163 +19,162 @@ if TYPE_CHECKING:
     from anybatch.plans import Compile as Compiling
     from anybatch.task import Task
 
-TaskName: TypeAlias = Annotated[
-    str,
-    typer.Argument(
-        metavar="TASK",
-        help="A recipe's name, or FILE.py[:function], a function that returns an anybatch.Task.",
-    ),
-]
-GlobalBatch: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--global-batch",
-        metavar="N",
-        help="Samples per optimizer step; or tokens (512Ktokens); or a ramp (64:4096:0.3).",
-    ),
-]
-Memory: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--memory",
-        metavar="SIZE",
-        help="Memory that training may use, such as 10GiB; enforced. Default: what is free.",
-    ),
-]
-PrecisionName: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        "--precision",
-        metavar="P",
-        help="fp32, tf32, bf16, fp16, bf16-weights, fp16-weights, bf16-pure, fp16-pure, fp8;"
-        " or O0 to O3; auto: the fastest that the device has.",
-    ),
-]
+
+def option(flag: str, help: str, metavar: str | None = None) -> Any:
+    """An option of a command, as metadata of its type. `metavar`: its value in the help."""
+    return typer.Option(flag, metavar=metavar, help=help)
+
+
+_TASK = "A recipe's name, or FILE.py[:function], a function that returns an anybatch.Task."
+_BATCH = "Samples per optimizer step; or tokens (512Ktokens); or a ramp (64:4096:0.3)."
+_MEMORY = "Memory that training may use, such as 10GiB; enforced. Default: what is free."
+_PRECISION = (
+    "fp32, tf32, bf16, fp16, bf16-weights, fp16-weights, bf16-pure, fp16-pure, fp8; or O0 to O3; auto:"
+    " the fastest that the device has."
+)
+_RECOMPUTE = "none, all, nested, or names of modules separated by commas. Default: chosen."
+_LOSS = "Cross-entropy in chunks, the logits never all there; or as written. Default: chosen."
+_IF_FASTER = "Compile them if passes before the first step show that it is faster."
+_SHARD = "Divide the model over N ranks (those of a machine, say); such groups replicate it."
+_NORMS = "BatchNorm: ghosts, synchronised, or as-written (over the whole batch). Default: chosen."
+_REPRODUCIBLE = "The same bits on any number of ranks, under any plan, after any restart."
+_GRAIN = "Samples per pass of a reproducible run. Default: by the global batch, at most 32."
+_REHEARSAL = (
+    "Run passes of the plan here, undone, and plan by them. Default: where it takes seconds."
+)
+_TASK_OF_RUN = "The task, where the run does not tell it or it has moved. Default: that of the run."
+_STEP = "Weights of the checkpoint of that step. Default: the run's end, or its newest one."
+_DEVICE = (
+    "A GPU that is not here, by name (rtx-4090, h100-80gb) or memory (24GiB); or cpu, cuda, cuda:N of"
+    " this machine."
+)
+_JSON_FILE = "Save all of it as JSON; without FILE, print that and nothing else."
+_SETTING = "An argument of the task's function."
+
+TaskName: TypeAlias = Annotated[str, typer.Argument(metavar="TASK", help=_TASK)]
+GlobalBatch: TypeAlias = Annotated[str | None, option("--global-batch", _BATCH, "N")]
+Memory: TypeAlias = Annotated[str | None, option("--memory", _MEMORY, "SIZE")]
+PrecisionName: TypeAlias = Annotated[str, option("--precision", _PRECISION, "P")]
 MicroBatch: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--micro-batch", metavar="N", help="Samples per forward pass. Default: chosen."),
+    int | None, option("--micro-batch", "Samples per forward pass. Default: chosen.", "N")
 ]
-RecomputeNames: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--recompute",
-        metavar="WHAT",
-        help="none, all, nested, or names of modules separated by commas. Default: chosen.",
-    ),
-]
-ChunkedLoss: TypeAlias = Annotated[
-    bool | None,
-    typer.Option(
-        "--chunked-loss/--whole-loss",
-        help="Cross-entropy in chunks, the logits never all there; or as written. Default: chosen.",
-    ),
-]
-Compile: TypeAlias = Annotated[
-    bool, typer.Option("--compile", help="Compile the blocks of the model (torch.compile).")
-]
-CompileIfFaster: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        "--compile-if-faster",
-        help="Compile them if passes before the first step show that it is faster.",
-    ),
-]
-Ranks: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--ranks",
-        metavar="N",
-        help="Processes to train with on this machine, one per device. Default: one for each GPU.",
-    ),
-]
+RecomputeNames: TypeAlias = Annotated[str | None, option("--recompute", _RECOMPUTE, "WHAT")]
+ChunkedLoss: TypeAlias = Annotated[bool | None, option("--chunked-loss/--whole-loss", _LOSS)]
 ParallelName: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--parallel",
-        metavar="HOW",
-        help="single, replicate or shard. Default: chosen.",
-    ),
+    str | None, option("--parallel", "single, replicate or shard. Default: chosen.", "HOW")
 ]
-ShardOver: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--shard-over",
-        metavar="N",
-        help="Divide the model over N ranks (those of a machine, say); such groups replicate it.",
-    ),
-]
-NormsName: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--norms",
-        metavar="HOW",
-        help="BatchNorm: ghosts, synchronised, or as-written (over the whole batch). Default: chosen.",
-    ),
-]
-Reproducible: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        "--reproducible",
-        help="The same bits on any number of ranks, under any plan, after any restart.",
-    ),
-]
-Grain: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--grain",
-        metavar="N",
-        help="Samples per pass of a reproducible run. Default: by the global batch, at most 32.",
-    ),
-]
+NormsName: TypeAlias = Annotated[str | None, option("--norms", _NORMS, "HOW")]
+Rehearsal: TypeAlias = Annotated[bool | None, option("--rehearsal/--no-rehearsal", _REHEARSAL)]
 RunFolder: TypeAlias = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run folder, as 'anybatch train' writes it.")
 ]
-TaskOfRun: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--task",
-        metavar="TASK",
-        help="The task, where the run does not tell it or it has moved. Default: that of the run.",
-    ),
-]
-Step: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--step",
-        metavar="N",
-        help="Weights of the checkpoint of that step. Default: the run's end, or its newest one.",
-    ),
-]
+TaskOfRun: TypeAlias = Annotated[str | None, option("--task", _TASK_OF_RUN, "TASK")]
+Step: TypeAlias = Annotated[int | None, option("--step", _STEP, "N")]
 Settings: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option("-s", "--set", metavar="KEY=VALUE", help="An argument of the task's function."),
+    list[str] | None, typer.Option("-s", "--set", metavar="KEY=VALUE", help=_SETTING)
 ]
-DeviceName: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        metavar="D",
-        help="A GPU that is not here, by name (rtx-4090, h100-80gb) or memory (24GiB);"
-        " or cpu, cuda, cuda:N of this machine.",
-    ),
-]
+DeviceName: TypeAlias = Annotated[str | None, option("--device", _DEVICE, "D")]
 Devices: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--devices", metavar="N", help="Devices, or processes on a CPU. Default: 1."),
+    int | None, option("--devices", "Devices, or processes on a CPU. Default: 1.", "N")
 ]
-Rehearsal: TypeAlias = Annotated[
-    bool | None,
-    typer.Option(
-        "--rehearsal/--no-rehearsal",
-        help="Run passes of the plan here, undone, and plan by what they take. Default: where it takes"
-        " seconds.",
-    ),
-]
-
-Why: TypeAlias = Annotated[bool, typer.Option("--why", help="Show every plan that was rejected.")]
+Why: TypeAlias = Annotated[bool, option("--why", "Show every plan that was rejected.")]
+JsonFile: TypeAlias = Annotated[str | None, option("--json", _JSON_FILE, "[FILE]")]
 
 
-def compile_of(compile: bool, if_faster: bool) -> Compiling:
+@dataclass(frozen=True)
+class PlanningOptions:
+    """The options of every command that makes a plan: `with_groups` gives them to it."""
+
+    global_batch: GlobalBatch = None
+    memory: Memory = None
+    precision: PrecisionName = "fp32"
+    micro_batch: MicroBatch = None
+    recompute: RecomputeNames = None
+    chunked_loss: ChunkedLoss = None
+    compile: Annotated[
+        bool, option("--compile", "Compile the blocks of the model (torch.compile).")
+    ] = False
+    compile_if_faster: Annotated[bool, option("--compile-if-faster", _IF_FASTER)] = False
+    reproducible: Annotated[bool, option("--reproducible", _REPRODUCIBLE)] = False
+    grain: Annotated[int | None, option("--grain", _GRAIN, "N")] = None
+    parallel: ParallelName = None
+    shard_over: Annotated[int | None, option("--shard-over", _SHARD, "N")] = None
+    settings: Settings = None
+
+    def load(self, task: str) -> Task:
+        """The task of that name, see `load_task`."""
+        given = self.settings, self.global_batch, self.reproducible, self.grain
+        return load_task(task, *given)
+
+    def of_plan(self) -> dict[str, Any]:
+        """What a plan settles, by the names of `anybatch.plan`. Raises `InputError` for what is not
+        valid."""
+        from anybatch.plans import parse_parallel, parse_sharding
+
+        return {
+            "memory": self.memory,
+            "precision": self.precision,
+            "micro_batch": self.micro_batch,
+            "recompute": self.recompute,
+            "chunked_loss": self.chunked_loss,
+            "parallel": parse_parallel(self.parallel),
+            "sharding": parse_sharding(self.shard_over),
+            "compile": _compiling(self.compile, self.compile_if_faster),
+        }
+
+
+def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`command` with the fields of each parameter that is a dataclass as options of their own, since
+    typer knows no groups of options."""
+    groups: dict[str, Any] = {}
+    options: list[inspect.Parameter] = []
+    signature = inspect.signature(command, eval_str=True)
+    for name, parameter in signature.parameters.items():
+        if is_dataclass(parameter.annotation):
+            groups[name] = kind = parameter.annotation
+            hints = get_type_hints(kind, include_extras=True)
+            options += [
+                parameter.replace(name=it.name, annotation=hints[it.name], default=it.default)
+                for it in fields(kind)
+            ]
+        else:
+            options.append(parameter)
+
+    def called(**values: Any) -> Any:
+        made = {
+            name: kind(**{it.name: values.pop(it.name) for it in fields(kind)})
+            for name, kind in groups.items()
+        }
+        return command(**made, **values)
+
+    called.__name__, called.__doc__ = command.__name__, command.__doc__
+    called.__annotations__ = {it.name: it.annotation for it in options}
+    called.__dict__["__signature__"] = signature.replace(parameters=options)
+    return called
+
+
+STANDARD_OUTPUT = "-"
+
+_MEANT = {"--json": STANDARD_OUTPUT, "--tensorboard": ""}
+"""What is meant by an option that is the last word, or is followed by another one."""
+
+
+@final
+class BareOptions(TyperCommand):
+    """A command whose `--json` may stand without a file, which is standard output then, as by `anybatch
+    plan --json`; and its `--tensorboard` without a folder, which is that of the run then."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, list(_with_values(args)))
+
+
+def _with_values(words: list[str]) -> Iterator[str]:
+    for word, following in pairwise([*words, "--"]):
+        is_bare = following.startswith("-") and following != STANDARD_OUTPUT
+        yield f"{word}={_MEANT[word]}" if is_bare and word in _MEANT else word
+
+
+def _compiling(compile: bool, if_faster: bool) -> Compiling:
     """What `--compile` and `--compile-if-faster` mean. Raises `InputError` if both are given."""
     if compile and if_faster:
         raise InputError(

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from anybatch.cli.options import RunFolder
+from anybatch.cli.options import RunFolder, option
 
 
 def report(
     run: RunFolder,
     tensorboard: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--tensorboard",
-            metavar="[DIR]",
-            help="Write a log for TensorBoard instead; without DIR, into the run folder.",
+            "Write a log for TensorBoard instead, by default in RUN.",
+            "[DIR]",
         ),
     ] = None,
 ) -> None:
     """Write the report of a run anew, from its plan and its events."""
     from anybatch.errors import InputError
     from anybatch.report import output_folder, tensorboard_folder, write, write_tensorboard
-    from anybatch.report.folder import EVENTS_FILE
-    from anybatch.report.past_run import not_a_run
+    from anybatch.report.folder import EVENTS_FILE, not_a_run
 
     if not (run / EVENTS_FILE).is_file():
         raise InputError(not_a_run(run))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from anybatch.cli.options import (
     DeviceName,
     GlobalBatch,
@@ -16,6 +14,7 @@ from anybatch.cli.options import (
     TaskName,
     load_task,
     machine_of,
+    option,
 )
 from anybatch.errors import InputError
 from anybatch.process import libraries
@@ -23,20 +22,14 @@ from anybatch.process import libraries
 
 def scale(
     task: TaskName,
-    ranks: Annotated[
-        str, typer.Option("--ranks", metavar="N,N,...", help="Numbers of ranks to compare.")
-    ] = "1,2,4",
+    ranks: Annotated[str, option("--ranks", "Numbers of ranks to compare.", "N,N,...")] = "1,2,4",
     global_batch: GlobalBatch = None,
     memory: Memory = None,
     precision: PrecisionName = "fp32",
     parallel: ParallelName = None,
     device: DeviceName = None,
-    steps: Annotated[
-        int, typer.Option("--steps", metavar="N", help="Steps to run for each number of ranks.")
-    ] = 12,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the rows as JSON, and nothing else.")
-    ] = False,
+    steps: Annotated[int, option("--steps", "Steps to run for each number of ranks.", "N")] = 12,
+    json: Annotated[bool, option("--json", "Print the rows as JSON, and nothing else.")] = False,
     settings: Settings = None,
 ) -> None:
     """Show how long a step takes on several numbers of ranks, and what limits it."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from anybatch.cli.options import TaskName
+from anybatch.cli.options import TaskName, option
 
 
 def submit(
@@ -18,50 +18,40 @@ def submit(
         typer.Argument(metavar="[-- OPTION...]", help="Further options of anybatch train."),
     ] = None,
     slurm: Annotated[
-        bool, typer.Option("--slurm", help="Submit to Slurm, the scheduler that there is.")
+        bool, option("--slurm", "Submit to Slurm, the scheduler that there is.")
     ] = True,
-    nodes: Annotated[int, typer.Option("--nodes", metavar="N", help="Machines.")] = 1,
+    nodes: Annotated[int, option("--nodes", "Machines.", "N")] = 1,
     ranks_per_node: Annotated[
         int | None,
-        typer.Option(
-            "--ranks-per-node",
-            metavar="N",
-            help="Processes on each machine. Default: one per GPU, or one.",
-        ),
+        option("--ranks-per-node", "Processes on each machine. Default: one per GPU, or one.", "N"),
     ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option("--gpus-per-node", metavar="N", help="GPUs on each machine.")
+        int | None, option("--gpus-per-node", "GPUs on each machine.", "N")
     ] = None,
     cpus_per_rank: Annotated[
-        int | None, typer.Option("--cpus-per-rank", metavar="N", help="Cores for each process.")
+        int | None, option("--cpus-per-rank", "Cores for each process.", "N")
     ] = None,
     time: Annotated[
         str | None,
-        typer.Option("--time", metavar="LIMIT", help="As Slurm writes it: 90, 2:00:00, 1-12."),
+        option("--time", "As Slurm writes it: 90, 2:00:00, 1-12.", "LIMIT"),
     ] = None,
-    partition: Annotated[
-        str | None, typer.Option("--partition", metavar="NAME", help="Default: Slurm's.")
-    ] = None,
+    partition: Annotated[str | None, option("--partition", "Default: Slurm's.", "NAME")] = None,
     job_name: Annotated[
-        str | None, typer.Option("--job-name", metavar="NAME", help="Default: the task's name.")
+        str | None, option("--job-name", "Default: the task's name.", "NAME")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Run folder, on a disk that all machines see."),
+        option("--out", "Run folder, on a disk that all machines see.", "DIR"),
     ] = None,
     requeue: Annotated[
-        bool, typer.Option("--requeue", help="Start the job again when it had to end early.")
+        bool, option("--requeue", "Start the job again when it had to end early.")
     ] = False,
     signal: Annotated[
         str,
-        typer.Option(
-            "--signal",
-            metavar="SIGNAL@SECONDS",
-            help="What ranks are sent how long before the time limit.",
-        ),
+        option("--signal", "What ranks are sent how long before the time limit.", "SIGNAL@SECONDS"),
     ] = "TERM@60",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the batch script and submit nothing.")
+        bool, option("--dry-run", "Print the batch script and submit nothing.")
     ] = False,
 ) -> None:
     """Submit the training of a task as a Slurm job, one Slurm task per rank."""

@@ -9,27 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anybatch.cli.options import (
-    ChunkedLoss,
-    Compile,
-    CompileIfFaster,
-    GlobalBatch,
-    Grain,
-    Memory,
-    MicroBatch,
     NormsName,
-    ParallelName,
-    PrecisionName,
-    Ranks,
-    RecomputeNames,
+    PlanningOptions,
     Rehearsal,
-    Reproducible,
-    Settings,
-    ShardOver,
     TaskName,
     Why,
     check_backend,
-    compile_of,
-    load_task,
+    option,
 )
 from anybatch.process import early_stop_signal, libraries
 
@@ -41,141 +27,122 @@ if TYPE_CHECKING:
 def train(
     context: typer.Context,
     task: TaskName,
-    global_batch: GlobalBatch = None,
-    memory: Memory = None,
-    precision: PrecisionName = "fp32",
-    micro_batch: MicroBatch = None,
-    recompute: RecomputeNames = None,
-    chunked_loss: ChunkedLoss = None,
-    compile: Compile = False,
-    compile_if_faster: CompileIfFaster = False,
-    reproducible: Reproducible = False,
-    grain: Grain = None,
+    planning: PlanningOptions,
     rehearsal: Rehearsal = None,
-    ranks: Ranks = None,
-    parallel: ParallelName = None,
-    shard_over: ShardOver = None,
+    ranks: Annotated[
+        int | None,
+        option(
+            "--ranks",
+            "Processes on this machine. Default: one for each GPU.",
+            "N",
+        ),
+    ] = None,
     norms: NormsName = None,
     balance: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--balance",
-            metavar="HOW",
-            help="measured: shares follow the speed of the ranks; fixed. Default: measured on GPUs.",
+            "measured: shares follow speed; fixed. Default: measured on GPUs.",
+            "HOW",
         ),
     ] = None,
     nodes: Annotated[
         str,
-        typer.Option(
+        option(
             "--nodes",
-            metavar="N",
-            help="Machines, or the least and the most (2:4); the same command is given on each.",
+            "Machines, or the least and the most (2:4); start it on each.",
+            "N",
         ),
     ] = "1",
     rendezvous: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--rendezvous",
-            metavar="HOST:PORT",
-            help="Where several machines meet: one of them, and a free port of it.",
+            "Where machines meet: one of them, and a free port.",
+            "HOST:PORT",
         ),
     ] = None,
     rendezvous_secret: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--rendezvous-secret",
-            metavar="FILE",
-            help="With the secret of several machines. Default: ANYBATCH_RENDEZVOUS_SECRET.",
+            "With their secret. Default: $ANYBATCH_RENDEZVOUS_SECRET.",
+            "FILE",
         ),
     ] = None,
     backend: Annotated[
         str | None,
-        typer.Option(
-            "--backend",
-            metavar="NAME",
-            help="nccl for GPUs, gloo for CPUs: as the device says by itself.",
-        ),
+        option("--backend", "nccl for GPUs, gloo for CPUs: as the device says by itself.", "NAME"),
     ] = None,
     compress: Annotated[
         str | None,
-        typer.Option(
-            "--compress",
-            metavar="HOW",
-            help="Send gradients in bf16 or fp16. Changes the result.",
-        ),
+        option("--compress", "Send gradients in bf16 or fp16. Changes the result.", "HOW"),
     ] = None,
     local_steps: Annotated[
         int,
-        typer.Option(
+        option(
             "--local-steps",
-            metavar="N",
-            help="Let ranks take N steps by themselves, then average. Changes the result.",
+            "Average every N steps. Changes the result.",
+            "N",
         ),
     ] = 1,
     stale: Annotated[
         bool,
-        typer.Option("--stale", help="Apply gradients one step late. Changes the result."),
+        option("--stale", "Apply gradients one step late. Changes the result."),
     ] = False,
-    plan_file: Annotated[
-        Path | None, typer.Option("--plan", metavar="FILE", help="Run this plan.")
-    ] = None,
+    plan_file: Annotated[Path | None, option("--plan", "Run this plan.", "FILE")] = None,
     trial: Annotated[
         bool,
-        typer.Option(
+        option(
             "--trial/--no-trial",
-            help="Try choices that are predicted to be nearly as fast, and follow the fastest.",
+            "Time choices that are predicted to be nearly as fast.",
         ),
     ] = True,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Run folder. Default: a new one in runs/."),
+        option("--out", "Run folder. Default: a new one in runs/.", "DIR"),
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on with the run in --out, from its newest checkpoint."),
+        option("--resume", "Go on with the run in --out, from its newest checkpoint."),
     ] = False,
     checkpoint_every: Annotated[
         str,
-        typer.Option(
+        option(
             "--checkpoint-every",
-            metavar="N|TIME",
-            help="Steps (500) or time (10min) between checkpoints, or never.",
+            "Steps (500) or time (10min), or never.",
+            "N|TIME",
         ),
     ] = "10min",
-    keep: Annotated[
-        int, typer.Option("--keep", metavar="N", help="Checkpoints that stay, beside the best.")
-    ] = 3,
+    keep: Annotated[int, option("--keep", "Checkpoints that stay, beside the best.", "N")] = 3,
     restarts: Annotated[
         int,
-        typer.Option(
-            "--restarts", metavar="N", help="How often killed or lost ranks are started again."
-        ),
+        option("--restarts", "How often killed or lost ranks are started again.", "N"),
     ] = 3,
     stall_seconds: Annotated[
         float | None,
-        typer.Option(
+        option(
             "--stall-seconds",
-            metavar="S",
-            help="Without progress, after which a rank is named, shown and ended.",
+            "Without progress, after which a rank is ended.",
+            "S",
         ),
     ] = None,
     tensorboard: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--tensorboard",
-            metavar="[DIR]",
-            help="Write a log for TensorBoard too; without DIR, into the run folder.",
+            "Write a log for TensorBoard, by default in the run folder.",
+            "[DIR]",
         ),
     ] = None,
     track: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--track",
-            metavar="TRACKER",
-            help="Send the curves to an experiment tracker: wandb, mlflow or trackio.",
+            "Send the curves to wandb, mlflow or trackio.",
+            "TRACKER",
         ),
     ] = None,
-    settings: Settings = None,
     why: Why = False,
 ) -> None:
     """Plan a task, show the plan, and train it to the end."""
@@ -194,8 +161,6 @@ def train(
             parse_balance,
             parse_exchange,
             parse_norms_of_task,
-            parse_parallel,
-            parse_sharding,
         )
         from anybatch.report import (
             Progress,
@@ -214,36 +179,28 @@ def train(
         from anybatch.runs.train import train as run_training
 
     check_backend(backend)
-    way = parse_parallel(parallel)
     options = PlanOptions(
-        memory=memory,
-        parallel=way,
-        precision=precision,
-        micro_batch=micro_batch,
-        recompute=recompute,
-        chunked_loss=chunked_loss,
+        **planning.of_plan(),
         exchange=parse_exchange(compress, local_steps, stale),
         norms=parse_norms_of_task(norms)[0],
-        sharding=parse_sharding(shard_over),
         balance=parse_balance(balance),
-        compile=compile_of(compile, compile_if_faster),
         rehearsal=rehearsal,
     )
     machines = parse_nodes(nodes)
     if plan_file is not None:
         _check_alone(options)
-    checked_ranks(ranks, way)
+    checked_ranks(ranks, options.parallel)
     keeping = Keeping(resume, checkpoint_every, keep, restarts, stall_seconds)
     keeping.check(out)
     # Or it says why there can be no log.
     tensorboard_folder(tensorboard, out or Path("runs"), keeping.resumes)
     tracker = None if track is None else check_tracker(track)
     given = None if plan_file is None else Plan.load(plan_file)
-    processes = num_processes(given, ranks, way)
+    processes = num_processes(given, ranks, options.parallel)
     check_started(ranks, "--ranks")
     if find() is None and (processes > 1 or machines != 1):
         # Or it says here, once, what is wrong with it.
-        loaded, _ = with_norms(load_task(task, settings, global_batch, reproducible, grain), norms)
+        loaded, _ = with_norms(planning.load(task), norms)
         arguments = context.find_root().obj
         with contextlib.ExitStack() as stack:
             if out is None:  # named here, since ranks that are started again must find it
@@ -266,7 +223,7 @@ def train(
             )
     with joined(), contextlib.ExitStack() as stack:
         console = Console(quiet=not leads())
-        loaded, _ = with_norms(load_task(task, settings, global_batch, reproducible, grain), norms)
+        loaded, _ = with_norms(planning.load(task), norms)
         if out is None and leads():
             out = stack.enter_context(new_folder(Path("runs"), loaded.name))
         folder = Path(tell(str(out))[0])  # that of rank 0

@@ -15,6 +15,7 @@ from anybatch.cli.options import (
     Settings,
     TaskName,
     load_task,
+    option,
 )
 from anybatch.process import libraries
 
@@ -33,7 +34,7 @@ def verify(
     chunked_loss: ChunkedLoss = None,
     samples: Annotated[
         int | None,
-        typer.Option("--samples", metavar="N", help="Samples to run both ways. Default: 96."),
+        option("--samples", "Samples to run both ways. Default: 96.", "N"),
     ] = None,
     settings: Settings = None,
 ) -> None:

@@ -1,11 +1,7 @@
 """Examine: look at the machine in child processes with deadlines, and turn what they saw into findings.
 
-    parent                                    child
-    names of looks  -- command line ----->    host.look(), ..., packages.look_torch(), may hang or crash
-                    <- standard output ---    one line of JSON per look
-    facts of all looks -> one check function per group -> findings
-
-A look without an answer is a finding too. The looks after it are answered by a new child.
+a child process for each look     may hang or crash; one line of JSON, or none, which is a finding too
+facts of all looks                -> one check function per group -> findings
 """
 
 from __future__ import annotations
@@ -17,11 +13,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from anybatch.doctor import environment, gpus, host, packages, ranks
-from anybatch.doctor.finding import Facts, Finding, Level, Report, first_line, warning
+from anybatch.doctor import check
+from anybatch.doctor.finding import Facts, Finding, Level, Report
+from anybatch.doctor.look import first_line
 
 _GRACE_SECONDS = 2.0
 """A process that a driver holds in the kernel does not end even when it is killed."""
@@ -31,13 +29,11 @@ class Look(NamedTuple):
     """Something to look at.
 
     Attributes:
-        function: returns plain values; runs in the child.
         subject: what it looks at, in words.
         seconds: deadline, far above what it takes on a healthy machine.
         level, remedy: of the finding if it gives no answer.
     """
 
-    function: Callable[..., Any]
     subject: str
     seconds: float
     level: Level
@@ -45,48 +41,38 @@ class Look(NamedTuple):
 
 
 _REPORT = "report it, with what --json prints"
-_RESTART_DRIVER = "look at dmesg for lines with NVRM or Xid; if there are any, restart the machine"
+_DRIVER = "look at dmesg for lines with NVRM or Xid; if there are any, restart the machine"
+_FIREWALL = "check whether a firewall blocks 127.0.0.1"
 
 LOOKS = {
-    # GPUs come before steps of training, which hold some of their memory.
-    "gpus": Look(gpus.look, "the driver of GPUs", 20, "problem", _RESTART_DRIVER),
-    "host": Look(host.look, "cores and memory", 10, "warning", _REPORT),
-    "enforcement": Look(
-        host.look_limit, "a limit on memory", 10, "warning", "do without --memory on the CPU"
-    ),
-    "folders": Look(
-        host.look_folders, "folders", 15, "problem", "check the disk of this folder (df)"
-    ),
-    "network": Look(ranks.look, "the network", 20, "warning", "check the name server"),
-    "python": Look(
-        packages.look, "the packages", 30, "warning", "check the disk with the packages"
-    ),
-    "torch": Look(packages.look_torch, "torch", 90, "problem", "check the disk with torch on it"),
-    "step": Look(packages.look_step, "steps of training", 60, "problem", _RESTART_DRIVER),
-    "pair": Look(
-        ranks.look_pair, "gloo", 60, "problem", "check whether a firewall blocks 127.0.0.1"
-    ),
+    "gpus": Look("the driver of GPUs", 20, "problem", _DRIVER),
+    "host": Look("cores and memory", 10, "warning", _REPORT),
+    "enforcement": Look("a limit on memory", 10, "warning", "do without --memory on the CPU"),
+    "folders": Look("folders", 15, "problem", "check the disk of this folder (df)"),
+    "network": Look("the network", 20, "warning", "check the name server"),
+    "python": Look("the packages", 30, "warning", "check the disk with the packages"),
+    "torch": Look("torch", 90, "problem", "check the disk with torch on it"),
+    "step": Look("steps of training", 60, "problem", _DRIVER),
+    "pair": Look("gloo", 60, "problem", _FIREWALL),
 }
 
-_BATCHES = (("gpus",), ("host", "enforcement", "folders", "network", "python", "torch"))
-"""Looks that one child answers. What needs torch follows `torch`, see `_following`."""
-
 _GROUPS: tuple[tuple[str, Callable[[Facts], Iterator[Finding]], tuple[str, ...]], ...] = (
-    ("Python and packages", packages.check_packages, ("python",)),
-    ("torch", packages.check_torch, ("torch", "step")),
-    ("GPUs", gpus.check, ("gpus",)),
-    ("Processor and memory", host.check, ("host", "enforcement")),
-    ("Several ranks", ranks.check, ("network", "pair")),
-    ("Folders", host.check_folders, ("folders",)),
-    ("Environment", environment.check, ()),
+    ("Python and packages", check.packages, ("python",)),
+    ("torch", check.torch, ("torch", "step")),
+    ("GPUs", check.gpus, ("gpus",)),
+    ("Processor and memory", check.host, ("host", "enforcement")),
+    ("Several ranks", check.ranks, ("network", "pair")),
+    ("Folders", check.folders, ("folders",)),
+    ("Environment", check.environment, ()),
 )
 """Title, the function that makes the findings, and the looks that belong there if they fail."""
 
-_LIMITS = "raise the limits of this process on memory, files and processes (ulimit -a shows them)"
-
 _REMEDIES = (
     (r"ImportError|ModuleNotFoundError", "reinstall the package that is named"),
-    (r"no process could be started|[Mm]emory|map segment", _LIMITS),
+    (
+        r"no process could be started|[Mm]emory|map segment",
+        "raise the limits of this process on memory, files and processes (ulimit -a shows them)",
+    ),
 )
 """For words of why a look gave no answer. The signals below are about the CPU only."""
 
@@ -108,47 +94,40 @@ def examine() -> Report:
     """Look at this machine, as far as it concerns training. Takes a few seconds on a healthy machine,
     and less than the sum of the deadlines in any case."""
     facts: Facts = {
-        "environment": environment.relevant(os.environ),
+        "environment": check.relevant(os.environ),
         **dict.fromkeys(LOOKS.keys() - {"step"}),
         "steps": [],
     }
     silences: list[Silence] = []
-    for batch in _BATCHES:
-        pending = list(batch)
-        while pending:
-            answers, ending = ask({name: LOOKS[name.split()[0]].seconds for name in pending})
-            for name, (is_seen, value) in answers.items():
-                pending.remove(name)
-                if not is_seen:
-                    silences.append(Silence(name, value))
-                elif name.startswith("step"):
-                    facts["steps"].append(value)
-                else:
-                    facts[name] = value
-                    pending += _following(name, value)
-            if pending:
-                silences.append(Silence(pending.pop(0), ending))
+
+    def look(*names: str) -> None:
+        answers = ask({name: LOOKS[name.split()[0]].seconds for name in names})
+        for name, answer in answers.items():
+            if "why" in answer:
+                silences.append(Silence(name, answer["why"]))
+            elif name.startswith("step"):
+                facts["steps"].append(answer["seen"])
+            else:
+                facts[name] = answer["seen"]
+
+    look("gpus")  # before steps of training, which hold some of their memory
+    look("host", "enforcement", "folders", "network", "python", "torch")
+    if facts["torch"] is not None and not facts["torch"]["fault"]:
+        devices = "cpu", *(f"cuda:{index}" for index in range(len(facts["torch"]["devices"])))
+        look(*(f"step {device}" for device in devices), "pair")
     return Report(findings(facts, silences), facts)
-
-
-def _following(name: str, value: Any) -> list[str]:
-    """The looks that become possible with the answer to another."""
-    if name != "torch" or value["fault"]:
-        return []
-    devices = ("cpu", *(f"cuda:{index}" for index in range(len(value["devices"]))))
-    return [*(f"step {device}" for device in devices), "pair"]
 
 
 def findings(facts: Facts, silences: Iterable[Silence] = ()) -> dict[str, list[Finding]]:
     """The findings from `facts` and from looks without an answer, by group."""
     groups: dict[str, list[Finding]] = {}
-    for title, check, names in _GROUPS:
+    for title, judge, names in _GROUPS:
         found = groups[title] = []
         try:
-            found.extend(check(facts))
+            found.extend(judge(facts))
         except Exception as error:  # facts that the check does not expect
             meaning = f"the rest of this group could not be checked ({first_line(error)})"
-            found.append(warning("doctor", "an error of its own", meaning, _REPORT))
+            found.append(Finding("doctor", "an error of its own", "warning", meaning, _REPORT))
         found.extend(_of_silence(one) for one in silences if one.look.split()[0] in names)
     return groups
 
@@ -160,49 +139,63 @@ def _of_silence(silence: Silence) -> Finding:
     remedies = _REMEDIES if on_gpu else (*_REMEDIES, *_CPU_REMEDIES)
     remedy = next((it for words, it in remedies if re.search(words, silence.why)), look.remedy)
     subject = f"{look.subject} on {device}" if device else look.subject
-    value, meaning = "could not be looked at", silence.why.rstrip(".")
-    return Finding(subject, value, look.level, "", meaning, remedy)
+    return Finding(subject, "could not be looked at", look.level, silence.why.rstrip("."), remedy)
 
 
-# --------------------------------------------------------------------------------- the child process
+# -------------------------------------------------------------------------------- child processes
 
 
-def ask(seconds: Mapping[str, float]) -> tuple[dict[str, tuple[bool, Any]], str]:
-    """Answers of a new child to these looks (name to deadline) and to those that follow them, as far as
-    it came: whether the look succeeded, and what it saw or why it failed. And how the child ended."""
-    code = "from anybatch.doctor.examine import answer; answer()"
+def ask(seconds: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    """The answers to these looks (name to deadline), each by a child process of its own, all at a time:
+    what it saw, `{"seen": value}`, or why there is no answer, `{"why": words}`."""
+    code = "from anybatch.doctor.look import answer; answer()"
+    began = time.monotonic()
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    answers: dict[str, dict[str, Any]] = {}
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps(seconds)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-    except (OSError, MemoryError) as error:
-        return {}, f"no process could be started to look ({error})"
-    total = sum(seconds.values())
-    if "torch" in seconds:
-        total += LOOKS["step"].seconds + LOOKS["pair"].seconds
-    output, errors = _end(process, total)
-    answers = {name: (is_seen, value) for name, is_seen, value in _lines(output)}
-    unanswered = next((name for name in seconds if name not in answers), "step")
-    limit = seconds.get(unanswered, LOOKS["step"].seconds)
-    return answers, _ending(process.returncode, errors, limit)
+        for name in seconds:
+            try:
+                processes[name] = subprocess.Popen(
+                    [sys.executable, "-c", code, *name.split()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                )
+            except (OSError, MemoryError) as error:
+                answers[name] = {"why": f"no process could be started to look ({error})"}
+        for name, process in processes.items():
+            answers[name] = _answer(process, seconds[name], began)
+    finally:
+        for process in processes.values():
+            _kill(process)
+    return {name: answers[name] for name in seconds}
 
 
-def _end(process: subprocess.Popen[bytes], seconds: float) -> tuple[bytes, bytes]:
-    """What the child writes until it ends or is killed, to standard output and standard error."""
+def _answer(process: subprocess.Popen[bytes], seconds: float, began: float) -> dict[str, Any]:
+    is_late = False
     try:
-        return process.communicate(timeout=seconds + _GRACE_SECONDS)
+        left = max(0.0, began + seconds - time.monotonic())
+        output, errors = process.communicate(timeout=left)
     except subprocess.TimeoutExpired:
+        is_late = True
         _kill(process)
         try:
-            return process.communicate(timeout=_GRACE_SECONDS)
+            output, errors = process.communicate(timeout=_GRACE_SECONDS)
         except subprocess.TimeoutExpired as error:
-            return error.output or b"", error.stderr or b""
-    finally:
-        _kill(process)
+            output, errors = error.output or b"", error.stderr or b""
+    with contextlib.suppress(ValueError):  # nothing, or half a line
+        return json.loads(output)
+    if is_late:
+        return {"why": f"no answer came within {seconds:g} s"}
+    status = process.returncode
+    ending = f"ended with status {status}"
+    if status < 0:
+        names = {-one: one.name for one in signal.Signals}
+        ending = f"was ended by {names.get(status, f'signal {-status}')}"
+    lines = errors.decode("utf-8", "replace").splitlines()
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return {"why": f"the process that looked {ending}" + f" ({last[:300]})" * bool(last)}
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -212,45 +205,3 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             process.kill()
         else:
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def _lines(output: bytes) -> Iterator[tuple[str, bool, Any]]:
-    for line in output.splitlines():
-        with contextlib.suppress(ValueError):  # half a line
-            yield tuple(json.loads(line))
-
-
-def _ending(status: int | None, errors: bytes, seconds: float) -> str:
-    if status is None or (sys.platform != "win32" and status == -signal.SIGALRM):
-        return f"no answer came within {seconds:g} s"
-    ending = f"ended with status {status}"
-    if status < 0:
-        names = {int(one): one.name for one in signal.Signals}
-        ending = f"was ended by {names.get(-status, f'signal {-status}')}"
-    lines = errors.decode("utf-8", "replace").splitlines()
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f"the process that looked {ending}" + f" ({last[:300]})" * bool(last)
-
-
-def answer() -> None:
-    """The child. What libraries print goes to standard error."""
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    deadlines: dict[str, float] = json.loads(sys.argv[1])
-    pending = list(deadlines)
-    while pending:
-        name = pending.pop(0)
-        look, *arguments = name.split()
-        if sys.platform != "win32":  # the signal ends this process, whatever it is doing
-            signal.setitimer(signal.ITIMER_REAL, deadlines.get(name, LOOKS[look].seconds))
-        try:
-            reply = name, True, LOOKS[look].function(*arguments)
-            pending += _following(name, reply[2])
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a broken library may raise anything
-            reply = name, False, first_line(error)
-        if sys.platform != "win32":
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()

@@ -34,41 +34,23 @@ class Finding:
         name: what was checked.
         value: what it is.
         level: see `Level`.
-        place: where the value comes from, unless the name says so.
         meaning: what follows from it; empty where all is well.
         remedy: what to do; empty where there is nothing to do.
+        place: where the value comes from, unless the name says so.
     """
 
     name: str
     value: str
     level: Level = "ok"
-    place: str = ""
     meaning: str = ""
     remedy: str = ""
+    place: str = ""
 
     @property
     def sentence(self) -> str:
         """Meaning and remedy; empty where there is neither."""
         text = ": ".join(filter(None, (self.meaning, self.remedy)))
         return f"{text[:1].upper()}{text[1:]}." if text else ""
-
-
-def note(name: str, value: str, meaning: str, remedy: str = "", place: str = "") -> Finding:
-    return Finding(name, value, "note", place, meaning, remedy)
-
-
-def warning(name: str, value: str, meaning: str, remedy: str = "", place: str = "") -> Finding:
-    return Finding(name, value, "warning", place, meaning, remedy)
-
-
-def problem(name: str, value: str, meaning: str, remedy: str = "", place: str = "") -> Finding:
-    return Finding(name, value, "problem", place, meaning, remedy)
-
-
-def first_line(error: BaseException) -> str:
-    """The type of an error and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +91,7 @@ class Report:
             if (names := self.named(level))
         ]
         summary = f"{', '.join(parts)}." if parts else "No problem was found."
-        for line in _wrapped(summary, console.width):
-            console.print(line, soft_wrap=True)
+        console.print("\n".join(_wrapped(summary, console.width)), soft_wrap=True)
 
 
 def _print(finding: Finding, console: Console) -> None:
@@ -132,8 +113,7 @@ def _print(finding: Finding, console: Console) -> None:
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
     """Lines of whole words, so that commands and paths can be copied."""
     return textwrap.wrap(
-        text,
-        width,
+        *(text, width),
         initial_indent=indent,
         subsequent_indent=indent,
         break_long_words=False,

@@ -124,24 +124,6 @@ def latest(blocks: Sequence[Block]) -> NoiseScale | None:
     return scale_of(blocks[begin:])
 
 
-def mean_over(scales: Sequence[NoiseScale], batch: float) -> float | None:
-    """The noise scale, in samples, that stands for all of a run of this `batch`, in samples: its mean
-    over the progress made, of which a step of much noise makes little. None if there was none.
-
-    A step at B makes the progress 1 / (1 + B_noise / B) of one without noise (ibid., section 2.2), so
-    steps are weighed by that: then (1 + mean / B) is what the run took beside the fewest steps.
-    """
-    progress = noise = 0.0
-    for one in scales:
-        square = max(0.0, one.square)
-        if square:
-            steps = one.last_step - one.first_step + 1  # measured or not
-            made = steps * batch * square / (batch * square + max(0.0, one.noise))
-            progress += made
-            noise += made * max(0.0, one.noise) / square
-    return noise / progress if progress else None
-
-
 def _cut(blocks: Sequence[Block], count: int) -> list[Sequence[Block]]:
     edges = [len(blocks) * i // count for i in range(count + 1)]
     return [blocks[begin:end] for begin, end in pairwise(edges)]

@@ -1,11 +1,19 @@
-"""The noise scale in words, as the terminal and the page tell it; and why there is none."""
+"""The noise scale in words, as the terminal and the page tell it; and why there is none.
+
+What a batch B costs under a noise scale N (McCandlish et al. 2018, section 2.3):
+
+    steps   = fewest steps   * (1 + N / B)        samples = fewest samples * (1 + B / N)
+
+At B = N either is twice its least. Far above N a larger batch saves hardly a step; far below it saves
+steps and costs hardly a sample more.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from anybatch.insight.cost import Batch, fastest, fixed_part
-from anybatch.insight.noise import LEAST_STEPS, NoiseScale, latest, mean_over, windows
+from anybatch.insight.noise import LEAST_STEPS, NoiseScale, latest, windows
 from anybatch.insight.noise_series import Block, total
 from anybatch.plans import Plan
 from anybatch.units import format_count
@@ -16,7 +24,6 @@ ASSUMPTIONS = (
 )
 
 _FAR = 10  # times the noise scale, or a part of it: then a batch is told to be far off
-_WORTH_CHANGING = 0.05  # of the time
 
 
 def lines(plan: Plan, blocks: Sequence[Block]) -> list[tuple[str, str]]:
@@ -29,16 +36,13 @@ def lines(plan: Plan, blocks: Sequence[Block]) -> list[tuple[str, str]]:
     told = [
         ("noise scale", f"{described(now)}, over steps {now.first_step:,} to {now.last_step:,}")
     ]
-    mean = mean_over(course, mean_batch(plan, blocks))
-    if len(course) > 1 and mean is not None:
-        told.append(
-            ("whole run", f"about {_samples(mean)} on average; {described(course[0])} at first")
-        )
+    if len(course) > 1:
+        told.append(("at first", described(course[0])))
     if now.samples is None or now.high is None:
         told.append((f"batch of {format_count(size)}", _at_least(size, now.low)))
     else:
-        told.append((f"batch of {format_count(size)}", verdict(Batch(size, now.samples))))
-        told += _others(Batch(size, now.samples), plan)
+        told.append((f"batch of {format_count(size)}", _verdict(size, now.samples)))
+        told += _others(size, now.samples)
     return [*told, ("assuming", ASSUMPTIONS)]
 
 
@@ -59,83 +63,78 @@ def described(scale: NoiseScale) -> str:
     return f"{_samples(scale.samples)} ({_figure(scale.low)} to {_figure(scale.high)})"
 
 
-def verdict(batch: Batch) -> str:
+def steps_of(batch: float, scale: float) -> float:
+    """Steps for the same progress, in times the fewest that any batch takes."""
+    return 1 + scale / batch
+
+
+def samples_of(batch: float, scale: float) -> float:
+    """Samples for the same progress, in times the fewest; infinite without noise."""
+    return 1 + batch / scale if scale else math.inf
+
+
+def _verdict(batch: int, scale: float) -> str:
     """What a batch costs, and whether a larger or a smaller one is the better."""
-    cost = f"{batch.steps:.3g}x the minimum of steps, {batch.samples:.3g}x the minimum of samples"
-    if batch.size > _FAR * batch.scale:
+    steps, samples = steps_of(batch, scale), samples_of(batch, scale)
+    cost = f"{steps:.3g}x the minimum of steps, {samples:.3g}x the minimum of samples"
+    if batch > _FAR * scale:
         return f"{cost}: a larger one would hardly save a step"
-    if batch.size * _FAR < batch.scale:
+    if batch * _FAR < scale:
         return f"{cost}: a larger one would save steps at hardly any cost in samples"
     return cost
 
 
 def unmeasured(plan: Plan, num_steps: int) -> str:
     """Why a run of so many steps under `plan` has no noise scale, and how to get it, in a sentence."""
-    ranks, exchange = plan.num_ranks, plan.exchange
+    passes, half = plan.largest_amount / plan.choice.micro_batch, plan.choice.micro_batch // 2
     if plan.task.longest is not None:
-        return (
-            "The noise scale was not measured: samples of a step are in order of their length, so its"
-            " first micro-batch is not like the others; without lengths in the task it is."
+        why = (
+            "samples of a step are in order of their length, so its first micro-batch is not like the"
+            " others; without lengths in the task it is"
         )
-    if plan.parallel == "shard":
-        return (
-            "The noise scale was not measured: no rank holds the gradient of its own samples where the"
-            " model is divided; with --parallel replicate it is, if that fits."
+    elif plan.parallel == "shard":
+        why = (
+            "no rank holds the gradient of its own samples where the model is divided; with --parallel"
+            " replicate it is, if that fits"
         )
-    if exchange.every > 1 or exchange.stale:
-        return (
-            "The noise scale was not measured: with local steps or stale gradients no step has the"
-            " gradient of its global batch; with the exact exchange it is."
+    elif plan.exchange.every > 1 or plan.exchange.stale:
+        why = (
+            "with local steps or stale gradients no step has the gradient of its global batch; with the"
+            " exact exchange it is"
         )
-    if plan.norms == "synchronised":
-        return (
-            "The noise scale was not measured: ranks share ghost batches of BatchNorm, so none has a"
-            " gradient of its own; with a smaller ghost batch it is."
+    elif plan.norms == "synchronised":
+        why = (
+            "ranks share ghost batches of BatchNorm, so none has a gradient of its own; with a smaller"
+            " ghost batch it is"
         )
-    passes = plan.largest_amount / plan.choice.micro_batch
-    if passes <= 1 and ranks == 1:
-        half = max(1, plan.choice.micro_batch // 2)
-        return (
-            "The noise scale was not measured: a step is one micro-batch, which has nothing to be"
-            f" compared with; with --micro-batch {half} it is."
+    elif passes <= 1 and plan.num_ranks == 1:
+        why = (
+            "a step is one micro-batch, which has nothing to be compared with; with --micro-batch"
+            f" {max(1, half)} it is"
         )
-    if num_steps < LEAST_STEPS:
-        return (
-            f"The noise scale was not measured: it takes {LEAST_STEPS} steps at the least, and there"
-            f" were {num_steps}."
-        )
-    return "The noise scale was not measured: its figures are not in the log of this run."
+    elif num_steps < LEAST_STEPS:
+        why = f"it takes {LEAST_STEPS} steps at the least, and there were {num_steps}"
+    else:
+        why = "its figures are not in the log of this run"
+    return f"The noise scale was not measured: {why}."
 
 
 def _at_least(size: int, low: float) -> str:
     if low < 0.5:
         return "not known what it costs: train longer, or at a larger batch, to know"
-    batch = Batch(size, low)
+    steps, samples = steps_of(size, low), samples_of(size, low)
     return (
-        f"at least {batch.steps:.3g}x the minimum of steps, at most {batch.samples:.3g}x the minimum"
-        " of samples"
+        f"at least {steps:.3g}x the minimum of steps, at most {samples:.3g}x the minimum of samples"
     )
 
 
-def _others(batch: Batch, plan: Plan) -> list[tuple[str, str]]:
+def _others(batch: int, scale: float) -> list[tuple[str, str]]:
     """What other batches would do for the same progress."""
     told = []
     for name, factor in (("half of it", 0.5), ("twice as much", 2.0)):
-        other = Batch(batch.size * factor, batch.scale)
-        steps, samples = other.steps / batch.steps - 1, other.samples / batch.samples - 1
+        steps = steps_of(batch * factor, scale) / steps_of(batch, scale) - 1
+        samples = samples_of(batch * factor, scale) / samples_of(batch, scale) - 1
         told.append((name, f"{steps:+.0%} steps, {samples:+.0%} samples for the same progress"))
-    fixed = fixed_part(plan.prediction)
-    if fixed is not None:
-        # Below one micro-batch of each rank a device is not kept busy, and time is not a straight line.
-        least = min(batch.size, plan.choice.micro_batch * plan.num_ranks)
-        best = max(least, fastest(batch, fixed))
-        saved = 1 - batch.seconds(best, fixed)
-        if saved > _WORTH_CHANGING:
-            how = (
-                f"about {format_count(_round(best))}, {saved:.0%} less time for the same progress"
-                f" ({fixed:.0%} of a step is predicted to take as long at any batch)"
-            )
-            told.append(("fastest here", how))
     return told
 
 

@@ -75,8 +75,7 @@ def limit(row: Scaled, rows: Sequence[Scaled]) -> str:
     most = max(excess, key=excess.__getitem__)
     if excess[most] <= _NOT_MUCH * row.step_seconds:
         return "nothing so far: more devices would shorten it"
-    why = _BUSY if most == COMPUTING else _SENTENCES[most]
-    return f"{most}, {row.parts[most] / row.step_seconds:.0%} of a step: {why}"
+    return _told(most, row.parts[most] / row.step_seconds, _BUSY if most == COMPUTING else "")
 
 
 def _fewest(rows: Sequence[Scaled]) -> Scaled | None:
@@ -93,4 +92,8 @@ def what_limits(parts: Mapping[str, float]) -> str:
     others = {part: seconds for part, seconds in parts.items() if part != COMPUTING}
     most = max(others, key=others.__getitem__)
     part = most if others[most] > _NOT_MUCH * total else COMPUTING
-    return f"{part}, {parts[part] / total:.0%} of a step: {_SENTENCES[part]}"
+    return _told(part, parts[part] / total)
+
+
+def _told(part: str, share: float, why: str = "") -> str:
+    return f"{part}, {share:.0%} of a step: {why or _SENTENCES[part]}"

@@ -4,13 +4,13 @@ What is told of a run is read from `anybatch.events` and `anybatch.plans` and no
 can be made on another machine, years later, from the run's folder alone.
 """
 
-from anybatch.report.display import Display as Display
-from anybatch.report.display import displayed as displayed
+from anybatch.report.folder import PastRun as PastRun
 from anybatch.report.folder import RunFolder as RunFolder
 from anybatch.report.folder import last_plan as last_plan
 from anybatch.report.folder import new_folder as new_folder
 from anybatch.report.folder import next_folder as next_folder
 from anybatch.report.folder import output_folder as output_folder
+from anybatch.report.folder import read_run as read_run
 from anybatch.report.folder import run_files as run_files
 from anybatch.report.folder import run_folder as run_folder
 from anybatch.report.log import Ending as Ending
@@ -22,10 +22,9 @@ from anybatch.report.memory import print_ledger as print_ledger
 from anybatch.report.memory_page import write_frontier as write_frontier
 from anybatch.report.memory_page import write_ledger as write_ledger
 from anybatch.report.page import write as write
-from anybatch.report.past_run import PastRun as PastRun
-from anybatch.report.past_run import read_run as read_run
+from anybatch.report.progress import Display as Display
 from anybatch.report.progress import Progress as Progress
-from anybatch.report.scale_table import print_scale as print_scale
+from anybatch.report.progress import displayed as displayed
 from anybatch.report.sentences import describe as describe
 from anybatch.report.tensorboard import TensorBoardLog as TensorBoardLog
 from anybatch.report.tensorboard import tensorboard_folder as tensorboard_folder
@@ -33,3 +32,4 @@ from anybatch.report.tensorboard import write_tensorboard as write_tensorboard
 from anybatch.report.terminal import print_evaluation as print_evaluation
 from anybatch.report.terminal import print_plan as print_plan
 from anybatch.report.terminal import print_result as print_result
+from anybatch.report.terminal import print_scale as print_scale

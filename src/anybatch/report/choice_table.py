@@ -1,7 +1,7 @@
-"""Choices as rows of a table, with columns for what differs among them.
+"""Choices as rows of a table, each in words of what differs among them.
 
-Whoever compares plans compares bytes and seconds, so both stand beside a number that relates them to
-what there is: the budget, and the plan that was taken.
+Whoever compares plans compares bytes and seconds, so both are related to what there is: the budget, and
+the plan that was taken.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anybatch.plans import Candidate, FrontierPoint, Plan
+from anybatch.plans import Candidate, Choice, FrontierPoint, Plan
 from anybatch.units import format_bytes, format_count, format_seconds
 
 Point = Candidate | FrontierPoint
@@ -30,63 +30,41 @@ class Grid:
     columns: tuple[Column, ...]
     rows: list[tuple[str, ...]]
 
-    def narrow(self) -> Grid:
-        """The same with all words in one column, after the first."""
-        words = [i for i, column in enumerate(self.columns) if not column.number]
-        numbers = [i for i, column in enumerate(self.columns) if column.number]
-        rows = [
-            (
-                row[numbers[0]],
-                ", ".join(filter(None, (_said(self.columns[i].title, row[i]) for i in words))),
-                *(row[i] for i in numbers[1:]),
-            )
-            for row in self.rows
-        ]
-        first, *others = (self.columns[i] for i in numbers)
-        return Grid((first, Column("choice", False), *others), rows)
-
-
-def _said(title: str, word: str) -> str:
-    """What a cell of words says where its title is not above it; nothing where that is as ever."""
-    if (title, word) in (("loss", "whole"), ("states", "device")):
-        return ""
-    said = {"recompute": f"recompute {word}", "loss": f"loss {word}", "states": f"states on {word}"}
-    return said.get(title, word)
-
 
 def points_of(plan: Plan, points: Sequence[Point]) -> Grid:
     """`points` that were weighed for `plan`, one in each row."""
-    columns = [Column("micro-batch", True)]
-    cells = [[format_count(point.choice.micro_batch) for point in points]]
-    differing = {
-        "precision": [point.choice.precision for point in points],
-        "ranks": [point.parallel or plan.parallel for point in points],
-        "recompute": [point.choice.recompute.describe() for point in points],
-        "loss": ["in chunks" if point.choice.chunked_head else "whole" for point in points],
-        "states": [point.choice.optimizer_states for point in points],
-        "update": [point.choice.update for point in points],
-    }
-    own = {
-        "precision": plan.choice.precision,
-        "ranks": plan.parallel,
-        "loss": "in chunks" if plan.choice.chunked_head else "whole",
-        "states": plan.choice.optimizer_states,
-        "update": plan.choice.update,
-    }
-    for title, values in differing.items():
-        if title == "recompute" or {*values, own[title]} != {own[title]}:
-            columns.append(Column(title, False))
-            cells.append([str(value) for value in values])
-    columns += [Column("peak", True), Column("budget", True)]
-    cells.append(["" if p.peak_bytes is None else format_bytes(p.peak_bytes) for p in points])
-    cells.append([_part(point.peak_bytes, plan.budget_bytes) for point in points])
+    # What the plan itself has is told where another point has something else.
+    own = _words(plan.choice, plan.parallel)
+    others = [_words(point.choice, point.parallel or plan.parallel) for point in points]
+    told = {what for words in others for what in words if words[what] != own[what]} | {"recompute"}
     by = _seconds_of_plan(plan, points)
-    columns.append(Column("step", True))
-    cells.append([format_seconds(point.step_seconds) for point in points])
-    if by is not None:
-        columns.append(Column("vs plan", True))
-        cells.append([compared(point.step_seconds, by) for point in points])
-    return Grid(tuple(columns), list(zip(*cells, strict=True)))
+    titles = ("micro-batch", "choice", "peak", "budget", "step", "vs plan")[: 6 if by else 5]
+    rows = [
+        (
+            format_count(point.choice.micro_batch),
+            ", ".join(word for what, word in words.items() if what in told and word),
+            "" if point.peak_bytes is None else format_bytes(point.peak_bytes),
+            _part(point.peak_bytes, plan.budget_bytes),
+            format_seconds(point.step_seconds),
+            *([_compared(point.step_seconds, by)] if by else []),
+        )
+        for point, words in zip(points, others, strict=True)
+    ]
+    return Grid(tuple(Column(title, title != "choice") for title in titles), rows)
+
+
+def _words(choice: Choice, parallel: str) -> dict[str, str]:
+    """What a choice is besides its micro-batch; empty where that is as ever."""
+    return {
+        "precision": choice.precision,
+        "ranks": parallel,
+        "recompute": f"recompute {choice.recompute.describe()}",
+        "loss": "loss in chunks" if choice.chunked_head else "",
+        "states": ""
+        if choice.optimizer_states == "device"
+        else f"states on {choice.optimizer_states}",
+        "update": choice.update,
+    }
 
 
 def _seconds_of_plan(plan: Plan, points: Sequence[Point]) -> float | None:
@@ -129,10 +107,8 @@ def _part(size: int | None, whole: int | None) -> str:
     )  # the reserve is a matter of tenths
 
 
-def compared(seconds: float, by: float | None) -> str:
+def _compared(seconds: float, by: float) -> str:
     """`seconds` in relation to another time: `+12%`, `-3.0%`, `2.5 x`."""
-    if not by:
-        return ""
     times = seconds / by
     if times >= 2:
         return f"{times:,.1f} x"

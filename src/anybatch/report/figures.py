@@ -9,18 +9,25 @@ figure serves the light theme and the dark one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anybatch.events import OutOfMemory, Replanned
-from anybatch.plans import Candidate, Choice, Plan
-from anybatch.report.curves import Floats, smooth, thin
+from anybatch.insight.noise import NoiseScale, windows
+from anybatch.insight.noise_series import Block
+from anybatch.plans import Choice, Plan
 from anybatch.report.record import Record
 from anybatch.report.sentences import format_number
-from anybatch.units import format_bytes, format_seconds
+from anybatch.units import format_bytes, format_count, format_seconds
+
+Floats = NDArray[np.floating[Any]]
+
+Trace = dict[str, Any]
 
 KIND_COLORS = ("--blue", "--amber", "--teal", "--rose", "--violet", "--sky", "--moss", "--grey")
 MAX_METRICS = 8
@@ -118,7 +125,7 @@ def loss(record: Record) -> Figure | None:
     if not len(steps) and not held_out:
         return None
     smoothed = smooth(values)
-    traces: list[dict[str, Any]] = []
+    traces: list[Trace] = []
     if np.isfinite(values).any():
         many = len(steps) > 10
         raw = ("--blue-faint", 1) if many else ("--blue", 2)
@@ -131,7 +138,7 @@ def loss(record: Record) -> Figure | None:
     levels = [*smoothed.tolist(), *(value for _, value in held_out)]
     levels = [value for value in levels if math.isfinite(value)]
     if levels and min(levels) > 0 and max(levels) / min(levels) > 50:
-        ticks = round_numbers(min(levels), max(levels))
+        ticks = _round_numbers(min(levels), max(levels))
         layout["yaxis"] = {"title": "loss (logarithmic)", "type": "log", **ticks}
     said = [_course("Training loss", smoothed)]
     if held_out:
@@ -258,7 +265,7 @@ def curve_layout(y_title: str, record: Record, steps: Floats, marks: bool = True
     return layout
 
 
-def _marks(record: Record) -> list[dict[str, Any]]:
+def _marks(record: Record) -> list[Trace]:
     """Where the plan changed, or memory ran out with no new plan."""
     found: dict[int, dict[str, Any]] = {}
     for event in record.others:
@@ -293,127 +300,141 @@ def _points(points: Sequence[tuple[int, float]], name: str, color: str) -> dict[
 
 def candidates(plan: Plan) -> Figure | None:
     """What was weighed: memory against time of a step, the plan that was taken marked."""
-    weighed = [c for c in plan.rejected if c.possible and c.peak_bytes is not None]
+    weighed = [
+        (c.choice, c.peak_bytes, c.step_seconds, c.reason)
+        for c in plan.rejected
+        if c.possible and c.peak_bytes is not None
+    ]
     if not weighed:
         return None
-    chosen = plan.prediction
-    told = [(_peak(c), c.step_seconds) for c in weighed]
-    if chosen is not None:
-        told.append((chosen.peak_bytes, chosen.step_seconds))
-    per_byte, byte_unit = byte_scale(max(peak for peak, _ in told))
-    second_scale, second_unit = _second_scale(max(seconds for _, seconds in told))
-    budget = plan.budget_bytes
-    fits = [c for c in weighed if budget is None or _peak(c) <= budget]
-    over = [c for c in weighed if budget is not None and _peak(c) > budget]
-    scales = (per_byte, second_scale)
-    traces: list[dict[str, Any]] = []
-    if fits:
-        traces.append(_dots(fits, "fits, not taken", "--blue", "circle", scales))
-    if over:
-        traces.append(_dots(over, "more than the budget", "--red", "x", scales))
-    if len(plan.frontier) > 1:
-        traces.insert(0, _steps(plan, scales))
+    chosen, budget, taken = plan.prediction, plan.budget_bytes, []
     if chosen is not None:
         # Peaks of the others are those of training alone.
         own = [p.peak_bytes for p in plan.frontier if plan.choice.trains_like(p.choice)]
         peak = own[0] if own and not chosen.rehearsed else chosen.peak_bytes
-        traces.append(_star(plan.choice, peak, chosen.step_seconds, scales))
-    x_axis, _ = _range_axis(f"predicted peak, {byte_unit}", [p / per_byte for p, _ in told],
-                             budget / per_byte if budget else None)  # fmt: skip
-    y_axis, ys = _range_axis(f"predicted step, {second_unit}", [s / second_scale for _, s in told])
-    if budget:
-        # A trace, not a shape: it has an entry in the legend.
-        at = rounded(budget / per_byte)
-        traces.insert(0, {"mode": "lines", "x": [at, at], "y": ys,
-                          "name": "budget", "line": {"color": "--red", "width": 1.5},
-                          "hover": False})  # fmt: skip
-    layout = {"xaxis": x_axis, "yaxis": y_axis}
+        taken = [(plan.choice, peak, chosen.step_seconds, "the plan")]
+    peaks = [one[1] for one in weighed + taken]
+    times = [one[2] for one in weighed + taken]
+    per_byte, byte_unit = byte_scale(max(peaks))
+    per_second, second_unit = _second_scale(max(times))
+
+    def dots(name: str, points: list[tuple[Choice, int, float, str]], **marker: Any) -> Trace:
+        return {
+            "mode": "markers",
+            "name": name,
+            "x": [rounded(peak / per_byte) for _, peak, _, _ in points],
+            "y": [rounded(seconds / per_second) for _, _, seconds, _ in points],
+            "text": [
+                f"{choice.describe()}\n{format_bytes(peak)}, {format_seconds(seconds)} per step\n{why}"
+                for choice, peak, seconds, why in points
+            ],
+            "marker": {"size": 9, "opacity": 0.8, **marker},
+        }
+
+    over = [one for one in weighed if budget is not None and one[1] > budget]
+    fits = [one for one in weighed if budget is None or one[1] <= budget]
+    x_axis = _range_axis(
+        f"predicted peak, {byte_unit}", [size / per_byte for size in (*peaks, budget) if size]
+    )
+    y_axis = _range_axis(f"predicted step, {second_unit}", [time / per_second for time in times])
+    traces: list[Trace] = []
     alt = f"{len(weighed):,} candidates not taken, {len(over):,} of them over the budget."
     if len(plan.frontier) > 1:
+        style = {"width": 1.5, "color": "--teal", "shape": "hv", "dash": "dot"}
+        xs = [rounded(point.peak_bytes / per_byte) for point in plan.frontier]
+        ys = [rounded(point.step_seconds / per_second) for point in plan.frontier]
+        line = {"mode": "lines", "name": "frontier", "x": xs, "y": ys, "line": style}
+        traces.append({**line, "hover": False})
         alt += f" The line joins the {len(plan.frontier)} that no other beats in both."
+    if fits:
+        traces.append(dots("fits, not taken", fits, color="--blue"))
+    if over:
+        traces.append(dots("more than the budget", over, color="--red", symbol="x"))
+    if taken:
+        edge = {"width": 2, "color": "--ink"}
+        star = {"color": "--amber", "symbol": "diamond", "size": 15, "opacity": 1, "line": edge}
+        traces.append(dots("the plan", taken, **star))
+    layout: dict[str, Any] = {"xaxis": x_axis, "yaxis": y_axis}
+    if budget:
+        layout["marks"] = [mark("x", budget / per_byte, "--red", text="budget", side="right")]
     return Figure("candidates", "Candidates", alt, {"data": traces, "layout": layout}, 360)
 
 
-def _peak(candidate: Candidate) -> int:
-    """That of a candidate whose peak is known."""
-    return candidate.peak_bytes or 0
+def _range_axis(title: str, values: list[float]) -> dict[str, Any]:
+    """An axis with room around `values`, logarithmic where they span decades."""
+    if min(values) <= 0 or max(values) / min(values) < 20:
+        return {"title": title, "range": [0.0, 1.08 * max(values) or 1.0]}
+    return _logarithmic(title, min(values) / 1.3, max(values) * 1.3)
 
 
-def _steps(plan: Plan, scales: tuple[float, float]) -> dict[str, Any]:
-    """What memory buys in time: more memory, the next faster plan."""
-    return {
-        "mode": "lines",
-        "name": "frontier",
-        "x": [rounded(point.peak_bytes / scales[0]) for point in plan.frontier],
-        "y": [rounded(point.step_seconds / scales[1]) for point in plan.frontier],
-        "line": {"width": 1.5, "color": "--teal", "shape": "hv", "dash": "dot"},
-        "hover": False,
-    }
+def _logarithmic(title: str, low: float, high: float) -> dict[str, Any]:
+    ends = [math.log10(low), math.log10(high)]
+    return {"title": title, "type": "log", "range": ends, **_round_numbers(low, high)}
 
 
-def _dots(
-    group: Iterable[Candidate], name: str, color: str, symbol: str, scales: tuple[float, float]
-) -> dict[str, Any]:
-    group = list(group)
-    return {
-        "mode": "markers",
-        "name": name,
-        "x": [rounded(_peak(c) / scales[0]) for c in group],
-        "y": [rounded(c.step_seconds / scales[1]) for c in group],
-        "text": [_hover(c.choice, _peak(c), c.step_seconds, c.reason) for c in group],
-        "marker": {"size": 9, "color": color, "symbol": symbol, "opacity": 0.8},
-    }
-
-
-def _star(
-    choice: Choice, peak_bytes: int, seconds: float, scales: tuple[float, float]
-) -> dict[str, Any]:
-    return {
-        "mode": "markers",
-        "name": "the plan",
-        "x": [rounded(peak_bytes / scales[0])],
-        "y": [rounded(seconds / scales[1])],
-        "text": [_hover(choice, peak_bytes, seconds, "the plan")],
-        "marker": {
-            "size": 15,
-            "color": "--amber",
-            "symbol": "diamond",
-            "line": {"width": 2, "color": "--ink"},
-        },
-    }
-
-
-def _hover(choice: Choice, peak_bytes: int, seconds: float, reason: str) -> str:
-    told = f"{format_bytes(peak_bytes)}, {format_seconds(seconds)} per step"
-    return f"{choice.describe()}\n{told}\n{reason}"
-
-
-def _range_axis(
-    title: str, values: list[float], also: float | None = None
-) -> tuple[dict[str, Any], list[float]]:
-    """An axis with room around `values`, logarithmic where they span decades, and its two ends."""
-    values = [*values, *([] if also is None else [also])]
-    positive = [value for value in values if value > 0]
-    if not positive or len(positive) < len(values) or max(positive) / min(positive) < 20:
-        ends = [0.0, 1.08 * max(values, default=1.0) or 1.0]
-        return {"title": title, "range": ends}, ends
-    ends = [min(positive) / 1.3, max(positive) * 1.3]
-    axis = {
-        "title": title,
-        "type": "log",
-        "range": [math.log10(end) for end in ends],
-        **round_numbers(*ends),
-    }
-    return axis, [rounded(end) or end for end in ends]
-
-
-def round_numbers(low: float, high: float) -> dict[str, Any]:
+def _round_numbers(low: float, high: float) -> dict[str, Any]:
     """Ticks at 1, 2 and 5 times the powers of ten; fewer where they would crowd."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     digits = (1, 2, 5) if len(powers) <= 4 else (1,)
     ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
     shown = [tick for tick in ticks if low <= tick <= high]
     return {"tickvals": shown, "ticktext": [f"{tick:,.6g}" for tick in shown]}
+
+
+# ---------------------------------------------------------------------------------------- the noise
+
+
+def noise_scale(blocks: Sequence[Block], batch: int, on_average: str = "") -> Figure | None:
+    """The noise scale in windows of a run, with their intervals, and the batch of the run, in samples;
+    None where it is not known for any. `on_average`: said after the batch."""
+    course = windows(blocks)
+    if not course:
+        return None
+    known = [one if one.samples and one.samples > 0 and one.high else None for one in course]
+    of_known = [value for one in known if one for value in (one.samples or 0.0, one.high or 0.0)]
+    shown = [value for value in (batch, *(one.low for one in course), *of_known) if value > 0]
+    low, high = max(min(shown), 1e-3 * max(shown)) / 1.6, max(shown) * 1.6
+    # From the lower ends along the run, and back along the upper ones.
+    xs = [x for one in course for x in (one.first_step, one.last_step)]
+    lower = [max(one.low, low) for one in course for _ in range(2)]
+    upper = [high if one.high is None else max(one.high, low) for one in course for _ in range(2)]
+    band: Trace = {
+        "mode": "lines",
+        "fill": "toself",
+        "x": [*xs, *reversed(xs)],
+        "y": [rounded(y) for y in (*lower, *reversed(upper))],
+        "name": "interval of 95 %",
+        "line": {"width": 0, "color": "--teal-faint"},
+        "fillcolor": "--teal-faint",
+        "hover": False,
+    }
+    middles: Trace = {
+        "mode": "lines+markers",
+        "x": [(one.first_step + one.last_step) // 2 for one in course],
+        "y": [None if one is None else rounded(one.samples or 0.0) for one in known],
+        "text": ["" if one is None else _interval(one) for one in known],
+        "name": "noise scale",
+        "line": {"width": 2, "color": "--teal"},
+        "marker": {"size": 7, "color": "--teal"},
+    }
+    alt = "The band is the interval of 95 %"
+    if None in known:
+        alt += "; where it is open above, only the lower end is known"
+    alt += f". The line is the batch, {format_count(batch)} samples{on_average}."
+    layout = {
+        "xaxis": {"title": "step"},
+        "yaxis": _logarithmic("samples (logarithmic)", low, high),
+        "marks": [mark("y", batch, "--amber", text="batch")],
+    }
+    spec = {"data": [band, middles], "layout": layout}
+    return Figure("noise-scale", "Noise scale", alt, spec, 320)
+
+
+def _interval(scale: NoiseScale) -> str:
+    return (
+        f"steps {scale.first_step:,} to {scale.last_step:,}: {scale.samples:,.3g} samples"
+        f" ({scale.low:,.3g} to {scale.high or 0.0:,.3g})"
+    )
 
 
 # ------------------------------------------------------------------------------------------ parts
@@ -471,3 +492,47 @@ def _second_scale(largest: float) -> tuple[float, str]:
 def rounded(value: float) -> float | None:
     """Six digits are more than a screen shows; JSON knows no other numbers than finite ones."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+# ----------------------------------------------------------------------- curves, fit to be looked at
+
+MAX_POINTS = 2000
+"""More points than a screen has columns only make a page slow."""
+
+
+def smooth(values: Floats) -> Floats:
+    """Exponentially weighted mean of the values so far, over about a thirtieth of the curve.
+
+    Values that are not finite are left out of the mean and stay gaps. The weights are corrected for
+    the beginning (Kingma and Ba 2015, section 3), so the first mean is the first value.
+    """
+    rate = 2.0 / (max(1.0, len(values) / 30) + 1.0)
+    means = np.full(len(values), np.nan)
+    total = weight = 0.0
+    for index, value in enumerate(values.tolist()):
+        if math.isfinite(value):
+            total += rate * (value - total)
+            weight += rate * (1.0 - weight)
+            means[index] = total / weight
+    return means
+
+
+def thin(xs: Floats, ys: Floats, limit: int = MAX_POINTS) -> tuple[Floats, Floats]:
+    """At most `limit` points of the curve: the first, the last, and of each stretch in between the
+    least and the greatest; where a stretch has values that are not finite, one of them."""
+    if len(xs) <= limit:
+        return xs, ys
+    edges = np.linspace(1, len(xs) - 1, (limit - 2) // 2 + 1).astype(int)
+    kept = [0]
+    for begin, end in pairwise(edges):
+        kept.extend(sorted(begin + offset for offset in _extremes(ys[begin:end])))
+    kept.append(len(xs) - 1)
+    return xs[kept], ys[kept]
+
+
+def _extremes(values: Floats) -> set[int]:
+    finite = np.isfinite(values)
+    if finite.all():
+        return {int(values.argmin()), int(values.argmax())}
+    gap = int(np.flatnonzero(~finite)[0])
+    return {gap, int(np.nanargmax(np.where(finite, values, np.nan)))} if finite.any() else {gap}

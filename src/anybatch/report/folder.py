@@ -14,28 +14,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, final
 
 from anybatch.errors import InputError
 from anybatch.events import (
     CompileDecided,
+    Evaluated,
     Event,
     Replanned,
     RunEnded,
     RunStarted,
     Said,
+    Sink,
     StepDone,
     Tried,
 )
 from anybatch.plans import Plan
 from anybatch.process.locks import kept_by_one
-from anybatch.report.log import EventLog, set_damaged_aside, sound_events
-from anybatch.report.thinning import Thinning
+from anybatch.report.log import EventLog, iterate
 
 PLAN_FILE, EVENTS_FILE = "plan.json", "events.jsonl"
 WEIGHTS_FILE, REPORT_FILE = "model.safetensors", "report.html"
@@ -66,8 +69,6 @@ class RunFolder:
         self._plan = plan
         self._resume = resume
         self._log: EventLog | None = None
-        self._place: os.stat_result | None = None  # of the folder that the log is in
-        self._opening: Event | None = None
         self._leaves_out = False
         self._thinned = Thinning(self._append)
 
@@ -78,13 +79,11 @@ class RunFolder:
                     (self._folder / name).unlink(missing_ok=True)
                 for name in (CHECKPOINTS, ADAPTERS, PRETRAINED, TENSORBOARD):
                     shutil.rmtree(self._folder / name, ignore_errors=True)
-            self._opening = event
-            self._log = self._opened()
+            self._plan.save(self._folder / PLAN_FILE)
+            self._log = EventLog(self._folder / EVENTS_FILE)
             self._log(event)
             return
         try:
-            if not isinstance(event, StepDone) and self._is_lost():
-                self._log = self._moved(self._log)
             self._thinned(event)
             self._leaves_out = False
         except InputError as error:
@@ -99,40 +98,6 @@ class RunFolder:
     def _append(self, event: Event) -> None:
         assert self._log is not None
         self._log(event)
-
-    def _opened(self) -> EventLog:
-        self._plan.save(self._folder / PLAN_FILE)
-        log = EventLog(self._folder / EVENTS_FILE)
-        self._place = os.stat(self._folder)
-        return log
-
-    def _is_lost(self) -> bool:
-        """Whether the folder of the log is no longer at its path."""
-        try:
-            there = os.stat(self._folder)
-        except FileNotFoundError:
-            return True
-        except OSError:  # a file system that does not answer, say
-            return False
-        return self._place is not None and not os.path.samestat(there, self._place)
-
-    def _moved(self, before: EventLog) -> EventLog:
-        """Begin again, in a new folder at the path, the log that was `before`."""
-        warnings.warn(
-            f"the run folder {self._folder} was deleted, renamed or replaced while the run writes to"
-            " it. The run goes on in a new folder of that name; what happened before is in the old one,"
-            " if that still is anywhere.",
-            stacklevel=4,
-        )
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            log = self._opened()
-        except OSError as error:
-            raise InputError(f"{self._folder} cannot be made again: {error.strerror}.") from None
-        before.close()
-        if self._opening is not None:
-            log(self._opening)
-        return log
 
     def __enter__(self) -> Self:
         return self
@@ -159,7 +124,7 @@ def last_plan(folder: Path) -> Plan | None:
     read."""
     plan: Mapping[str, Any] | None = None
     with contextlib.suppress(InputError):
-        for event in sound_events(folder / EVENTS_FILE):
+        for event in iterate(folder / EVENTS_FILE):
             if isinstance(event, RunStarted | Replanned | CompileDecided):
                 plan = event.plan
             elif isinstance(event, Tried) and plan is not None:
@@ -176,7 +141,7 @@ def unfinished_step(folder: Path) -> int | None:
     last: Event | None = None
     steps = max(int(number) if number.isdecimal() else 0 for number in saved)
     with contextlib.suppress(InputError):  # the log is gone, and the checkpoints are there
-        for event in sound_events(folder / EVENTS_FILE):
+        for event in iterate(folder / EVENTS_FILE):
             last = last if isinstance(event, Said) else event
             steps = event.step if isinstance(event, StepDone) else steps
     return None if isinstance(last, RunEnded) and last.finished else steps
@@ -227,8 +192,6 @@ def run_folder(folder: Path, resume: bool = False, again: bool = False) -> Itera
                 f"{folder} holds a run that is not finished, with checkpoints (step {step}): resume it"
                 " with --resume, give another folder, or remove this one."
             )
-        if resume and (told := set_damaged_aside(folder / EVENTS_FILE)):
-            warnings.warn(told, stacklevel=2)
         yield folder
 
 
@@ -286,3 +249,155 @@ def _missing(folder: Path) -> list[Path]:
             break
         missing.append(level)
     return missing
+
+
+# ------------------------------------------------------------------------- of a long run not every step
+
+ALL_LOGGED = 20_000
+"""So many steps are logged from the first one on, and half as many of each doubling."""
+
+
+def is_logged(step: int) -> bool:
+    """Whether the step with this number is logged in any case. Steps are counted from the first, as
+    those are whose gradient noise is measured (one in four, late in a run)."""
+    stride = 1 << max(0, math.ceil(math.log2(max(1.0, step / ALL_LOGGED))))
+    return (step - 1) % stride == 0
+
+
+@final
+class Thinning:
+    """A sink that gives another one the events that are logged: of a long run not every step, so that a
+    million steps are 35 MB and not 450.
+
+    The first `ALL_LOGGED` steps are logged, of as many again every second one, of twice as many every
+    fourth one, and so on. No spike is lost: of each stretch that is left out, the step with the
+    greatest loss is logged (or one with a loss that is not finite) if it is greater than at both ends.
+    And so is the last step before any other event.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._logged: StepDone | None = None  # the last that was
+        self._greatest: StepDone | None = None  # of those since, by loss
+        self._last: StepDone | None = None
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, StepDone):
+            last = self._last
+            if last is not None:
+                self._log(last)
+            self._logged = None
+            self._sink(event)
+        elif is_logged(event.step):
+            self._log(event)
+        else:
+            if self._greatest is None or _height(event) > _height(self._greatest):
+                self._greatest = event
+            self._last = event
+
+    def _log(self, event: StepDone) -> None:
+        before, greatest = self._logged, self._greatest
+        self._logged, self._greatest, self._last = event, None, None
+        if greatest is not None and greatest is not event:
+            ends = [_height(event), *([] if before is None else [_height(before)])]
+            if _height(greatest) > max(ends):
+                self._sink(greatest)
+        self._sink(event)
+
+
+def _height(event: StepDone) -> float:
+    return event.loss if math.isfinite(event.loss) else math.inf
+
+
+# ------------------------------------------------------------------------------------ a run, read again
+
+
+@dataclass(frozen=True, slots=True)
+class PastRun:
+    """A run, as its folder tells it.
+
+    Attributes:
+        folder: of the run.
+        task: its name.
+        source, source_sha256, settings: what the task was loaded by, see `RunStarted`; empty where that
+            is not recorded.
+        plan: that was followed last.
+        step, epoch: how far training has come.
+        finished: whether it came to its end, so that the file of weights is of that end.
+    """
+
+    folder: Path
+    task: str
+    source: str
+    source_sha256: str
+    settings: Mapping[str, str]
+    plan: Plan
+    step: int
+    epoch: int
+    finished: bool
+
+    @property
+    def weights(self) -> Path:
+        """The file of weights of a run that has finished."""
+        return self.folder / WEIGHTS_FILE
+
+    @property
+    def has_final_weights(self) -> bool:
+        """Whether that file is there, and is of where the run stands: one that is left of an earlier
+        end of a run that was taken up again is not."""
+        return self.finished and self.weights.is_file()
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.folder / CHECKPOINTS
+
+
+def read_run(run: str | os.PathLike[str]) -> PastRun:
+    """What the folder `run` tells. Raises `InputError` if it is no run folder, or its log is
+    damaged."""
+    folder = Path(run)
+    log = folder / EVENTS_FILE
+    if not log.is_file():
+        raise InputError(not_a_run(folder))
+    started: RunStarted | None = None
+    step = epoch = 0
+    finished = False
+    for event in iterate(log):
+        if isinstance(event, RunStarted):
+            started, finished = event, False
+        elif isinstance(event, StepDone | Evaluated):
+            step, epoch = event.step, event.epoch
+        elif isinstance(event, RunEnded):
+            finished, step = event.finished, event.steps
+    plan = last_plan(folder)
+    if started is None or plan is None:
+        raise InputError(
+            f"{folder} does not tell of a run that can be taken up: no start of one, with a plan that"
+            f" this version of anybatch reads, is in its {EVENTS_FILE}. Give the folder of another run,"
+            " or train it again."
+        )
+    return PastRun(
+        folder=folder,
+        task=started.task,
+        source=started.source,
+        source_sha256=started.source_sha256,
+        settings=started.settings,
+        plan=plan,
+        step=step,
+        epoch=epoch,
+        finished=finished,
+    )
+
+
+def not_a_run(folder: Path) -> str:
+    """What is to be said of a `folder` that is none of a run."""
+    if not folder.exists():
+        return (
+            f"{folder} does not exist (looked from {os.getcwd()}): give the folder that 'anybatch"
+            " train' wrote."
+        )
+    return (
+        f"{folder} is not a run folder, since it has no {EVENTS_FILE}: give the folder that"
+        " 'anybatch train' wrote."
+    )

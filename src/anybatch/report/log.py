@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,7 +21,6 @@ from anybatch.events import Event, Sink, StepDone, from_json, to_json
 from anybatch.process.files import Records
 
 _LOOK_SECONDS = 0.1
-_HANGS_SECONDS = 60.0
 
 
 class EventLog:
@@ -61,10 +60,12 @@ class EventLog:
 
 
 def iterate(path: str | os.PathLike[str]) -> Iterator[Event]:
-    """The events of the log `path`, one at a time: a long run's log need not fit in memory.
+    """The events of the log `path`, one at a time: a long run's log need not fit in memory. Damaged
+    lines are left out, and a warning at the end says so; a torn last line is no damage.
 
-    Raises `InputError` naming file and line number for a line that is no event.
+    Raises `InputError` if it cannot be read.
     """
+    num_damaged, first = 0, ""
     try:
         with Path(path).open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -72,65 +73,17 @@ def iterate(path: str | os.PathLike[str]) -> Iterator[Event]:
                 if isinstance(event, Event):
                     yield event
                 elif line.endswith(b"\n"):
-                    raise InputError(
-                        f"{path}, line {number}, is not an event of anybatch ({event}):"
-                        " remove the line, or restore the file."
-                    )
+                    num_damaged += 1
+                    first = first or f"line {number} ({event})"
     except OSError as error:
         raise InputError(f"the log {path} cannot be read: {error.strerror}.") from None
-
-
-def sound_events(path: str | os.PathLike[str]) -> Iterator[Event]:
-    """The events of the log `path` as `iterate` gives them, without the lines that are damaged."""
-    try:
-        with Path(path).open("rb") as file:
-            yield from (event for line in file if isinstance(event := _parsed(line), Event))
-    except OSError as error:
-        raise InputError(f"the log {path} cannot be read: {error.strerror}.") from None
-
-
-def set_damaged_aside(path: Path) -> str:
-    """Move the log `path` aside if lines of it are damaged, and leave the others in its place. Returns
-    what was done, as a sentence; empty: nothing was to be done.
-
-    Raises `InputError` if the log cannot be read or moved.
-    """
-    if not path.is_file():
-        return ""
-    try:
-        with path.open("rb") as file:
-            # A last line without an end is one that a kill has torn: no damage.
-            sound = [not line.endswith(b"\n") or isinstance(_parsed(line), Event) for line in file]
-        num_damaged = sound.count(False)
-        if not num_damaged:
-            return ""
-        aside = _unused(path.with_name(f"{path.stem}.damaged{path.suffix}"))
-        path.rename(aside)
-    except OSError as error:
-        raise InputError(f"the log {path} cannot be read: {error.strerror}.") from None
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with aside.open("rb") as old, partial.open("wb") as new:
-            new.writelines(line for line, keeps in zip(old, sound, strict=True) if keeps)
-        partial.rename(path)
-    except OSError:  # no room, say: a new log begins, and the old one is there to be mended
-        with contextlib.suppress(OSError):
-            partial.unlink()
-    lines = "1 line is" if num_damaged == 1 else f"{num_damaged} lines are"
-    return f"{lines} damaged in the log {path}, which goes on without them: it is kept as {aside.name}."
-
-
-def _unused(path: Path) -> Path:
-    """`path`, or the first of NAME-2, NAME-3, ... that is not there."""
-    found, number = path, 1
-    while found.exists():
-        number += 1
-        found = path.with_name(f"{path.stem}-{number}{path.suffix}")
-    return found
+    if num_damaged:
+        lines = "1 line is" if num_damaged == 1 else f"{num_damaged} lines are"
+        warnings.warn(f"{lines} damaged in {path} and left out: {first}.", stacklevel=2)
 
 
 def read(path: str | os.PathLike[str]) -> list[Event]:
-    """All events of the log `path`, in order. Raises `InputError` as `iterate` does."""
+    """All events of the log `path`, in order. Warns and raises `InputError` as `iterate` does."""
     return list(iterate(path))
 
 
@@ -199,17 +152,16 @@ def follow(path: str | os.PathLike[str], sinks: Sequence[Sink]) -> Iterator[None
     soon; at the end of the block all that is there has been given. The log need not be there yet.
 
     Sinks are called in a thread of its own. What one raises is raised at the end of the block, but for
-    `StopTraining`, which `Ending` hands to the process that trains; and `InputError` if one hangs then.
+    `StopTraining`, which `Ending` hands to the process that trains.
     """
     if not sinks:
         yield
         return
     ended = threading.Event()
     failures: list[BaseException] = []
-    reading = _Reading()
     thread = threading.Thread(
         target=_follow,
-        args=(Path(path), sinks, ended, failures, reading),
+        args=(Path(path), sinks, ended, failures),
         name="anybatch-events",
         daemon=True,
     )
@@ -218,27 +170,9 @@ def follow(path: str | os.PathLike[str], sinks: Sequence[Sink]) -> Iterator[None
         yield
     finally:
         ended.set()
-        while thread.is_alive():
-            before = reading.num_begun
-            thread.join(_HANGS_SECONDS)
-            if thread.is_alive() and reading.num_begun == before:
-                failures.append(
-                    InputError(
-                        f"a reader of events has not returned for {_HANGS_SECONDS:g} s (event"
-                        f" {before}, {reading.kind}): the run has ended, but what the sinks do hangs."
-                    )
-                )
-                break
+        thread.join()
     if failures:
         raise failures[0]
-
-
-@dataclass(slots=True)
-class _Reading:
-    """How many events the sinks were given so far, and the kind of the last."""
-
-    num_begun: int = 0
-    kind: str = ""
 
 
 def _follow(
@@ -246,7 +180,6 @@ def _follow(
     sinks: Sequence[Sink],
     ended: threading.Event,
     failures: list[BaseException],
-    reading: _Reading,
 ) -> None:
     place, rest = 0, b""
     try:
@@ -260,7 +193,6 @@ def _follow(
                 *lines, rest = (rest + new).split(b"\n")
                 for line in lines:
                     event = from_json(line.decode())
-                    reading.num_begun, reading.kind = reading.num_begun + 1, event.kind
                     for sink in sinks:
                         try:
                             sink(event)

@@ -38,7 +38,7 @@ from anybatch.insight.noise_series import Block
 from anybatch.insight.noise_text import lines, mean_batch, unmeasured
 from anybatch.plans import Plan
 from anybatch.process.files import write_whole
-from anybatch.report import figures, html, noise_figure
+from anybatch.report import figures, html
 from anybatch.report.log import iterate
 from anybatch.report.record import Record
 from anybatch.report.sentences import (
@@ -117,7 +117,7 @@ def _figures(plan: Plan, record: Record, noise: Sequence[Block]) -> dict[str, li
     loss = figures.loss(record)
     candidates = figures.candidates(plan)
     on_average = " on average" if plan.task.batch_rule else ""
-    scale = noise_figure.over_run(noise, mean_batch(plan, noise), on_average)
+    scale = figures.noise_scale(noise, mean_batch(plan, noise), on_average)
     return {
         "memory": [memory] if memory else [],
         "loss": [loss] if loss else [],
@@ -204,24 +204,31 @@ def _measured_peak(record: Record) -> int | None:
 
 
 def _comparisons(plan: Plan, record: Record) -> list[dict[str, str]]:
-    ended, told = record.ended, plan.prediction
-    seconds, waited = record.column("seconds"), record.column("data_seconds")
+    seconds, waited, told = record.column("seconds"), record.column("data_seconds"), plan.prediction
     median = float(np.median(seconds)) if len(seconds) else None
-    computing = float(np.median(seconds - waited)) if len(seconds) else 0.0
-    peak = ended.predicted_peak_bytes if ended else None
-    step = ended.predicted_step_seconds if ended else None
+    ended = record.ended or RunEnded(
+        time=0.0,
+        steps=record.num_steps,
+        samples_seen=0,
+        seconds=record.seconds,
+        step_seconds=None,
+        predicted_peak_bytes=None,
+        measured_peak_bytes=0,
+        predicted_step_seconds=None,
+        budget_bytes=None,
+        finished=False,
+        data_seconds=(median or 0.0) - float(np.median(seconds - waited)) if len(seconds) else 0.0,
+    )
     rows = compare(
-        predicted_peak_bytes=peak or (told.peak_bytes if told else None),
-        measured_peak_bytes=_measured_peak(record),
-        budget_bytes=plan.budget_bytes,
-        predicted_step_seconds=step or (told.step_seconds if told else None),
-        measured_step_seconds=(ended.step_seconds if ended else None) or median,
-        predicted_totals=ended.predicted_totals if ended else None,
-        measured_totals=ended.measured_totals if ended else None,
-        data_seconds=ended.data_seconds if ended else (median or 0.0) - computing,
-        idle_seconds=ended.idle_seconds if ended else 0.0,
-        predicted_parts=ended.predicted_step_parts if ended else None,
-        measured_parts=ended.step_parts if ended else None,
+        dataclasses.replace(
+            ended,
+            predicted_peak_bytes=ended.predicted_peak_bytes or (told.peak_bytes if told else None),
+            measured_peak_bytes=_measured_peak(record) or 0,
+            budget_bytes=plan.budget_bytes,
+            predicted_step_seconds=ended.predicted_step_seconds
+            or (told.step_seconds if told else None),
+            step_seconds=ended.step_seconds or median,
+        )
     )
     return [dataclasses.asdict(row) for row in rows]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -33,6 +35,7 @@ from anybatch.events import (
     Straggler,
     Tried,
 )
+from anybatch.plans import Plan
 from anybatch.report.screen import Screen, screen_of
 from anybatch.report.sentences import (
     describe,
@@ -43,6 +46,7 @@ from anybatch.report.sentences import (
     passed_over,
     scores,
 )
+from anybatch.report.terminal import print_plan
 from anybatch.units import format_bytes, format_count, format_seconds
 
 LINE_SECONDS = 2.0
@@ -154,6 +158,40 @@ class Progress:
         self._draw_last()
         self.close()
         self.screen.say(f"{ending(event)}.", "" if event.finished else "yellow")
+
+
+class Display:
+    """A sink that shows what a caller wants to see of a run.
+
+    Args:
+        progress: shows all but the plan.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._shown: Plan | None = None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunStarted) and event.plan:
+            self.show(Plan.from_json(json.dumps(event.plan)))
+        self._progress(event)
+
+    def show(self, plan: Plan) -> None:
+        """Show `plan`, unless it was shown last: a run may be started again under it."""
+        if plan != self._shown:
+            self._progress.screen.write(lambda console: print_plan(console, plan))
+            self._shown = plan
+
+
+@contextmanager
+def displayed(wanted: bool) -> Iterator[Display | None]:
+    """A display in the notebook's cell that runs now, or on standard error; None unless it is
+    `wanted`."""
+    if not wanted:
+        yield None
+        return
+    with Progress(Console(stderr=True)) as progress:
+        yield Display(progress)
 
 
 class _Mark(NamedTuple):

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anybatch.events import Evaluated, Event, RunEnded, RunStarted, StepDone
 from anybatch.insight.noise_series import Block, Series, block_of
-from anybatch.report.curves import Floats
 
 # What is kept of every step; None becomes not-a-number.
 _COLUMNS = (
@@ -82,7 +82,7 @@ class Record:
             total += self._last_time - begun
         return total
 
-    def column(self, name: str) -> Floats:
+    def column(self, name: str) -> NDArray[np.float64]:
         """One value per step of that field of `StepDone`, not-a-number where there was none."""
         return np.array(self._columns[name], dtype=np.float64)
 
@@ -94,7 +94,7 @@ class Record:
             series.add(block_of(int(step), *rest))
         return series.blocks
 
-    def metric(self, name: str) -> Floats:
+    def metric(self, name: str) -> NDArray[np.float64]:
         """One value per step of a metric of training."""
         values = np.full(self.num_steps, np.nan)
         known = self._metrics.get(name, array("d"))

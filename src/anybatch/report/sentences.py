@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from anybatch.events import (
     CheckpointFailed,
@@ -262,70 +262,37 @@ class Comparison:
     budget: str
 
 
-def compare(
-    *,
-    predicted_peak_bytes: int | None,
-    measured_peak_bytes: int | None,
-    budget_bytes: int | None,
-    predicted_step_seconds: float | None,
-    measured_step_seconds: float | None,
-    predicted_totals: Mapping[str, int] | None = None,
-    measured_totals: Mapping[str, int] | None = None,
-    data_seconds: float = 0.0,
-    idle_seconds: float = 0.0,
-    predicted_parts: Mapping[str, float] | None = None,
-    measured_parts: Mapping[str, float] | None = None,
-) -> list[Comparison]:
+def compare(ended: RunEnded) -> list[Comparison]:
     """Predicted beside measured: peak memory, by each account of it that was measured, then the time of
-    a step, by part where several ranks shared it, or without what nobody predicts: the `data_seconds`
-    that it waited for samples, and the `idle_seconds` for a core that other processes had. None, 0 or
-    empty: not known."""
-    waits = {
-        what: seconds
-        for what, seconds, least in (
-            ("step, waiting", data_seconds, 0.01),
-            ("step, idle", idle_seconds, MOST_IDLE),
+    a step, by part where several ranks shared it, or without what nobody predicts: waiting for samples,
+    and for a core that other processes had."""
+    seconds, told, parts = ended.step_seconds, ended.predicted_totals, ended.predicted_step_parts
+    waits: dict[str, float] = {}
+    if seconds and not ended.step_parts:
+        shares = (
+            ("step, waiting", ended.data_seconds, 0.01),
+            ("step, idle", ended.idle_seconds, MOST_IDLE),
         )
-        if measured_step_seconds and seconds > least * measured_step_seconds and not measured_parts
-    }
-    if measured_step_seconds:
-        measured_step_seconds = max(0.0, measured_step_seconds - sum(waits.values()))
-    told, told_parts = predicted_totals or {}, predicted_parts or {}
+        waits = {what: wait for what, wait, least in shares if wait > least * seconds}
+        seconds = max(0.0, seconds - sum(waits.values()))
+    sizes = {name: size for name, size in ended.measured_totals.items() if name in told}
     return [
-        compare_peak(predicted_peak_bytes, measured_peak_bytes, budget_bytes),
+        compare_peak(ended.predicted_peak_bytes, ended.measured_peak_bytes, ended.budget_bytes),
         *(
-            Comparison(
-                what=f"of it {name}",
-                predicted=format_bytes(told[name]),
-                measured=format_bytes(size),
-                error=_error(told[name], size),
-                budget=MISSING,
-            )
-            for name, size in (measured_totals or {}).items()
-            if name != "total" and name in told
+            _compared(f"of it {name}", told[name], size, format_bytes)
+            for name, size in sizes.items()
+            if name != "total"
         ),
-        Comparison(
-            what="step, computing" if waits else "step time",
-            predicted=_precise_seconds(predicted_step_seconds)
-            if predicted_step_seconds
-            else MISSING,
-            measured=_precise_seconds(measured_step_seconds) if measured_step_seconds else MISSING,
-            error=_error(predicted_step_seconds, measured_step_seconds),
-            budget=MISSING,
+        _compared(
+            "step, computing" if waits else "step time",
+            ended.predicted_step_seconds or None,
+            seconds or None,
+            _precise_seconds,
         ),
+        *(_compared(what, None, wait, _precise_seconds) for what, wait in waits.items()),
         *(
-            Comparison(what, MISSING, _precise_seconds(seconds), MISSING, MISSING)
-            for what, seconds in waits.items()
-        ),
-        *(
-            Comparison(
-                what=f"of it {part}",
-                predicted=_precise_seconds(told_parts[part]) if part in told_parts else MISSING,
-                measured=_precise_seconds(seconds),
-                error=_error(told_parts.get(part), seconds),
-                budget=MISSING,
-            )
-            for part, seconds in (measured_parts or {}).items()
+            _compared(f"of it {part}", parts.get(part), measured, _precise_seconds)
+            for part, measured in ended.step_parts.items()
         ),
     ]
 
@@ -334,12 +301,19 @@ def compare_peak(
     predicted_bytes: int | None, measured_bytes: int | None, budget_bytes: int | None
 ) -> Comparison:
     """Predicted beside measured: peak memory. None or 0: not known."""
+    row = _compared("peak memory", predicted_bytes or None, measured_bytes or None, format_bytes)
+    return replace(row, budget=format_bytes(budget_bytes) if budget_bytes else MISSING)
+
+
+def _compared(
+    what: str, predicted: float | None, measured: float | None, form: Callable[[Any], str]
+) -> Comparison:
     return Comparison(
-        what="peak memory",
-        predicted=format_bytes(predicted_bytes) if predicted_bytes else MISSING,
-        measured=format_bytes(measured_bytes) if measured_bytes else MISSING,
-        error=_error(predicted_bytes, measured_bytes),
-        budget=format_bytes(budget_bytes) if budget_bytes else MISSING,
+        what=what,
+        predicted=form(predicted) if predicted is not None else MISSING,
+        measured=form(measured) if measured is not None else MISSING,
+        error=f"{predicted / measured - 1:+.1%}" if predicted and measured else MISSING,
+        budget=MISSING,
     )
 
 
@@ -350,9 +324,3 @@ def _precise_seconds(seconds: float) -> str:
             value = seconds * factor
             return f"{value:.0f} {unit}" if value >= 99.95 else f"{value:#.3g} {unit}"
     return format_seconds(seconds)
-
-
-def _error(predicted: float | None, measured: float | None) -> str:
-    if not predicted or not measured:
-        return MISSING
-    return f"{predicted / measured - 1:+.1%}"

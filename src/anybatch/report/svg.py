@@ -20,15 +20,16 @@ WIDTH = 760
 """Of a figure, in its own units: the page scales it."""
 
 _CHARACTER, _LINE = 6.6, 18.0  # of text, on average
-_TOP, _RIGHT, _LEGEND = 14.0, 14.0, 22.0
+_TOP, _RIGHT = 14.0, 14.0
 _ABOVE = 20.0  # of labels above the plot
 
 Trace = Mapping[str, Any]
 
 
 def draw(figure: Figure) -> str:
-    """The figure as an SVG element."""
-    return _Drawing(figure.spec["data"], figure.spec["layout"], figure.height).element()
+    """The figure as an SVG element, and its legend, whose text stays as large as that of the page."""
+    data, layout = figure.spec["data"], figure.spec["layout"]
+    return _Drawing(data, layout, figure.height).element() + _legend(data, layout)
 
 
 # --------------------------------------------------------------------------------------------- axes
@@ -112,17 +113,15 @@ class _Drawing:
 
     def __init__(self, data: Sequence[Trace], layout: Mapping[str, Any], height: float) -> None:
         self._data, self._layout, self._height = data, layout, height
-        self._named = [trace for trace in data if self._has_legend(trace)]
         self._stacks = _stacked(data)
         self._x = _Axis(layout.get("xaxis", {}), self._values("x"))
         self._y = _Axis(layout.get("yaxis", {}), self._values("y"))
         widest = max((len(name) for _, name in self._y.ticks), default=0)
         self._left = 12 + _CHARACTER * widest + (_LINE if self._y.title else 0)
         self._right = WIDTH - _RIGHT
-        self._top = _TOP + (_ABOVE if any(self._labels_above()) else 0)
-        rows = math.ceil(sum(self._legend_width(trace) for trace in self._named) / (WIDTH - 20))
-        below = _LINE + 4 + (_LINE if self._x.title else 0) + _LEGEND * rows
-        self._bottom = height - below
+        labels = [it["text"] for it in layout.get("marks", ()) if it["axis"] == "x"]
+        self._top = _TOP + (_ABOVE if any(labels) else 0)
+        self._bottom = height - (_LINE + 4 + (_LINE if self._x.title else 0))
 
     def element(self) -> str:
         """The whole of it."""
@@ -130,7 +129,7 @@ class _Drawing:
         for index, trace in enumerate(self._data):
             if trace.get("type") != "bar":
                 parts += self._curve(trace, self._stacks.get(index))
-        parts += [*self._marks(), *self._axis_titles(), *self._legend()]
+        parts += [*self._marks(), *self._axis_titles()]
         area = {
             "left": round(self._left, 1),
             "right": self._right,
@@ -155,9 +154,6 @@ class _Drawing:
                     ends[row] = ends.get(row, 0.0) + (size or 0.0)
             return [0.0, *ends.values()]
         return [value for value in found if value is not None]
-
-    def _has_legend(self, trace: Trace) -> bool:
-        return self._layout.get("showlegend", len(self._data) > 1) and bool(trace.get("name"))
 
     # ------------------------------------------------------------------------------------- places
 
@@ -251,11 +247,6 @@ class _Drawing:
             return None
         return point[0], min(max(point[1], self._top), self._bottom)
 
-    def _labels_above(self) -> Iterator[str]:
-        return (
-            it["text"] for it in self._layout.get("marks", ()) if it["axis"] == "x" and it["text"]
-        )
-
     def _marks(self) -> Iterator[str]:
         for mark in self._layout.get("marks", ()):
             part = (self._x if mark["axis"] == "x" else self._y).part(mark["value"])
@@ -271,27 +262,27 @@ class _Drawing:
             if mark["text"]:
                 yield _text(*label, mark["text"], anchor)
 
-    def _legend_width(self, trace: Trace) -> float:
-        return 40 + _CHARACTER * len(trace["name"])
 
-    def _legend(self) -> Iterator[str]:
-        rows = math.ceil(sum(self._legend_width(trace) for trace in self._named) / (WIDTH - 20))
-        x, y = 10.0, self._height - _LEGEND * rows + 12
-        for trace in self._named:
-            if x > 10 and x + self._legend_width(trace) > WIDTH:
-                x, y = 10.0, y + _LEGEND
-            line, marker = trace.get("line", {}), trace.get("marker", {})
-            color = (
-                trace.get("fillcolor") or line.get("color") or marker.get("color") or trace["color"]
-            )
-            if trace.get("type") == "bar" or "fillcolor" in trace:
-                yield _area([(x, y - 9), (x + 20, y - 9), (x + 20, y + 1), (x, y + 1)], color)
-            elif "lines" in trace.get("mode", "lines"):
-                yield _path([(x, y - 4), (x + 20, y - 4)], color, 2, line.get("dash"))
-            else:
-                yield _marker(x + 10, y - 4, {**marker, "size": 9}, "")
-            yield _text(x + 26, y, trace["name"], "start")
-            x += self._legend_width(trace)
+def _legend(data: Sequence[Trace], layout: Mapping[str, Any]) -> str:
+    """The names of the traces with their colours; the shapes of markers, too."""
+    if not layout.get("showlegend", len(data) > 1):
+        return ""
+    shapes = {"x": "cross", "diamond": "diamond"}
+    items: list[str] = []
+    for trace in data:
+        line, marker = trace.get("line", {}), trace.get("marker", {})
+        styles = trace.get("fillcolor"), trace.get("color"), line.get("color"), marker.get("color")
+        color = next(filter(None, styles))
+        if trace.get("type") == "bar" or "fillcolor" in trace:
+            shape = "area"
+        elif "lines" in trace.get("mode", "lines"):
+            shape = "line"
+        else:
+            shape = shapes.get(marker.get("symbol"), "dot")
+        items.append(
+            f'<li><i class="{shape}" style="color:var({color})"></i>{_escaped(trace["name"])}</li>'
+        )
+    return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def _stacked(data: Sequence[Trace]) -> dict[int, tuple[list[float], list[float]]]:

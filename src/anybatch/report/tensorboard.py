@@ -3,8 +3,8 @@
     DIR/               curves against steps; texts of the plan and of what happened; settings
     DIR/by_samples/    loss and metrics against samples seen, for runs of different global batches
 
-A resumed run goes on in a new file, which first purges the steps that are done again. The log is made
-from events, so it can be written during the run or years later from `events.jsonl`.
+The log is made from events, so it can be written during the run or years later from `events.jsonl`. A
+resumed run writes it anew from them and goes on; steps that are done again replace those before.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def write_tensorboard(events: Path, folder: Path) -> Path:
         try:
             for event in iterate(events):
                 log.write(event)
+            log.flush()
         except OSError as error:
             raise InputError(
                 f"{_unwritable(folder, error)} Make room there, or give another folder."
@@ -109,9 +110,9 @@ class TensorBoardLog:
     the rest is left out.
 
     Args:
-        folder: made at the first event.
-        resume: continue the log in the folder; else that is deleted.
-        earlier: events of the run before it is resumed. If the folder has no log, it begins with them.
+        folder: made at the first event; a log that is there is deleted.
+        resume: the log begins with the `earlier` events.
+        earlier: the file with the events of the run before it is resumed.
 
     Raises `InputError` if tensorboard cannot be imported.
     """
@@ -120,19 +121,18 @@ class TensorBoardLog:
         _check_tensorboard()
         self._folder = folder
         self._given_up = False
-        self._resume = resume
-        self._earlier = earlier
+        self._earlier = earlier if resume else None
         self._writers: list[SummaryWriter] = []
         self._opening: RunStarted | None = None
         self._budget: int | None = None
-        self._step, self._samples_seen = 0, 0
-        self._evaluated: set[int] = set()
+        self._step, self._samples_seen, self._evaluated = 0, 0, 0
 
     def __call__(self, event: Event) -> None:
         if self._given_up:
             return
         try:
             self.write(event)
+            self.flush()  # so that a killed process loses nothing, and a full disk is noticed
         except OSError as error:
             self._given_up = True
             warnings.warn(
@@ -140,6 +140,11 @@ class TensorBoardLog:
                 " --tensorboard` writes it from the events of the run.",
                 stacklevel=2,
             )
+
+    def flush(self) -> None:
+        """Raises `OSError` if what was written cannot be kept."""
+        for writer in self._writers:
+            writer.flush()
 
     def close(self) -> None:
         """Close the files. Closing twice does no harm."""
@@ -154,7 +159,7 @@ class TensorBoardLog:
         self.close()
 
     def write(self, event: Event) -> None:
-        """As a call; but raises `OSError` if it cannot be written."""
+        """As a call, but not flushed; raises `OSError` if it cannot be written."""
         if not self._writers:
             self._open()
         if isinstance(event, RunStarted):
@@ -164,36 +169,29 @@ class TensorBoardLog:
         if started is not None:
             self._start(started, event if isinstance(event, Resumed) else None)
         self._add(event)
-        for writer in self._writers:
-            writer.flush()  # so that a killed process loses nothing, and a full disk is noticed
 
     def _open(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folders = self._folder, self._folder / _BY_SAMPLES
-        there = [file for folder in folders for file in event_files(folder)]
-        if not self._resume:
-            for file in there:
-                file.unlink()
         with small_stacks():  # each has a thread, whose stack counts under a budget
-            for folder in folders:
+            for folder in (self._folder, self._folder / _BY_SAMPLES):
+                for file in event_files(folder):
+                    file.unlink()
                 self._writers.append(SummaryWriter(str(folder)))
-        if self._resume and self._earlier is not None and self._earlier.exists():
+        if self._earlier is not None and self._earlier.exists():
             for event in iterate(self._earlier):
-                if not there:
-                    self.write(event)
-                elif isinstance(event, Evaluated):
-                    self._evaluated.add(event.step)
+                self.write(event)
 
     def _start(self, started: RunStarted, resumed: Resumed | None) -> None:
         """Write what opens a run, at the step from which it goes on."""
-        record: Any = import_module("tensorboard.compat.proto.event_pb2")  # has no types
         by_step, by_samples = self._writers
         if resumed is not None:
             self._step, self._samples_seen = resumed.step, resumed.samples_seen
-            self._evaluated = {one for one in self._evaluated if one <= resumed.step}
+            self._evaluated = self._evaluated if self._evaluated <= resumed.step else 0
+            # TensorBoard forgets what it has read of later steps.
+            record: Any = import_module("tensorboard.compat.proto.event_pb2")  # has no types
+            log = record.SessionLog(status=record.SessionLog.START)
             for writer, last in ((by_step, resumed.step), (by_samples, resumed.samples_seen)):
-                log = record.SessionLog(status=record.SessionLog.START)
                 _files(writer).add_event(record.Event(session_log=log), last + 1, started.time)
         else:
             hparams = import_module(_HPARAMS).hparams_pb
@@ -207,14 +205,14 @@ class TensorBoardLog:
         self._writers[0].add_text("plan", _plan_as_text(plan), self._step, time)
 
     def _add(self, event: Event) -> None:
+        by_step, by_samples = self._writers
+        self._step = getattr(event, "step", self._step)  # the last ones have none
         if isinstance(event, Evaluated):
-            if event.step in self._evaluated:  # a finished run, resumed, is evaluated once more
+            if event.step == self._evaluated:  # a finished run, resumed, is evaluated once more
                 return
-            self._evaluated.add(event.step)
+            self._evaluated = event.step
         if isinstance(event, StepDone):
             self._samples_seen = event.samples_seen
-        self._step = getattr(event, "step", self._step)  # the last ones have none
-        by_step, by_samples = self._writers
         _add_scalars(by_step, scalars_of(event, self._budget), self._step, event.time)
         if isinstance(event, StepDone | Evaluated):
             group = "by_samples/train" if isinstance(event, StepDone) else "by_samples/held_out"
@@ -229,21 +227,16 @@ class TensorBoardLog:
 
 
 def scalars_of(event: Event, budget_bytes: int | None) -> Scalars:
-    """The values of `event` on the curves against steps; none of an event that is not drawn. Seconds
-    and bytes are what their names say; `budget_bytes` is what training may use."""
-    match event:
-        case StepDone():
-            return _of_step(event, budget_bytes)
-        case Evaluated():
-            return {**_scores("held_out", event), "speed/evaluation_seconds": event.seconds}
-        case CheckpointSaved():
-            return {
-                "checkpoint/bytes": event.num_bytes,
-                "checkpoint/seconds": event.seconds,
-                "checkpoint/held_seconds": event.held_seconds,
-            }
-        case _:
-            return {}
+    """The values of `event` on the curves against steps; none of an event that is not drawn."""
+    if isinstance(event, Evaluated):
+        return {**_scores("held_out", event), "speed/evaluation_seconds": event.seconds}
+    if isinstance(event, CheckpointSaved):
+        return {
+            "checkpoint/bytes": event.num_bytes,
+            "checkpoint/seconds": event.seconds,
+            "checkpoint/held_seconds": event.held_seconds,
+        }
+    return _of_step(event, budget_bytes) if isinstance(event, StepDone) else {}
 
 
 def _scores(group: str, event: StepDone | Evaluated) -> Scalars:
@@ -313,11 +306,10 @@ def _as_text(started: RunStarted) -> str:
 
 
 def _plan_as_text(plan: Mapping[str, Any]) -> str:
-    text = json.dumps(plan)
     try:
-        return _table(Plan.from_json(text).explain())
+        return _table(Plan.from_json(json.dumps(plan)).explain())
     except InputError:  # one of another version of anybatch
-        return text
+        return json.dumps(plan)
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

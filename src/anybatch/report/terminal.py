@@ -7,21 +7,19 @@ alignment; colour only repeats it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
 from rich.padding import Padding
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from anybatch.events import Evaluated, RunEnded, RunStarted
-from anybatch.insight.scaling import what_limits
+from anybatch.insight.scaling import Scaled, efficiency, limit, what_limits
 from anybatch.plans import Candidate, FrontierPoint, Plan
-from anybatch.report.choice_table import Grid, is_taken, points_of, with_plan
+from anybatch.report.choice_table import is_taken, points_of, with_plan
 from anybatch.report.sentences import (
     Comparison,
     compare,
@@ -74,7 +72,7 @@ def print_result(
     worth it (lines of `insight.noise_text`; without any, why it is not known), and `files` (what a file
     is -> where it is)."""
     print_section(console, "Result", pairs(_outcome(started, ended, last_evaluation)))
-    print_section(console, "Predicted and measured", _predicted_and_measured(ended))
+    print_section(console, "Predicted and measured", _comparisons(compare(ended)))
     if batch:
         print_section(console, "Is the batch worth it?", pairs(batch))
     elif unmeasured:
@@ -205,33 +203,17 @@ def _points(
 ) -> RenderableType:
     """`points` in rows, each with its mark behind it."""
     grid = points_of(plan, points)
-    return _Fitting(_table(grid, marks), _table(grid.narrow(), marks))
-
-
-def _table(grid: Grid, marks: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for column in grid.columns:
         if column.number:
             table.add_column(column.title, justify="right", no_wrap=True)
         else:
-            table.add_column(column.title, overflow="fold", min_width=9, max_width=24)
+            table.add_column(column.title, overflow="fold", min_width=9)
     if marks:
         table.add_column("", style="bold", no_wrap=True)
     for number, row in enumerate(grid.rows):
         table.add_row(*map(Text, row), *([marks[number]] if marks else []))
     return table
-
-
-@dataclass(frozen=True, slots=True)
-class _Fitting:
-    """A table, or another one where there is no room for it: rich would crop its last columns."""
-
-    wide: Table
-    narrow: Table
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        least = Measurement.get(console, options.update(max_width=10_000), self.wide).minimum
-        yield self.wide if least <= options.max_width else self.narrow
 
 
 def _impossible(plan: Plan) -> Iterator[str]:
@@ -279,23 +261,6 @@ def _samples(ended: RunEnded) -> str:
     return f"{taken}, {ended.num_skipped:,} of them left out" if ended.num_skipped else taken
 
 
-def _predicted_and_measured(ended: RunEnded) -> Table:
-    rows = compare(
-        predicted_peak_bytes=ended.predicted_peak_bytes,
-        measured_peak_bytes=ended.measured_peak_bytes,
-        budget_bytes=ended.budget_bytes,
-        predicted_step_seconds=ended.predicted_step_seconds,
-        measured_step_seconds=ended.step_seconds,
-        predicted_totals=ended.predicted_totals,
-        measured_totals=ended.measured_totals,
-        data_seconds=ended.data_seconds,
-        idle_seconds=ended.idle_seconds,
-        predicted_parts=ended.predicted_step_parts,
-        measured_parts=ended.step_parts,
-    )
-    return _comparisons(rows)
-
-
 def _comparisons(rows: Iterable[Comparison]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("", style="dim", no_wrap=True)
@@ -304,3 +269,43 @@ def _comparisons(rows: Iterable[Comparison]) -> Table:
     for row in rows:
         table.add_row(row.what, row.predicted, row.measured, row.error, row.budget)
     return table
+
+
+# ------------------------------------------------------------------------------------------ scaling
+
+_MODEL = (
+    "Predicted steps: computing + exchange + update of the plan for so many ranks; computing is"
+    " corrected by what was measured, and the exchange is a ring all-reduce over the link that the plan"
+    " names."
+)
+
+
+def print_scale(console: Console, rows: Sequence[Scaled], global_batch: int) -> None:
+    """Print `rows`, what limits each of them, and how predictions were made."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for title in ("ranks", "step", "samples/s", "exchange", "efficiency", ""):
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, _of_ranks(row, rows, global_batch)))
+    print_section(
+        console, f"A global batch of {format_count(global_batch)} on several ranks", table
+    )
+    print_section(
+        console, "Limited by", pairs([(str(row.ranks), limit(row, rows)) for row in rows])
+    )
+    if any(row.step_seconds and not row.is_measured for row in rows):
+        print_section(console, "Notices", bullets([_MODEL]))
+
+
+def _of_ranks(row: Scaled, rows: Sequence[Scaled], global_batch: int) -> tuple[str, ...]:
+    if row.step_seconds is None:
+        return (format_count(row.ranks), "", "", "", "", "not possible")
+    share, part = row.exchange_share or 0.0, efficiency(row, rows)
+    return (
+        format_count(row.ranks),
+        format_seconds(row.step_seconds),
+        f"{global_batch / row.step_seconds:,.3g}",
+        f"{share:.0%}" if row.ranks > 1 else "",
+        "" if part is None else f"{part:.0%}",
+        "measured" if row.is_measured else "predicted",
+    )

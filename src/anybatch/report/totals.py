@@ -1,4 +1,4 @@
-"""Totals: the peak as each account of a device's memory has it, predicted beside measured."""
+"""Totals: the predicted peak as each account of a device's memory has it."""
 
 from __future__ import annotations
 
@@ -22,22 +22,18 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """The most bytes at any time by one account; None: not known."""
+    """The most bytes at any time by one account."""
 
     name: str
-    predicted: int | None
-    measured: int | None
+    predicted: int
     meaning: str
 
 
-def totals_of(
-    device: str, predicted: Mapping[str, int], measured: Mapping[str, int] | None = None
-) -> list[Total]:
+def totals_of(device: str, predicted: Mapping[str, int]) -> list[Total]:
     """Every account of `device` (`"cpu"`, `"cuda:1"`) that has a figure."""
-    known = measured or {}
     meanings = _MEANINGS.get(device.partition(":")[0], {})
     return [
-        Total(name, predicted.get(name), known.get(name), meaning)
+        Total(name, predicted[name], meaning)
         for name, meaning in meanings.items()
-        if name in predicted or name in known
+        if name in predicted
     ]

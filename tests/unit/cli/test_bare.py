@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anybatch.cli.bare import _with_values
+from anybatch.cli.options import _with_values
 
 
 @pytest.mark.parametrize(

@@ -106,17 +106,14 @@ HOST: Facts = {
     "group_used_bytes": 0,
     "group_file": "",
     "oom_kills": None,
-    "overcommit": 0,
     "limits": {
         "RLIMIT_DATA": (None, None),
         "RLIMIT_AS": (None, None),
-        "RLIMIT_MEMLOCK": (8 << 20, 8 << 20),
         "RLIMIT_NOFILE": (1024, 1 << 20),
     },
     "shm_bytes": 32 * GIB,
     "shm_free_bytes": 32 * GIB,
     "mallocs": [],
-    "infiniband": False,
 }
 NETWORK: Facts = {
     "name": "node1",

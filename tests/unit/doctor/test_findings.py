@@ -24,11 +24,11 @@ from tests.unit.doctor.machines import (
     with_,
 )
 
-from anybatch.doctor.environment import relevant
+from anybatch.doctor.check import LEAST, TESTED, is_before, relevant
 from anybatch.doctor.examine import Silence
 from anybatch.doctor.examine import findings as by_group
 from anybatch.doctor.finding import Finding, Level
-from anybatch.doctor.packages import LEAST, TESTED, is_before, parse
+from anybatch.doctor.look import parse
 
 ROOT = Path(__file__).parents[3]
 
@@ -288,11 +288,9 @@ HOSTS = [
         ("as root",),
         {"host": {"limits": {"RLIMIT_NOFILE": (256, 256)}}},
     ),
-    Broken("locked memory", "warning", ("InfiniBand", "ulimit -l"), {"host": {"infiniband": True}}),
     Broken("/dev/shm", "warning", ("bus error", "--shm-size"), {"host": {"shm_bytes": 64 << 20}}),
     Broken("/dev/shm", "warning", ("have left there",), {"host": {"shm_free_bytes": 1 << 20}}),
     Broken("/dev/shm", "warning", ("--shm-size",), {"host": {"shm_bytes": None}}),
-    Broken("overcommit", "warning", ("refuses addresses",), {"host": {"overcommit": 2}}),
     Broken("malloc", "warning", ("LD_PRELOAD",), {"host": {"mallocs": ("libjemalloc.so.2",)}}),
     Broken(
         "budget on the CPU",
@@ -399,9 +397,6 @@ VARIABLES = [
     named("NCCL_P2P_DISABLE", "1", "warning", "by way of the host"),
     named("NCCL_DEBUG", "INFO", "note", "slower"),
     named("TORCHDYNAMO_DISABLE", "1", "note", "--compile"),
-    named("MALLOC_PERTURB_", "7", "warning", "slow"),
-    named("PYTHONMALLOC", "malloc", "warning", "objects"),
-    named("LD_PRELOAD", "/no/libtcmalloc.so.4", "warning", "could not be loaded"),
 ]
 
 ALL = [
@@ -445,7 +440,6 @@ def test_warnings_and_problems_say_what_to_do(broken: Broken):
         ("OMP_NUM_THREADS", "8"),
         ("CUBLAS_WORKSPACE_CONFIG", ":4096:8:16:8"),
         ("CUDA_LAUNCH_BLOCKING", "0"),
-        ("LD_PRELOAD", "/opt/libtrace.so"),
     ],
 )
 def test_variables_that_are_well_are_shown_and_no_more(name: str, value: str):
@@ -455,13 +449,6 @@ def test_variables_that_are_well_are_shown_and_no_more(name: str, value: str):
 def test_a_group_that_leaves_all_that_is_free_is_well():
     group = {"group_bytes": 63 * GIB, "group_used_bytes": GIB, "group_file": "/memory.max"}
     assert not_well(with_(WELL, host=group)) == []
-
-
-def test_of_two_allocator_variables_that_differ_the_former_is_told_of():
-    both = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "a:1"}
-    (told,) = not_well(with_(WELL, environment=both))
-    assert told.name == "PYTORCH_CUDA_ALLOC_CONF"
-    assert "PYTORCH_ALLOC_CONF is set too" in told.sentence
 
 
 def test_a_port_that_others_wait_at_is_in_use_as_it_should_be():

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from anybatch.doctor import gpus, host, packages, ranks
+from anybatch.doctor import look
 
 GIB = 1 << 30
 
@@ -78,7 +78,7 @@ def test_gpus_are_seen_as_the_driver_shows_them(
         }
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml())
-    seen = gpus.look(str(root / "sys"))
+    seen = look.gpus(str(root / "sys"))
     assert (seen["driver"], seen["cuda"]) == ("550.54.15", "12.4")
     assert seen["on_bus"] == 1
     (gpu,) = seen["gpus"]
@@ -93,7 +93,7 @@ def test_a_driver_that_is_not_reached_says_why(monkeypatch: pytest.MonkeyPatch, 
         raise NvmlError("Driver Not Loaded")
 
     monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlInit=fail))
-    seen = gpus.look(str(tmp_path))
+    seen = look.gpus(str(tmp_path))
     assert (seen["driver"], seen["fault"], seen["on_bus"]) == ("", "Driver Not Loaded", None)
 
 
@@ -101,7 +101,7 @@ def test_a_driver_that_is_not_reached_says_why(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_requirements_are_read_and_those_for_development_left_out():
-    found = packages.parse(
+    found = look.parse(
         [
             "submitit; extra == 'slurm'",
             "torch>=2.11",
@@ -119,16 +119,16 @@ def test_requirements_are_read_and_those_for_development_left_out():
 
 
 def test_the_packages_of_this_interpreter_can_be_imported():
-    seen = packages.look()
+    seen = look.python()
     needed = [one for one in seen["packages"] if not one["extra"]]
     assert {"torch", "numpy", "nvidia-ml-py"} <= {one["name"] for one in needed}
     assert [one for one in needed if one["version"] is None or one["fault"]] == []
 
 
 def test_torch_is_seen_as_it_is(monkeypatch: pytest.MonkeyPatch):
-    for name in packages.ALLOCATORS:
+    for name in look.ALLOCATORS:
         monkeypatch.delenv(name, raising=False)
-    seen = packages.look_torch()
+    seen = look.torch()
     assert (seen["fault"], seen["version"]) == ("", torch.__version__)
     assert Path(torch.__file__).parent == Path(seen["folder"])
     assert "gloo" in seen["backends"]
@@ -138,11 +138,11 @@ def test_torch_is_seen_as_it_is(monkeypatch: pytest.MonkeyPatch):
 def test_torch_itself_reads_the_settings_of_its_allocator(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:5")
-    assert "max_split_size_mb too small" in packages.look_torch()["allocator_fault"]
+    assert "max_split_size_mb too small" in look.torch()["allocator_fault"]
 
 
 def test_steps_on_this_cpu_come_out_right():
-    assert packages.look_step("cpu") == {"device": "cpu", "fault": ""}
+    assert look.step("cpu") == {"device": "cpu", "fault": ""}
 
 
 def test_steps_that_come_out_wrong_are_a_fault(monkeypatch: pytest.MonkeyPatch):
@@ -152,12 +152,12 @@ def test_steps_that_come_out_wrong_are_a_fault(monkeypatch: pytest.MonkeyPatch):
     )
     assert (
         "came to [-5.0, -8.0, -11.0, -14.0], not to [-3.0, -5.0, -7.0, -9.0]"
-        in packages.look_step("cpu")["fault"]
+        in look.step("cpu")["fault"]
     )
 
 
 def test_a_device_that_is_not_there_is_a_fault():
-    seen = packages.look_step("cuda:99")
+    seen = look.step("cuda:99")
     assert seen["device"] == "cuda:99"
     assert seen["fault"]
 
@@ -170,12 +170,12 @@ def test_the_kernel_refuses_memory_and_the_limit_is_put_back():
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    assert host.look_limit() == {"fault": ""}
+    assert look.enforcement() == {"fault": ""}
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_cores_and_memory_are_those_of_this_process():
-    seen = host.look()
+    seen = look.host()
     assert 1 <= seen["own_cores"] <= seen["cores"]
     assert 0 < seen["available_bytes"] <= seen["total_bytes"]
 
@@ -187,22 +187,22 @@ def test_a_port_where_somebody_listens_is_not_free(monkeypatch: pytest.MonkeyPat
         port = listener.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        seen = ranks.look()["master"]
+        seen = look.network()["master"]
     assert (seen["host"], seen["port"], seen["here"]) == ("127.0.0.1", port, True)
     assert seen["port_free"] is False
 
 
 def test_variables_of_starters_that_do_not_agree_are_a_fault(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    seen = ranks.look()
+    seen = look.network()
     assert "RANK is not set" in seen["launcher_fault"]
     monkeypatch.setenv("RANK", "1")
-    seen = ranks.look()
+    seen = look.network()
     assert (seen["launcher_fault"], seen["launcher"], seen["rank"]) == ("", "torchrun", 1)
 
 
 def test_this_machine_reaches_itself():
-    assert ranks.loopback_fault() == ""
+    assert look.loopback_fault() == ""
 
 
 def test_folders_are_written_to_and_left_as_they_were(
@@ -211,7 +211,7 @@ def test_folders_are_written_to_and_left_as_they_were(
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    seen = host.look_folders()
+    seen = look.folders()
     assert seen["cache"]["fault"]
     assert (seen["runs"]["path"], seen["runs"]["fault"]) == (str(tmp_path / "runs"), "")
     assert seen["runs"]["free_bytes"]

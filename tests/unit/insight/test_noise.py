@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from anybatch.insight.noise import LEAST_STEPS, latest, mean_over, scale_of, windows
+from anybatch.insight.noise import LEAST_STEPS, latest, scale_of, windows
 from anybatch.insight.noise_series import MOST_BLOCKS, Series, block_of, total
 
 POPULATION = np.array([[1.0, 2.0], [0.5, -1.0], [3.0, 0.0], [-2.0, 1.5], [0.0, 0.25]])
@@ -129,30 +129,6 @@ def test_a_scale_that_changes_is_told_over_the_run():
     assert now.low < 200 < now.high
 
 
-def test_the_mean_over_a_run_counts_progress():
-    """Half the steps at a noise scale of a tenth of the batch, half at ten times it."""
-    rng = np.random.default_rng(5)
-    low = scale_of(list(drawn(rng, 1000, square=50 / 1.6)))
-    high = scale_of(list(drawn(rng, 1000, square=50 / 160)))
-    progress = 1 / (1 + low.samples / 16), 1 / (1 + high.samples / 16)
-    wanted = (low.samples * progress[0] + high.samples * progress[1]) / sum(progress)
-    assert mean_over([low, high], 16) == pytest.approx(wanted)
-    assert 1.6 < mean_over([low, high], 16) < 30
-
-
-def test_steps_count_by_their_time_in_the_run_though_later_on_fewer_are_measured():
-    rng = np.random.default_rng(9)
-    blocks = [
-        *drawn(rng, 256, square=50 / 1.6),
-        *(next(drawn(rng, 1, square=50 / 160, first=step)) for step in range(257, 4352, 4)),
-    ]
-    now = latest(blocks)
-    assert (now.first_step, now.last_step) == (3265, 4349)
-    early, late = scale_of(blocks[:256]), scale_of(blocks[256:])
-    wanted = early.samples, late.samples
-    assert 0.6 * wanted[1] < mean_over([early, late], 16) < wanted[1]
-
-
 def test_too_few_steps_tell_nothing():
     rng = np.random.default_rng(6)
     blocks = list(drawn(rng, LEAST_STEPS))
@@ -160,7 +136,6 @@ def test_too_few_steps_tell_nothing():
     assert scale_of(blocks) is not None
     assert windows([]) == []
     assert latest([]) is None
-    assert mean_over([], 16) is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.report.fake_run import make_plan
 
 from anybatch.insight.noise_series import Series, block_of
-from anybatch.insight.noise_text import lines, unmeasured
+from anybatch.insight.noise_text import lines, samples_of, steps_of, unmeasured
 from anybatch.plans import Choice, Exchange
 
 
@@ -56,16 +56,6 @@ def test_a_gradient_that_noise_hides_gives_a_lower_end_alone():
     assert "twice as much" not in found
 
 
-def test_the_fastest_batch_is_told_where_it_is_known_what_a_step_takes_anyway():
-    plan = make_plan()
-    parts = {"forward": 0.3, "backward": 0.6, "update": 0.1}
-    told_of = plan.prediction.model_copy(update={"step_parts": parts})
-    found = told(plan.model_copy(update={"prediction": told_of}), scale=1000.0)
-    assert found["fastest here"].startswith("about 670, ")
-    assert "(10% of a step" in found["fastest here"]
-    assert "fastest here" not in told(plan.model_copy(update={"prediction": None}))
-
-
 def plan_of(micro_batch=4096, ranks=1, **changes):
     plan = make_plan()
     choice = Choice(micro_batch=micro_batch, evaluation_batch=1)
@@ -94,3 +84,21 @@ def test_why_there_is_none_and_how_to_get_it(plan, words):
     assert words in sentence
     assert sentence.count(". ") == 0
     assert sentence.endswith(".")
+
+
+def test_at_the_noise_scale_both_are_twice_their_least():
+    assert (steps_of(100, 100), samples_of(100, 100)) == (2, 2)
+
+
+@pytest.mark.parametrize("size", [1, 10, 1000, 1e6])
+def test_steps_and_samples_lie_on_the_hyperbola(size):
+    assert (steps_of(size, 300) - 1) * (samples_of(size, 300) - 1) == pytest.approx(1)
+
+
+def test_samples_are_steps_times_the_batch():
+    of_one, of_other = 32 * steps_of(32, 300), 256 * steps_of(256, 300)
+    assert of_other / of_one == pytest.approx(samples_of(256, 300) / samples_of(32, 300))
+
+
+def test_without_noise_samples_have_no_least():
+    assert (steps_of(64, 0), samples_of(64, 0)) == (1, math.inf)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from anybatch.report.curves import smooth, thin
+from anybatch.report.figures import smooth, thin
 
 
 def test_the_mean_of_a_constant_is_the_constant():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,17 +11,13 @@ from pathlib import Path
 import pytest
 from tests.unit.report.fake_run import (
     make_end,
-    make_evaluation,
-    make_plan,
     make_start,
-    make_step,
     write_run,
 )
 
 from anybatch.errors import InputError
-from anybatch.plans import Plan
 from anybatch.process import locks
-from anybatch.report import RunFolder, new_folder, next_folder, read, run_folder, write
+from anybatch.report import new_folder, next_folder, run_folder, write
 
 
 @pytest.fixture(autouse=True)
@@ -122,30 +117,6 @@ def test_no_name_of_a_task_leads_out_of_the_folder(tmp_path: Path, name: str, fo
     with new_folder(tmp_path / "runs", name) as found:
         assert found == tmp_path / "runs" / folder
         assert found.is_dir()
-
-
-@pytest.mark.parametrize("how", ["deleted", "renamed", "replaced"])
-def test_a_folder_that_goes_away_in_a_run_is_named_and_made_again(tmp_path: Path, how: str):
-    folder, other = tmp_path / "run", tmp_path / "other"
-    folder.mkdir()
-    with RunFolder(folder, make_plan()) as sink:
-        for event in (make_start(), make_step(1), make_evaluation(1)):
-            sink(event)
-        folder.rename(other)
-        if how == "deleted":
-            shutil.rmtree(other)
-        if how == "replaced":
-            folder.mkdir()
-        later = make_step(2), make_evaluation(2), make_step(3), make_end()
-        with pytest.warns(UserWarning, match="was deleted, renamed or replaced") as told:
-            list(map(sink, later))
-    assert len(told) == 1
-    kinds = [event.kind for event in read(folder / "events.jsonl")]
-    assert kinds == ["run_started", "evaluated", "step", "run_ended"]
-    assert Plan.load(folder / "plan.json") == make_plan()
-    if how != "deleted":
-        assert len(read(other / "events.jsonl")) == 4
-    write(folder)
 
 
 def test_a_folder_whose_name_is_no_utf_8_has_a_report(tmp_path: Path):

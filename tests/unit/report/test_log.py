@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import threading
 import warnings
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from tests.unit.report.nearly_full import NearlyFull
 
 from anybatch.errors import InputError
 from anybatch.events import Event, from_json, to_json
-from anybatch.report import EventLog, follow, iterate, read
+from anybatch.report import EventLog, follow, read
 from anybatch.report.folder import last_plan, run_folder
-from anybatch.report.log import set_damaged_aside
 from anybatch.report.record import Record
 
 
@@ -51,20 +49,6 @@ def test_a_follower_is_given_all_events_by_the_end_of_the_block(tmp_path: Path):
         for step in range(1, 4):
             log(make_step(step))
     assert same(given, [make_step(step) for step in range(1, 4)])
-
-
-def test_a_follower_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("anybatch.report.log._HANGS_SECONDS", 0.5)
-    released = threading.Event()
-    try:
-        with (
-            pytest.raises(InputError, match=r"has not returned for 0.5 s \(event 1, step\)"),
-            EventLog(tmp_path / "events.jsonl") as log,
-            follow(log.path, [lambda event: released.wait() and None]),
-        ):
-            log(make_step(1))
-    finally:
-        released.set()
 
 
 def test_a_torn_last_line_is_dropped(tmp_path: Path):
@@ -101,15 +85,12 @@ def test_a_torn_line_that_is_all_there_is_leaves_an_empty_log(tmp_path: Path, to
     "line",
     [b"nonsense", b"[]", b'{"kind": "dance"}', b'{"kind": "step", "time": 1.0}', b"", b"\xff"],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: bytes):
+def test_a_damaged_line_is_left_out_and_named(tmp_path: Path, line: bytes):
     path = written(tmp_path, line + b"\n")
-    with pytest.raises(InputError, match=r"events\.jsonl, line 3, is not an event"):
-        read(path)
-
-
-def test_events_before_a_bad_line_are_told(tmp_path: Path):
-    events = iterate(written(tmp_path, b"nonsense\n"))
-    assert same([next(events), next(events)], [make_start(), make_step(1)])
+    with EventLog(path) as log:
+        log(make_step(2))
+    with pytest.warns(UserWarning, match=r"1 line is damaged in .*events\.jsonl .* line 3 \("):
+        assert same(read(path), [make_start(), make_step(1), make_step(2)])
 
 
 def test_a_log_that_is_not_there_is_an_input_error(tmp_path: Path):
@@ -197,7 +178,7 @@ def test_no_damage_to_its_log_keeps_a_run_from_being_resumed(tmp_path: Path):
     whole = path.read_bytes()
     start = whole[: whole.index(b"\n") + 1]
     contents = [whole, start]  # half of the damage is done to the line with the plan
-    num_set_aside = 0
+    num_damaged = 0
     for seed in range(200):
         content = damaged(contents[seed % 2], seed)
         path.write_bytes(content)
@@ -208,31 +189,11 @@ def test_no_damage_to_its_log_keeps_a_run_from_being_resumed(tmp_path: Path):
                 with EventLog(path) as log:
                     log(make_start())
                     log(make_end())
-        assert same(read(path)[-2:], [make_start(), make_end()])
-        record = Record.of(read(path))
+            assert same(read(path)[-2:], [make_start(), make_end()])
+            record = Record.of(read(path))
         assert np.isfinite(record.column("step")).all()
-        aside = tmp_path / "events.damaged.jsonl"
-        assert len(told) == aside.exists()
-        if aside.exists():
-            assert aside.read_bytes() == content
-            aside.unlink()
-            num_set_aside += 1
-    assert num_set_aside > 100
-
-
-def test_the_sound_lines_of_a_damaged_log_go_on(tmp_path: Path):
-    path = written(tmp_path, b"nonsense\n")
-    with EventLog(path) as log:
-        log(make_step(2))
-    content = path.read_bytes()
-    for name in ("events.damaged.jsonl", "events.damaged-2.jsonl"):
-        path.write_bytes(content)
-        told = set_damaged_aside(path)
-        assert told.startswith("1 line is damaged")
-        assert name in told
-        assert (tmp_path / name).read_bytes() == content
-        assert same(read(path), [make_start(), make_step(1), make_step(2)])
-    assert set_damaged_aside(path) == ""
+        num_damaged += any("damaged" in str(one.message) for one in told)
+    assert num_damaged > 100
 
 
 @pytest.mark.parametrize(
@@ -250,5 +211,7 @@ def test_a_damaged_log_does_not_give_checkpoints_up(tmp_path: Path):
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     for content in (path.read_bytes(), b"nothing of it is left\n", None):
         path.unlink() if content is None else path.write_bytes(content)
-        with pytest.raises(InputError, match=r"step 1\).*--resume"), run_folder(tmp_path):
-            pass
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(InputError, match=r"step 1\).*--resume"), run_folder(tmp_path):
+                pass

@@ -213,33 +213,27 @@ def assert_nothing_is_doubled(folder: Path):
     assert found.settings["global_batch"] == 4096
 
 
-@pytest.mark.parametrize(
-    "torn", [b"", b"\x10\0\0", b"\xff" * 40], ids=["whole", "cut off", "damaged"]
-)
-def test_steps_that_are_done_again_are_not_doubled(tmp_path: Path, torn: bytes):
-    log_of(tmp_path, before_the_kill())
-    (file,) = event_files(tmp_path)
-    file.write_bytes(file.read_bytes() + torn)
-    log_of(tmp_path, after_it(), resume=True)
-    assert len(event_files(tmp_path)) == 2
-    assert_nothing_is_doubled(tmp_path)
-
-
 def test_a_finished_log_is_the_same_from_the_recorded_events(tmp_path: Path):
     run = write_run(tmp_path / "run", [*before_the_kill(), *after_it()])
     write_tensorboard(run / "events.jsonl", tmp_path / "log")
     assert_nothing_is_doubled(tmp_path / "log")
 
 
-def test_a_log_that_was_not_asked_for_before_has_what_came_before(tmp_path: Path):
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_log_of_a_resumed_run_has_what_came_before_and_nothing_twice(
+    tmp_path: Path, is_there: bool
+):
     run = write_run(tmp_path / "run", before_the_kill())
+    if is_there:
+        log_of(tmp_path / "log", before_the_kill())
+        (file,) = event_files(tmp_path / "log")
+        file.write_bytes(file.read_bytes()[:-7])  # as a kill leaves it
     log_of(tmp_path / "log", after_it(), resume=True, earlier=run / "events.jsonl")
     assert_nothing_is_doubled(tmp_path / "log")
 
 
 def test_a_finished_run_that_is_evaluated_once_more_is_not_doubled(tmp_path: Path):
     run = write_run(tmp_path / "run", before_the_kill())
-    log_of(tmp_path / "log", before_the_kill())
     again = [make_start(time=BEGIN + 9), resumed(6), make_evaluation(6), make_step(7), make_end()]
     log_of(tmp_path / "log", again, resume=True, earlier=run / "events.jsonl")
     steps = [step for step, _ in found_in(tmp_path / "log").scalars["held_out/loss"]]

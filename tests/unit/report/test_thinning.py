@@ -12,8 +12,8 @@ from tests.unit.report.fake_run import make_end, make_evaluation, make_plan, mak
 
 from anybatch.events import Event, StepDone
 from anybatch.report import RunFolder, read
+from anybatch.report.folder import ALL_LOGGED, Thinning, is_logged
 from anybatch.report.record import Record
-from anybatch.report.thinning import ALL_LOGGED, Thinning, is_logged
 
 
 def test_a_million_steps_are_few_lines():
