@@ -215,8 +215,8 @@ class Session:
             self._let_go("_last", "_model", "_leader")
 
     def _let_go(self, *kept: str) -> None:
-        """Be as constructed, but for `kept`. The parts know the session, as their sink: that cycle would
-        keep the optimizer's states until somebody collects garbage."""
+        """Be as constructed, but for `kept`. The parts know the session as their sink: that cycle keeps
+        the optimizer's states until somebody collects garbage."""
         before = self._constructed | {name: vars(self)[name] for name in kept}
         vars(self).clear()
         vars(self).update(before)

@@ -15,9 +15,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -68,7 +68,13 @@ from anybatch.report import (
 )
 from anybatch.report.folder import ADAPTERS, CHECKPOINTS, EVENTS_FILE, PRETRAINED, WEIGHTS_FILE
 from anybatch.report.sentences import counted, format_scores
-from anybatch.runs.planning import checked_ranks, default_ranks, serves_again, with_norms
+from anybatch.runs.planning import (
+    PlanOptions,
+    checked_ranks,
+    default_ranks,
+    serves_again,
+    with_norms,
+)
 from anybatch.runs.planning import plan as make_plan
 from anybatch.runs.saving import DEFAULT_EVERY, Every, kept
 from anybatch.runs.session import Session, joined
@@ -265,29 +271,6 @@ def train(
         return job.train(ranks, sinks, display)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """What `train` was told that a plan settles; see `plan` for the attributes."""
-
-    memory: str | int | None = None
-    parallel: Parallel | None = None
-    precision: str = "fp32"
-    micro_batch: int | None = None
-    recompute: str | Recompute | None = None
-    chunked_loss: bool | None = None
-    exchange: Exchange | None = None
-    norms: Norms | None = None
-    sharding: Sharding | None = None
-    balance: Balancing | None = None
-    compile: Compile = False
-    rehearsal: bool | None = None
-
-    def given(self) -> dict[str, Any]:
-        """What is not as it is by default, by name."""
-        told = ((field, getattr(self, field.name)) for field in fields(self))
-        return {field.name: value for field, value in told if value != field.default}
-
-
 @dataclass(frozen=True, slots=True)
 class Keeping:
     """What `train` was told of checkpoints and restarts; see there for the attributes."""
@@ -333,13 +316,11 @@ def choose_plan(
 
     Raises what `plan` raises.
     """
-    given = options.given()
     if out is not None and resumes:
         before = tell(last_plan(out) if leads() else None)[0]
-        asked = {name: value for name, value in given.items() if name != "rehearsal"}
-        if before is not None and serves_again(before, task, ranks=ranks, **asked):
+        if before is not None and serves_again(before, task, ranks, options):
             return before
-    return make_plan(task, ranks=ranks, **given)
+    return make_plan(task, ranks=ranks, **options.given())
 
 
 def num_processes(plan: Plan | None, ranks: int | None, parallel: Parallel | None) -> int:
