@@ -110,11 +110,11 @@ def _loaded(payload: Path, path: Path) -> Callable[[], None]:
         if home.startswith("anybatch."):  # before the user's code, which comes with the data
             with libraries.loading():
                 import_module(home)
-        function, args, kwargs = cloudpickle.loads(data)
+        function, args = cloudpickle.loads(data)
     except BaseException as error:
         _write_failure(path, error)
         sys.exit(1)
-    return partial(_call, partial(function, *args, **kwargs), path)
+    return partial(_call, partial(function, *args), path)
 
 
 def _call(function: Callable[[], Any], path: Path) -> None:
