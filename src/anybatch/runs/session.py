@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from anybatch.batch_rule import Ramp
-from anybatch.compute import kernel_choices
+from anybatch.compute import Replica, kernel_choices
+from anybatch.compute.building import checked_optimizer, optimizer_for, place
 from anybatch.compute.determinism import deterministic
 from anybatch.compute.modes import into_training
 from anybatch.compute.precision import check_available
@@ -62,6 +63,7 @@ from anybatch.engine import (
 )
 from anybatch.engine.process import use_one_heap
 from anybatch.errors import InputError, PeerLost, StopTraining
+from anybatch.estimate import identify
 from anybatch.events import (
     Evaluated,
     Event,
@@ -79,9 +81,9 @@ from anybatch.parallel import Wish, group_of
 from anybatch.parallel.failures import together
 from anybatch.plans import Choice, KernelChoices, Plan
 from anybatch.process.control_group import cores_of_group
+from anybatch.process.cuda_driver import take_workspaces
 from anybatch.process.threads import Stopwatch, num_cores
 from anybatch.rank.batches import Batches
-from anybatch.rank.building import build
 from anybatch.rank.checkpoint_manager import CheckpointManager
 from anybatch.rank.checks import (
     check_alike,
@@ -94,11 +96,9 @@ from anybatch.rank.checks import (
 from anybatch.rank.data_wait import DataWait
 from anybatch.rank.pace import Pace
 from anybatch.rank.passes import Cutting, GlobalStep
-from anybatch.rank.position import Position
-from anybatch.rank.record import Record
+from anybatch.rank.record import Position, Record, parts_of
 from anybatch.rank.rehearsing import REHEARSED_PASSES, Rehearsing, can_rehearse
-from anybatch.rank.step_parts import parts_of
-from anybatch.state import Checkpoints, TrainingState, load_weights
+from anybatch.state import Checkpoints, TrainingState, frozen_checksums, load_weights
 from anybatch.task import Progress, Task
 
 P = ParamSpec("P")
@@ -615,8 +615,7 @@ class Session:
     def _make_parts(self, checkpoints: Checkpoints | None, undo: ExitStack) -> None:
         task, plan, group, device = self._task, self._given, self._group, self._device
         frozen: dict[str, int] = {}
-        keeps = checkpoints is not None
-        self._replica = build(task, plan, group, device, undo, frozen if keeps else None)
+        self._replica = self._build(undo, None if checkpoints is None else frozen)
         self._model = self._replica.model
         self._pulse.follow(self._replica)
         with self._limit.lifted():  # a compiler is no part of training
@@ -697,6 +696,36 @@ class Session:
             )
             undo.callback(self._archive.close)
         into_training(self._model)
+
+    def _build(self, undo: ExitStack, frozen: dict[str, int] | None) -> Replica:
+        """The replica of this rank, with the same weights as on all others; `undo` closes it. On rank 0
+        `frozen` is filled with checksums of the parameters that nothing trains."""
+        task, plan, group, device = self._task, self._given, self._group, self._device
+
+        def build_model() -> nn.Module:
+            take_workspaces(device)
+            model = place(task.build_model(), device)
+            plan.check_fits(identify(task, model))
+            if frozen is not None and group.rank == 0:
+                frozen.update(frozen_checksums(task, model))
+            return model
+
+        model = group.build(build_model)
+
+        def make() -> Replica:
+            replica = Replica(
+                model,
+                lambda: checked_optimizer(optimizer_for(task, model), model),
+                task.loss,
+                plan.choice,
+                device,
+                largest_batch(task),
+                kernels=plan.kernels,
+            )
+            undo.callback(replica.close)  # here, since on another rank this may fail
+            return replica
+
+        return together(group, make)
 
     def _check_single_sample(self) -> None:
         """Raises `InputError` if there will be a step of one sample, and BatchNorm cannot do it: now
