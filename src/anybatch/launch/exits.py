@@ -14,14 +14,19 @@ and stopped early, an exception of the user's code) would only be said again.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from anybatch.errors import PeerFailed, PeerLost, Stopped, Stuck
+import psutil
+
+from anybatch.errors import AnybatchError, PeerFailed, PeerLost, Stopped, Stuck
+from anybatch.launch import first_failure
 from anybatch.launch.first_failure import Failure
 
 SAID_BY_STATUS = frozenset({2, 3, 75})
@@ -29,6 +34,11 @@ SAID_BY_STATUS = frozenset({2, 3, 75})
 
 _SLACK_NS = 250_000_000
 """A rank that ends without a word is seen to end a little after its peers have felt it."""
+
+_PRINT_SECONDS = 2.0
+"""That printing may take: what reads standard error may hang as well."""
+
+_write: Callable[[AnybatchError], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +218,38 @@ def how_it_ended(code: int) -> str:
         name = f"signal {-code}"
     hint = " (the system kills so when memory runs out)" if code == -signal.SIGKILL else ""
     return f"it was killed by {name}{hint}"
+
+
+# ---------------------------------------------------------------- a rank whose main thread hangs
+
+
+def prepare(write: Callable[[AnybatchError], None]) -> None:
+    """`write` leaves word of an error for the agent of this rank."""
+    global _write
+    _write = write
+
+
+def leave(error: AnybatchError) -> NoReturn:
+    """End this process with the status of `error`, having told it to the agent and to standard error;
+    that another rank is lost, to the agent alone, if there is one, which says so to people. The
+    processes that it has started end first."""
+    try:
+        first_failure.note(error)
+        if _write is None or type(error) is not PeerLost:
+            _print(error)
+        if _write is not None:
+            _write(error)  # last: from then on the agent takes it for told
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
+    except (OSError, psutil.Error):
+        pass  # the process ends all the same
+    finally:
+        os._exit(error.exit_status)
+
+
+def _print(error: AnybatchError) -> None:
+    told = f"anybatch: {error}\n".encode(errors="replace")
+    # Not by `sys.stderr`: the main thread may hold its lock.
+    printing = threading.Thread(target=os.write, args=(2, told), daemon=True)
+    printing.start()
+    printing.join(_PRINT_SECONDS)

@@ -31,8 +31,7 @@ from typing import Any
 
 from anybatch.errors import name_of
 from anybatch.launch import first_failure
-from anybatch.launch.exits import write_whole, write_word
-from anybatch.launch.forced_exit import prepare
+from anybatch.launch.exits import prepare, write_whole, write_word
 from anybatch.launch.membership import ATTEMPT
 from anybatch.launch.orphan_cleanup import start_time
 from anybatch.process import early_stop_signal, libraries

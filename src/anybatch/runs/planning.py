@@ -270,7 +270,11 @@ class _Planning:
             wishes = self._wishes(subject)
             before: Plan | None = None
             if self._machine is None and options.rehearsal is None:
-                self._remembered = self._place_of(subject, devices, wishes, leanest)
+                # The budget is a fact of the devices; the rest of what was asked for is in the key.
+                asked = asdict(replace(options, memory=None)) | {"vary": wishes.shapes_vary}
+                key = key_of(subject, devices, self._limited, asked)
+                passing = tuple(budget_notices(subject, leanest, self._limited))
+                self._remembered = Remembered(key, self._frontier, passing)
                 if not anew:
                     before, is_complete = self._remembered.recall(leanest)
                     if before is not None and is_complete:
@@ -330,23 +334,6 @@ class _Planning:
             compile=options.compile,
             shapes_vary=task.lengths is not None or task.collate is not None,
         )
-
-    def _place_of(
-        self, subject: Subject, devices: Sequence[Device], wishes: Wishes, leanest: Device
-    ) -> Remembered:
-        """Where this plan is remembered."""
-        options = self._options
-        asked = {
-            "parallel": options.parallel,
-            "sharding": options.sharding,
-            "balance": options.balance,
-            "norms": options.norms,
-            "exchange": options.exchange,
-            **asdict(replace(wishes, watch=None, frontier=False)),
-        }
-        passing = tuple(budget_notices(subject, leanest, self._limited))
-        key = key_of(subject, devices, self._limited, asked)
-        return Remembered(key, self._frontier, passing)
 
 
 def _with_frontier(before: Plan, made: Plan) -> Plan:
