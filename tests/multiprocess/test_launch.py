@@ -211,7 +211,6 @@ def test_what_cannot_be_handed_over_is_named():
         ({"ranks": 1, "nodes": 2}, ("nodes is 2", "no rendezvous")),
         ({"ranks": 1, "nodes": 2, "rendezvous": "here"}, ("rendezvous is 'here'",)),
         ({"ranks": 1, "timeout_seconds": 0}, ("timeout_seconds is 0",)),
-        ({"ranks": 1, "logs": Path(PROBE)}, ("probe.py", "cannot be made")),
     ],
 )
 def test_orders_that_cannot_be_are_named(options: dict[str, Any], words: tuple[str, ...]):
