@@ -131,7 +131,7 @@ def test_the_watchdog_has_the_numbers_of_the_steps(tmp_path):
     places: list[str] = []
 
     def loss(model, batch):
-        pulse = session._rank.pulse
+        pulse = session._pulse
         places.append(Word(step=pulse.step, phase=pulse.phase).where)
         return squares(model, batch)
 

@@ -58,10 +58,8 @@ def test_an_option_has_one_default(name: str):
         assert typed == written
 
 
-@pytest.mark.parametrize("function", [run.train, planning.plan, planning.serves_again])
+@pytest.mark.parametrize("function", [run.train, planning.plan])
 def test_what_a_plan_settles_has_one_default(function: Callable[..., Any]):
     found = defaults(function)
-    for option in fields(run.PlanOptions):
-        if option.name == "rehearsal" and function is planning.serves_again:
-            continue  # a plan serves again however it was made
+    for option in fields(planning.PlanOptions):
         assert found[option.name] == option.default

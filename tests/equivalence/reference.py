@@ -85,7 +85,7 @@ def train(task: ab.Task, micro_batch: int, sinks: Any = (), **knobs: Any) -> Tra
             if done.grad_norm is not None:
                 result.norms.append(done.grad_norm)
         result.model = session.model
-        result.optimizer = session._rank._replica.optimizer
+        result.optimizer = session._replica.optimizer
     return result
 
 

@@ -211,7 +211,7 @@ def test_states_are_planned_as_large_as_they_are(name, precision):
     with ab.Session(task, plan_for(task, 20, precision=precision)) as session:
         for _ in session.steps():
             pass
-        states = session._rank._replica.optimizer.state.values()
+        states = session._replica.optimizer.state.values()
         held = sum(
             part.nbytes
             for state in states

@@ -141,7 +141,7 @@ def test_the_loss_scale_is_taken_out_once_per_step(precision, pieces):
 
 def begin_at_scale(session, scale):
     """Let fp16 begin at another loss scale than torch's 65536."""
-    replica = session._rank._replica
+    replica = session._replica
     replica.load_scaler_state({**replica.scaler_state(), "scale": scale})
 
 
@@ -210,7 +210,7 @@ def test_half_weights_have_float32_norms_masters_and_states(precision):
     task = task_of(steps=4, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01))
     with ab.Session(task, plan_for(task, 4, precision=precision)) as session:
         list(session.steps())
-        model, optimizer = session.model, session._rank._replica.optimizer
+        model, optimizer = session.model, session._replica.optimizer
         assert model.body[0].weight.dtype == half
         assert model.shift.dtype == half
         for norm in (model.body[1], model.body[4]):

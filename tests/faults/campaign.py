@@ -516,7 +516,7 @@ def _run(trial: Trial, disturbed: bool, folder: Path | None, squeeze: Squeeze) -
     torch.manual_seed(0)
     where = folder if saves_after else None
     with ab.Session(task, plan_of(trial, task), [sink], checkpoints=where) as session:
-        ranks = getattr(session._running, "_ranks", None) or {squeeze.rank: session._running}
+        ranks = {squeeze.rank: session}
         for number, one in ranks.items():
             _watch(one, number, squeeze, several=len(ranks) > 1)
         squeeze.begin(1)

@@ -27,7 +27,7 @@ def test_the_step_is_done_under_the_new_plan(norms, steps, micro_batch):
     failed = set()
     events: list[Event] = []
     with ab.Session(task, plan_for(task, micro_batch), [events.append]) as session:
-        engine = session._rank._engine
+        engine = session._engine
         reserve = engine.crossing.reserve
 
         def refuse():

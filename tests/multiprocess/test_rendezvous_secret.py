@@ -90,8 +90,6 @@ def test_torch_unpickles_nothing_of_a_stranger(store: TCPStore, attack: bytes, t
         most=2,
         join_seconds=5,
         last_call_seconds=1,
-        pulse_seconds=1,
-        silent_seconds=5,
     )
     for text in (attack, b"s" * 32 + attack):
         store.set(KEY, base64.b64encode(text).decode())

@@ -21,7 +21,7 @@ from anybatch.process import early_stop_signal, libraries
 
 if TYPE_CHECKING:
     from anybatch.events import Sink
-    from anybatch.runs.train import PlanOptions
+    from anybatch.runs.planning import PlanOptions
 
 
 def train(
@@ -173,9 +173,9 @@ def train(
             run_folder,
             tensorboard_folder,
         )
-        from anybatch.runs.planning import check_started, checked_ranks, with_norms
+        from anybatch.runs.planning import PlanOptions, check_started, checked_ranks, with_norms
         from anybatch.runs.session import joined
-        from anybatch.runs.train import Keeping, PlanOptions, choose_plan, num_processes
+        from anybatch.runs.train import Keeping, choose_plan, num_processes
         from anybatch.runs.train import train as run_training
 
     check_backend(backend)

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypedDict, TypeVar, Unpack
 
 from anybatch.errors import InputError, LaunchError, Stopped
 from anybatch.launch import orphan_cleanup
@@ -60,30 +60,14 @@ _SECRET_LENGTH = 16
 _JANITOR_SECONDS = 10.0
 
 
-def run_command(
-    arguments: Sequence[str],
-    ranks: int,
-    *,
-    nodes: int | tuple[int, int] = 1,
-    rendezvous: str | None = None,
-    secret: str | None = None,
-    timeout_seconds: float | None = None,
-    grace_seconds: float = GRACE_SECONDS,
-    restarts: int | None = None,
-    logs: Path | None = None,
-    module: str = "anybatch",
-) -> int:
-    """Run `python -m MODULE ARGUMENTS` as ranks, and wait for their end.
+class Options(TypedDict, total=False):
+    """How ranks are started, beside their number on this machine. On several machines the same call is
+    made on each.
 
-    Rank 0 writes to this process's own output. The others write to files; if one fails, its last
-    lines are written to standard error. SIGINT and SIGTERM are passed on.
-
-    Args:
-        arguments: of the command.
-        ranks: processes on this machine.
-        nodes: machines; the same call is made on each. A pair: the least and the most that there may
-            be. When one of them is gone the others go on, and one that comes (back) is taken in: the
-            ranks get SIGTERM, and start again together.
+    Keys:
+        nodes: machines, 1 by default. A pair: the least and the most that there may be. When one of
+            them is gone the others go on, and one that comes (back) is taken in: the ranks get SIGTERM,
+            and start again together.
         rendezvous: `HOST:PORT`, a port of one of the machines, needed for several and unused for one.
             That machine has to stay: the others do not go on without it.
         secret: of several machines, the same on each; see `SECRET`, whose value it is by default.
@@ -95,9 +79,29 @@ def run_command(
             the user's code. Default: 0, or where the number of machines may change
             `ELASTIC_RESTARTS`. Machines that come do not count. Each restart is told in a line on
             standard error.
-        logs: folder for the output of ranks but rank 0. Default: a temporary one, deleted if all
-            went well.
+    """
+
+    nodes: int | tuple[int, int]
+    rendezvous: str | None
+    secret: str | None
+    timeout_seconds: float
+    grace_seconds: float
+    restarts: int | None
+
+
+def run_command(
+    arguments: Sequence[str], ranks: int, *, module: str = "anybatch", **options: Unpack[Options]
+) -> int:
+    """Run `python -m MODULE ARGUMENTS` as ranks, and wait for their end.
+
+    Rank 0 writes to this process's own output. The others write to files; if one fails, its last
+    lines are written to standard error. SIGINT and SIGTERM are passed on.
+
+    Args:
+        arguments: of the command.
+        ranks: processes on this machine.
         module: whose command it is.
+        options: see `Options`.
 
     Returns:
         The exit status: 0, or that of the rank that failed first, on whichever machine, 128 and the
@@ -107,17 +111,7 @@ def run_command(
         InputError: something in the arguments cannot be, or this process is a rank itself.
         LaunchError: the machines did not meet.
     """
-    with _prepared(
-        ranks,
-        nodes,
-        rendezvous,
-        secret,
-        timeout_seconds,
-        grace_seconds,
-        restarts,
-        logs,
-        silence_fails=False,
-    ) as orders:
+    with _prepared(ranks, silence_fails=False, **options) as orders:
         from anybatch.launch import elastic
 
         ending = elastic.run(orders, ["command", module, *arguments], _tell)
@@ -127,7 +121,7 @@ def run_command(
             if status and not _tell_of_stop(ends) and status == Stopped.exit_status:
                 _tell(early_stop_signal.BEFORE_THE_FIRST_STEP)
             if {end.status for end in ends} == {Stopped.exit_status}:
-                _delete(orders.logs, unless=logs)  # each has said what was told
+                _delete(orders.logs)  # each has said what was told
             return status
         cause = ending.cause or first(ends)
         if ending.silent or ending.lost is not None:
@@ -135,12 +129,12 @@ def run_command(
             saved = all(end.status == 75 for end in ends) and bool(ends)
             return 75 if saved else 1
         if cause is None:
-            _delete(orders.logs, unless=logs)
+            _delete(orders.logs)
             return 0
         zero = next((end for end in ends if end.rank == 0), None)
         is_told = zero is not None and not zero.is_told_by_agent and zero.status == cause.status
         if is_told or _tell_of_stop([cause]):
-            _delete(orders.logs, unless=logs)  # what is in them, rank 0 has told
+            _delete(orders.logs)  # what is in them, rank 0 has told
         else:
             _tell(_tale(orders, ending, cause))
         return cause.status if cause.status > 0 else 128 - cause.status
@@ -161,20 +155,8 @@ def parse_nodes(text: str) -> int | tuple[int, int]:
     return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
-def call(
-    function: Callable[..., T],
-    *args: Any,
-    ranks: int,
-    nodes: int | tuple[int, int] = 1,
-    rendezvous: str | None = None,
-    secret: str | None = None,
-    timeout_seconds: float | None = None,
-    grace_seconds: float = GRACE_SECONDS,
-    restarts: int | None = None,
-    logs: Path | None = None,
-    **kwargs: Any,
-) -> list[T]:
-    """Run `function(*args, **kwargs)` in each of several processes, and return what they return.
+def call(function: Callable[..., T], *args: Any, ranks: int, **options: Unpack[Options]) -> list[T]:
+    """Run `function(*args)` in each of several processes, and return what they return.
 
     The function may be a lambda, and may be defined in a script or a notebook's cell: it travels by
     value where it cannot be imported. It joins the others itself (`find`, `join`). Rank 0 writes to
@@ -182,9 +164,9 @@ def call(
 
     Args:
         function: what each rank runs.
-        args, kwargs: what it is given.
-        ranks, nodes, rendezvous, secret, timeout_seconds: see `run_command`.
-        grace_seconds, restarts, logs: see `run_command`.
+        args: what it is given.
+        ranks: processes on this machine.
+        options: see `Options`.
 
     Returns:
         The results of the ranks on this machine, in their order, of the last start.
@@ -200,19 +182,9 @@ def call(
     """
     import cloudpickle
 
-    with _prepared(
-        ranks,
-        nodes,
-        rendezvous,
-        secret,
-        timeout_seconds,
-        grace_seconds,
-        restarts,
-        logs,
-        silence_fails=True,
-    ) as orders:
+    with _prepared(ranks, silence_fails=True, **options) as orders:
         try:
-            data = cloudpickle.dumps((function, args, kwargs))
+            data = cloudpickle.dumps((function, args))
         except Exception as error:
             name = getattr(function, "__qualname__", repr(function))
             raise InputError(
@@ -227,7 +199,7 @@ def call(
             ending = elastic.run(orders, ["call"], _tell)
         error = _error(orders, ending)
         if ending.signal is not None and isinstance(error, Stopped):
-            _delete(orders.logs, unless=logs)
+            _delete(orders.logs)
             raise error
         if ending.signal == signal.SIGINT:
             raise KeyboardInterrupt
@@ -240,7 +212,7 @@ def call(
                 error.add_note(f"what ranks wrote: {orders.logs}")
             raise error
         results = [_result(orders, ending, local) for local in sorted(ending.ends)]
-        _delete(orders.logs, unless=logs)
+        _delete(orders.logs)
         return results
 
 
@@ -250,14 +222,13 @@ def call(
 @contextmanager
 def _prepared(
     ranks: int,
-    nodes: int | tuple[int, int],
-    rendezvous: str | None,
-    secret: str | None,
-    timeout_seconds: float | None,
-    grace_seconds: float,
-    restarts: int | None,
-    logs: Path | None,
     silence_fails: bool,
+    nodes: int | tuple[int, int] = 1,
+    rendezvous: str | None = None,
+    secret: str | None = None,
+    timeout_seconds: float | None = None,
+    grace_seconds: float = GRACE_SECONDS,
+    restarts: int | None = None,
 ) -> Iterator[Orders]:
     """The orders, checked, and the folder that they name, for as long as it is needed."""
     if ranks < 1:
@@ -296,20 +267,12 @@ def _prepared(
         raise InputError(
             f"{sys.platform} cannot start ranks: run on Linux or macOS, or in one process."
         )
-    if logs is not None:
-        try:
-            logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"the folder {str(logs)!r} for the output of ranks cannot be made"
-                f" ({error.strerror}): name another one."
-            ) from error
     from anybatch.launch.elastic import Orders
 
     folder = Path(tempfile.mkdtemp(prefix="anybatch-ranks-"))
-    written = (logs or Path(tempfile.mkdtemp(prefix="anybatch-logs-"))).absolute()
+    logs = Path(tempfile.mkdtemp(prefix="anybatch-logs-")).absolute()
     # Around what is deleted here too: a second signal may end this process on its way out.
-    with _janitor(folder) if logs else _janitor(folder, written):
+    with _janitor(folder, logs):
         try:
             yield Orders(
                 ranks=ranks,
@@ -321,13 +284,13 @@ def _prepared(
                 grace_seconds=grace_seconds,
                 restarts=restarts,
                 folder=folder,
-                logs=written,
+                logs=logs,
                 silence_fails=silence_fails,
             )
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            if logs is None:
-                _delete_if_empty(written)
+            _delete(folder)
+            if logs.exists() and not any(log.stat().st_size for log in logs.iterdir()):
+                _delete(logs)  # what says nothing is of no use to anybody
 
 
 @contextmanager
@@ -384,15 +347,8 @@ def _checked_secret(secret: str | None) -> str:
     return secret
 
 
-def _delete_if_empty(folder: Path) -> None:
-    """Logs in which nothing was written are of no use to anybody."""
-    if folder.exists() and not any(log.stat().st_size for log in folder.iterdir()):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _delete(folder: Path, unless: Path | None) -> None:
-    if unless is None:
-        shutil.rmtree(folder, ignore_errors=True)
+def _delete(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 torch brings: the rendezvous of agents, the processes, their variables, signals, and the loop that
 starts ranks, looks at them and starts them again. `_Agent` overrides two methods that torch documents
-for that: `_monitor_workers` (how the ranks do) and `_restart_workers` (which asks `exits` whether they
-are started again at all). torch's own know one machine: they start ranks again after any failure,
-count on each machine by itself, and do not say what failed on another.
+for that: `_monitor_workers` (how the ranks do) and `_restart_workers` (whether they are started again
+at all). torch's own start ranks again after any failure, count on each machine by itself, and do not
+say what failed on another.
 
 The agent installs handlers for SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1 in the main thread; they
 are put back. In another thread signals are not handled. `os.environ` is not changed.
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -43,9 +43,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from anybatch.errors import LaunchError
-from anybatch.launch import heartbeat, orphan_cleanup
-from anybatch.launch.exits import End, Verdict, first, read
-from anybatch.launch.heartbeat import Heartbeat
+from anybatch.launch import orphan_cleanup
+from anybatch.launch.exits import End, first, mended, read
 from anybatch.launch.membership import ATTEMPT
 from anybatch.launch.network import LOOPBACK, Deadline, joined, literal, meet, route_to
 from anybatch.launch.rendezvous import Rendezvous, of_machines
@@ -60,7 +59,6 @@ LAST_CALL_SECONDS = 5.0
 
 _SETTLE_SECONDS = 3.0
 _MEETING_SECONDS = 30.0
-_PULSE_SECONDS = 2
 _PATIENCE_SECONDS = 6.0  # longer than the last call
 _UNLIMITED = 1 << 30
 
@@ -103,10 +101,9 @@ class Ending:
         attempt: its number, from 0.
         world_size: ranks on all machines.
         ends: of the ranks of this machine, by local rank; none if none were started.
-        cause: the end of a rank, on any machine, that caused the others, if the machines could agree
-            on one.
+        cause: the end of a rank, on any machine, that caused the others.
         here: whether it was a rank of this machine.
-        silent: machines that had fallen silent, by name.
+        silent: machines that told nothing of how it ended there, by name.
         signal: what the agent was told to end by, if it was.
         lost: what the agents said to each other when they lost each other, if they did.
     """
@@ -136,8 +133,7 @@ def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -
     with _quiet(), ExitStack() as stack:
         stack.callback(_end_all, orders.folder)
         meeting, place = _rendezvous(orders, tell)
-        stack.callback(meeting.heartbeat.close)
-        where = _Where(meeting.heartbeat, orders)
+        where = _Where(meeting, orders)
         spec = WorkerSpec(
             role="rank",
             local_world_size=orders.ranks,
@@ -154,7 +150,7 @@ def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -
             max_restarts=_UNLIMITED,
             monitor_interval=1e-3,  # `_monitor_workers` waits longer
         )
-        agent = _Agent(spec, where, orders, meeting.heartbeat, tell)
+        agent = _Agent(spec, where, orders, meeting, tell)
         return _run(agent, orders, meeting, place)
 
 
@@ -183,7 +179,7 @@ def _run(agent: _Agent, orders: Orders, meeting: Rendezvous, place: str) -> Endi
         ending.lost = str(error)
     finally:
         agent.read_ends()
-        meeting.leave(closing=not stays and meeting.heartbeat.lost is None)
+        meeting.leave(closing=not stays and ending.lost is None)
     return ending
 
 
@@ -192,14 +188,14 @@ class _Over(Exception):
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which asks the other machines before it starts ranks again."""
+    """torch's agent, which hears the other machines before it starts ranks again."""
 
     def __init__(
         self,
         spec: WorkerSpec,
         where: _Where,
         orders: Orders,
-        heartbeat: Heartbeat,
+        meeting: Rendezvous,
         tell: Callable[[str], None],
     ) -> None:
         super().__init__(spec, logs_specs=where)
@@ -207,14 +203,13 @@ class _Agent(LocalElasticAgent):
         self.before: str = ""
         self._where = where
         self._orders = orders
-        self._heartbeat = heartbeat
+        self._meeting = meeting
         self._tell = tell
-        self._bad: list[End] = []
 
     def read_ends(self) -> None:
         """Note how the ranks of this machine have ended in the last attempt."""
         if self._pcontext is not None:
-            self.ending.attempt = self._heartbeat.attempt
+            self.ending.attempt = self._meeting.attempt
             self.ending.world_size = self._where.world_size
             self.ending.ends = self._ends()
 
@@ -225,7 +220,15 @@ class _Agent(LocalElasticAgent):
     ) -> RunResult:
         """See the base class. Waits for a moment before it looks."""
         time.sleep(_POLL_SECONDS)
-        state = self._state()
+        ends = self._ends(so_far=True)
+        state = WorkerState.FAILED
+        if first(ends.values()) is None:
+            states = {
+                "runs": WorkerState.HEALTHY,
+                "done": WorkerState.SUCCEEDED,
+                "over": WorkerState.FAILED,
+            }
+            state = states[self._meeting.look(len(ends) == self._orders.ranks)]
         values = dict.fromkeys(worker.global_rank for worker in worker_group.workers)
         return RunResult(state=state, return_values=values)
 
@@ -244,22 +247,35 @@ class _Agent(LocalElasticAgent):
         self, worker_group: WorkerGroup
     ) -> None:
         """See the base class. Raises `_Over` if the ranks are not started again."""
-        before = self._heartbeat.failures
-        verdict = self._conclude(worker_group)
-        if not verdict.again:
-            self.ending.cause = verdict.cause
-            self.ending.here = verdict.cause in self._bad
-            self.ending.silent = tuple(self._heartbeat.names[i] for i in verdict.gone)
+        meeting, orders = self._meeting, self._orders
+        why = meeting.end("failed")
+        self._settle()
+        bad = [end for end in self._ends(so_far=True).values() if not end.is_good]
+        meeting.tell(first(bad))
+        self._stop_workers(worker_group)  # type: ignore[call-arg]
+        _end_all(orders.folder)
+        count = ""
+        if why == "failed":
+            ends, silent = meeting.ends(first(bad))
+            meeting.failures += 1
+            again = meeting.failures <= orders.restarts and mended(ends, silent)
+            count = f" (restart {meeting.failures} of {orders.restarts})"
+        else:  # what ranks said is a consequence
+            ends, silent = [end for end in (first(bad),) if end is not None], ()
+            enough = orders.least < orders.most and orders.least < len(meeting.names)
+            again = why == "grow" or enough
+        cause = first(ends)
+        is_here = cause is not None and cause in bad
+        if not again:
+            self.ending.cause, self.ending.here = cause, is_here
+            self.ending.silent = tuple(silent)
             raise _Over
-        count = f" (restart {verdict.failures} of {self._orders.restarts})"
-        sentence = self._sentence(verdict, counts=verdict.failures > before)
+        sentence = self._sentence(why, cause, silent)
         self.before = f" Before, {sentence}."
-        sentence += f". All ranks are started again{count if verdict.failures > before else ''}."
-        cause = verdict.cause
         # What rank 0 of this machine has to say, people have read.
-        is_read = cause is not None and cause.rank == 0 and cause in self._bad
-        stack = "" if cause is None or is_read else cause.stack
-        self._tell(f"{sentence}\n{stack}" if stack else sentence)
+        stack = "" if cause is None or (is_here and cause.rank == 0) else cause.stack
+        told = f"{sentence}. All ranks are started again{count}."
+        self._tell(f"{told}\n{stack}" if stack else told)
         self._initialize_workers(worker_group)  # type: ignore[call-arg]
 
     def _shutdown(
@@ -268,50 +284,16 @@ class _Agent(LocalElasticAgent):
         """See the base class. Ranks have as long as the orders say to end: torch 2.11 gives them 30
         seconds and knows no other time."""
         if isinstance(sys.exception(), SignalException):  # what fails from now on follows from it
-            self._heartbeat.say(turn="leave", turned=self._heartbeat.now)
+            with suppress(RuntimeError):
+                self._meeting.end("leave")
         if self._pcontext:
             self._pcontext.close(death_sig, self._orders.grace_seconds)  # type: ignore[arg-type]
         super()._shutdown(death_sig)
 
     def _exit_barrier(self) -> None:
-        """See the base class. All machines are done, and `Heartbeat.close` waits for them."""
+        """See the base class. `Rendezvous.look` has said that all machines are done."""
 
     # ------------------------------------------------------------------------------------- an attempt
-
-    def _state(self) -> WorkerState:
-        """Whether the attempt goes on (`HEALTHY`), all ranks of all machines have done what they were
-        to do (`SUCCEEDED`), or one has failed or the number of machines changes (`FAILED`)."""
-        heartbeat, ends = self._heartbeat, self._ends(so_far=True)
-        if first(ends.values()) is not None:
-            return WorkerState.FAILED
-        if len(ends) == self._orders.ranks:
-            heartbeat.say(done=True)
-        words = heartbeat.heard()
-        if all(word is not None and word.done for word in words):
-            return WorkerState.SUCCEEDED
-        if any(word is None or word.stopping or word.turn for word in words):
-            return WorkerState.FAILED
-        if heartbeat.waiting and not any(word is not None and word.done for word in words):
-            heartbeat.say(turn="grow", turned=heartbeat.now)
-            return WorkerState.FAILED
-        return WorkerState.HEALTHY
-
-    def _conclude(self, worker_group: WorkerGroup) -> Verdict:
-        """Stop the ranks of this machine, and agree with the others on what follows."""
-        heartbeat, orders = self._heartbeat, self._orders
-        heartbeat.say(stopping=True)
-        self._settle()
-        ends = self._ends(so_far=True)
-        self._bad = [end for end in ends.values() if not end.is_good]
-        done = len(ends) == orders.ranks and not self._bad
-        if not any(word is not None and word.turn for word in heartbeat.heard()):
-            heartbeat.say(told=True, done=done, first=first(self._bad))
-        self._stop_workers(worker_group)  # type: ignore[call-arg]
-        _end_all(orders.folder)
-        if not heartbeat.words[heartbeat.index].told:
-            done = all(end.is_good for end in self._ends().values())
-            heartbeat.say(told=True, done=done, first=first(self._bad))
-        return heartbeat.verdict(restarts=orders.restarts, least=orders.least, most=orders.most)
 
     def _settle(self) -> None:
         """Let ranks end that have failed, and may have been first, but are still on their way out."""
@@ -322,27 +304,25 @@ class _Agent(LocalElasticAgent):
                 break
             time.sleep(_POLL_SECONDS)
 
-    def _sentence(self, verdict: Verdict, counts: bool) -> str:
+    def _sentence(self, why: str, cause: End | None, silent: Sequence[str]) -> str:
         """What has ended the attempt, without a full stop."""
-        names, words = self._heartbeat.names, self._heartbeat.words
-        if verdict.gone:
-            gone = " and ".join(names[i] for i in verdict.gone)
-            return f"nothing was heard from {gone} for {heartbeat.SILENT_SECONDS:g} s"
-        if not counts:
-            leaving = [names[i] for i, word in enumerate(words) if word.turn == "leave"]
-            return f"{' and '.join(leaving)} was told to end" if leaving else "a machine has come"
-        assert verdict.cause is not None
-        who = verdict.cause.who(self._where.world_size, several=len(names) > 1)
-        return f"{who} failed first: {verdict.cause.sentence}"
+        if why == "grow":
+            return "a machine has come"
+        if why == "leave":
+            return "a machine was told to end"
+        if cause is None or (silent and not cause.died):
+            return f"nothing was heard from {' and '.join(silent)}"
+        several = len(self._meeting.names) > 1
+        return f"{cause.who(self._where.world_size, several)} failed first: {cause.sentence}"
 
     def _file(self, local: int, suffix: str) -> Path:
-        return self._orders.folder / f"{self._heartbeat.attempt}-{local}{suffix}"
+        return self._orders.folder / f"{self._meeting.attempt}-{local}{suffix}"
 
     def _ends(self, so_far: bool = False) -> dict[int, End]:
         """How the ranks of this machine have ended, by local rank. `so_far`: by themselves, while the
         others run."""
         assert isinstance(self._pcontext, SubprocessContext)
-        ended, heartbeat = self._where.ended, self._heartbeat
+        ended, meeting = self._where.ended, self._meeting
         ends: dict[int, End] = {}
         for local, handler in self._pcontext.subprocess_handlers.items():
             code = handler.proc.poll()
@@ -355,10 +335,10 @@ class _Agent(LocalElasticAgent):
                 rank=self._where.numbers[local],
                 local_rank=local,
                 pid=handler.proc.pid,
-                machine=heartbeat.names[heartbeat.index],
+                machine=meeting.names[meeting.index],
                 code=-signal.SIGKILL if code is None else code,
                 ended=ended.get(local),
-                start=heartbeat.start,
+                start=meeting.start,
             )
             silent = end.status == 0 and not self._orders.silence_fails
             ends[local] = replace(end, spoke=True) if silent else end
@@ -370,12 +350,12 @@ class _Where(LogsSpecs):
     themselves (stdout and stderr of one rank in one file, which torch cannot). Learns in passing
     which ranks there are, and tells them which attempt this is."""
 
-    def __init__(self, heartbeat: Heartbeat, orders: Orders) -> None:
+    def __init__(self, meeting: Rendezvous, orders: Orders) -> None:
         super().__init__()
         self.numbers: dict[int, int] = {}
         self.world_size: int = 0
         self.ended: dict[int, int] = {}  # when each rank of the attempt was seen to have ended
-        self._heartbeat = heartbeat
+        self._meeting = meeting
         self._orders = orders
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -384,7 +364,7 @@ class _Where(LogsSpecs):
         self.ended = {}
         self.numbers = {local: int(variables["RANK"]) for local, variables in envs.items()}
         self.world_size = int(envs[0]["WORLD_SIZE"])
-        attempt = str(self._heartbeat.attempt)
+        attempt = str(self._meeting.attempt)
         for variables in envs.values():
             variables[ATTEMPT] = variables["TORCHELASTIC_RESTART_COUNT"] = attempt
             variables["TORCHELASTIC_MAX_RESTARTS"] = str(self._orders.restarts)
@@ -422,8 +402,8 @@ def _rendezvous(orders: Orders, tell: Callable[[str], None]) -> tuple[Rendezvous
     name = socket.gethostname()
     if orders.meeting is None:
         store = meet(LOOPBACK, 0, "host", deadline, listen=LOOPBACK)
-        alone = Heartbeat(None, name, None)
-        return Rendezvous(store, (LOOPBACK, store.port), None, alone, nullcontext), LOOPBACK
+        alone = Rendezvous(store, (LOOPBACK, store.port), None, name, deadline.seconds, nullcontext)
+        return alone, LOOPBACK
     host, port = orders.meeting
     place, seconds = joined(host, port), f"for {orders.timeout_seconds:g} s at the most"
     with _patience(
@@ -439,14 +419,12 @@ def _rendezvous(orders: Orders, tell: Callable[[str], None]) -> tuple[Rendezvous
         most=orders.most,
         join_seconds=orders.timeout_seconds,
         last_call_seconds=LAST_CALL_SECONDS,
-        pulse_seconds=_PULSE_SECONDS,
-        silent_seconds=heartbeat.SILENT_SECONDS,
     )
     least = f"{'' if orders.least == orders.most else 'at least '}{_machines(orders.least)}"
     sentence = f"waiting at {place} for {least}, {seconds}. Start the same command on each of them."
-    talk = Heartbeat(store, name, machines.num_nodes_waiting)
     patience = partial(_patience, tell, sentence)
-    return Rendezvous(store, orders.meeting, machines, talk, patience), place
+    seconds = orders.timeout_seconds
+    return Rendezvous(store, orders.meeting, machines, name, seconds, patience), place
 
 
 def _end_all(folder: Path) -> None:

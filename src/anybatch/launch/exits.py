@@ -2,7 +2,7 @@
 
 A rank that ends by itself leaves a word: its status, the moment of its first failure, and whether a
 restart mends what it failed of. One that is killed leaves none; the kernel tells when it ended. All
-moments are on one scale, on several machines too (`heartbeat`), so that the earliest is the cause.
+moments are on one scale, on several machines too (`rendezvous`), so that the earliest is the cause.
 
 The rule. Ranks are started again if the cause is that one of them died without a word (killed; the
 power of its machine lost), or that it said that it had lost a peer or was stuck
@@ -14,14 +14,19 @@ and stopped early, an exception of the user's code) would only be said again.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NoReturn
 
-from anybatch.errors import PeerFailed, PeerLost, Stopped, Stuck
+import psutil
+
+from anybatch.errors import AnybatchError, PeerFailed, PeerLost, Stopped, Stuck
+from anybatch.launch import first_failure
 from anybatch.launch.first_failure import Failure
 
 SAID_BY_STATUS = frozenset({2, 3, 75})
@@ -29,6 +34,11 @@ SAID_BY_STATUS = frozenset({2, 3, 75})
 
 _SLACK_NS = 250_000_000
 """A rank that ends without a word is seen to end a little after its peers have felt it."""
+
+_PRINT_SECONDS = 2.0
+"""That printing may take: what reads standard error may hang as well."""
+
+_write: Callable[[AnybatchError], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,103 +123,11 @@ class End:
         return f"rank {self.rank} of {world_size} (process {self.pid}{where})"
 
 
-@dataclass(frozen=True, slots=True)
-class Word:
-    """What the agent of one machine says of an attempt.
-
-    Attributes:
-        beat: changes each time it is said.
-        done: whether all ranks of the machine have done what they were to do.
-        stopping: whether the others are to stop theirs, since one here has failed.
-        turn: why the number of machines changes: this one has seen that another has come (`"grow"`), or
-            was told to end (`"leave"`).
-        turned: when, as in `End`: what fails from then on is a consequence.
-        told: whether all is said of how the ranks ended.
-        first: the bad end of a rank of this machine that came first.
-        left: whether this machine listens no more.
-    """
-
-    beat: int = 0
-    done: bool = False
-    stopping: bool = False
-    turn: Literal["", "grow", "leave"] = ""
-    turned: int = 0
-    told: bool = False
-    first: End | None = None
-    left: bool = False
-
-    def dumps(self, beat: int) -> str:
-        """As text, for `loads`."""
-        return json.dumps({**asdict(self), "beat": beat})
-
-    @classmethod
-    def loads(cls, text: bytes) -> Word | None:
-        """What `dumps` has written; None for an empty text."""
-        if not text:
-            return None
-        values = json.loads(text)
-        first = values.pop("first")
-        return cls(**values, first=None if first is None else End(**first))
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What follows from an attempt, on all machines.
-
-    Attributes:
-        again: whether the ranks are started again.
-        failures: attempts that have failed so far, this one included.
-        cause: the end that caused the others, if it was a rank's.
-        gone: machines that have fallen silent, by index.
-    """
-
-    again: bool
-    failures: int
-    cause: End | None = None
-    gone: tuple[int, ...] = ()
-
-    def dumps(self) -> str:
-        """As text, for `loads`."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def loads(cls, text: bytes) -> Verdict:
-        """What `dumps` has written."""
-        values = json.loads(text)
-        cause = values["cause"] and End(**values["cause"])
-        return cls(values["again"], values["failures"], cause, tuple(values["gone"]))
-
-
-def judge(
-    words: Sequence[Word | None],
-    *,
-    failures: int,
-    restarts: int,
-    least: int,
-    most: int,
-) -> Verdict:
-    """The rule.
-
-    Args:
-        words: by each machine; None: it has fallen silent.
-        failures: attempts that have failed before.
-        restarts: how many may.
-        least, most: machines that the run may have.
-    """
-    leaving = [i for i, word in enumerate(words) if word is not None and word.turn == "leave"]
-    staying = [word for i, word in enumerate(words) if i not in leaving]
-    gone = tuple(i for i, word in enumerate(words) if word is None)
-    cause = first(word.first for word in staying if word is not None and word.first is not None)
-    turned = min((word.turned for word in words if word is not None and word.turn), default=None)
-    if turned is not None and not gone and (cause is None or cause.when >= turned):
-        done = all(word is not None and word.done for word in staying)
-        enough = not leaving or (least < most and least <= len(staying))
-        return Verdict(enough and not done and bool(staying), failures, cause)
-    if cause is None and not gone:
-        return Verdict(False, failures)
-    # What its peers said may be the way in which they felt it.
-    mended = bool(gone) or (cause is not None and cause.mended)
-    return Verdict(mended and failures < restarts, failures + 1, cause, gone)
+def mended(ends: Iterable[End], silent: Iterable[str]) -> bool:
+    """Whether a restart mends an attempt with the bad `ends`, of which the machines `silent` told
+    nothing: what its peers said may be the way in which they felt it."""
+    cause = first(ends)
+    return bool(tuple(silent)) or (cause is not None and cause.mended)
 
 
 def first(ends: Iterable[End]) -> End | None:
@@ -300,3 +218,38 @@ def how_it_ended(code: int) -> str:
         name = f"signal {-code}"
     hint = " (the system kills so when memory runs out)" if code == -signal.SIGKILL else ""
     return f"it was killed by {name}{hint}"
+
+
+# ---------------------------------------------------------------- a rank whose main thread hangs
+
+
+def prepare(write: Callable[[AnybatchError], None]) -> None:
+    """`write` leaves word of an error for the agent of this rank."""
+    global _write
+    _write = write
+
+
+def leave(error: AnybatchError) -> NoReturn:
+    """End this process with the status of `error`, having told it to the agent and to standard error;
+    that another rank is lost, to the agent alone, if there is one, which says so to people. The
+    processes that it has started end first."""
+    try:
+        first_failure.note(error)
+        if _write is None or type(error) is not PeerLost:
+            _print(error)
+        if _write is not None:
+            _write(error)  # last: from then on the agent takes it for told
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
+    except (OSError, psutil.Error):
+        pass  # the process ends all the same
+    finally:
+        os._exit(error.exit_status)
+
+
+def _print(error: AnybatchError) -> None:
+    told = f"anybatch: {error}\n".encode(errors="replace")
+    # Not by `sys.stderr`: the main thread may hold its lock.
+    printing = threading.Thread(target=os.write, args=(2, told), daemon=True)
+    printing.start()
+    printing.join(_PRINT_SECONDS)

@@ -12,6 +12,7 @@ environment alone. What the user has set of it stays.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,6 @@ from urllib.parse import urlsplit
 
 from anybatch.errors import InputError, LaunchError
 from anybatch.launch import first_failure
-from anybatch.launch.hostlist import counts, hosts
 from anybatch.launch.network import (
     LOOPBACK,
     Deadline,
@@ -250,10 +250,27 @@ def _from_slurm(variables: _Variables) -> Membership | None:
     tasks = variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     node = variables.number("SLURM_NODEID")
     if tasks is not None and node is not None:
-        per_node = counts(tasks)
+        per_node = tasks_per_node(tasks)
         local_size = per_node[node] if node < len(per_node) else None
     local_rank = variables.number("SLURM_LOCALID")
     return _checked(variables, rank, world_size, local_rank, local_size, "slurm", "SLURM_PROCID")
+
+
+def first_host(text: str) -> str:
+    """The first name of a Slurm host list: of `node[01-03,7],gpu` it is `node01`. `scontrol show
+    hostnames` would tell, but is not in every container that a job step runs in."""
+    first = re.match(r"(?:[^,\[\]]|\[\d[^\]]*\])+", text)
+    if first is None:
+        raise InputError(f"{text!r} is not a Slurm host list such as node[01-03],gpu.")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """One number per node of `SLURM_TASKS_PER_NODE`: `2(x3),1` is `[2, 2, 2, 1]`."""
+    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
+    if None in parts:
+        raise InputError(f"{text!r} is not a Slurm list of counts such as 2(x3),1.")
+    return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
 
 
 def _from_mpi(variables: _Variables) -> Membership | None:
@@ -389,7 +406,7 @@ def _address(membership: Membership, variables: _Variables, explicit: bool) -> t
     if membership.launcher == "slurm" and not explicit:
         step = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
         if host is None and step is not None:
-            host = LOOPBACK if alone else hosts(step)[0]
+            host = LOOPBACK if alone else first_host(step)
         key = f"{variables.text('SLURM_JOB_ID', 'SLURM_JOBID')}.{variables.text('SLURM_STEP_ID')}"
     elif membership.launcher == "mpi" and not explicit:
         if host is None and alone:

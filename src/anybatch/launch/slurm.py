@@ -1,8 +1,7 @@
 """A training run as a Slurm job: the batch script, and its submission.
 
-submitit writes the script, from typed parameters to `#SBATCH` lines. It would also have each task
-unpickle a function; here each task is one rank of the command that a user would type, which finds its
-membership by itself, so that a job can be read, edited and submitted again by hand.
+Each task of the job is one rank of the command that a user would type, which finds its membership by
+itself, so that a job can be read, edited and submitted again by hand.
 
 A job that may be requeued ends early in one of two ways. Preempted, or on a failed node, Slurm requeues
 it by itself. Short of its time limit, Slurm sends the ranks a signal; they finish their step, save, and
@@ -65,57 +64,45 @@ class Job:
 
 
 def script(job: Job) -> str:
-    """The batch script of `job`.
-
-    Raises:
-        InputError: an attribute cannot be, or submitit is not installed.
-    """
+    """The batch script of `job`. Raises `InputError` for an attribute that cannot be."""
     _check(job)
-    try:
-        from submitit import SlurmExecutor
-    except ImportError as error:
-        raise InputError(
-            "submitit, which writes Slurm's batch scripts, is not installed:"
-            " pip install 'anybatch[slurm]'."
-        ) from error
-
-    class Executor(SlurmExecutor):
-        """Writes scripts where Slurm is not installed, too."""
-
-        @classmethod
-        def affinity(cls) -> int:
-            return 1
-
-    executor = Executor(job.logs)
-    extra: dict[str, str | bool] = {"signal": job.signal}
-    extra["requeue" if job.requeue else "no-requeue"] = True
-    optional = {
+    logs = job.logs.absolute()
+    options = {
+        "job-name": job.name,
+        "output": logs / "%j_0_log.out",
+        "open-mode": "append",
+        "nodes": job.nodes,
+        "ntasks-per-node": job.ranks_per_node,
+        "gpus-per-node": job.gpus_per_node,
+        "cpus-per-task": job.cpus_per_rank,
+        "time": job.time,
         "partition": job.partition,
-        "gpus_per_node": job.gpus_per_node,
-        "cpus_per_task": job.cpus_per_rank,
+        "signal": job.signal,
     }
-    # Since Slurm 22.05 srun does not take over the job's cores per task by itself.
-    cores = [] if job.cpus_per_rank is None else [f"--cpus-per-task={job.cpus_per_rank}"]
-    executor.update_parameters(
-        job_name=job.name,
-        nodes=job.nodes,
-        ntasks_per_node=job.ranks_per_node,
-        stderr_to_stdout=True,
-        wckey=None,
-        time=job.time,
-        additional_parameters=extra,
-        # One rank that fails ends the others, which would wait for it.
-        srun_args=["--kill-on-bad-exit=1", *cores],
-        setup=_setup(job),
-        teardown=_teardown(job),
-        **{key: value for key, value in optional.items() if value is not None},
-    )
-    command = shlex.join([sys.executable, "-u", "-m", "anybatch", *job.arguments])
+    given = [f"{name}={shlex.quote(str(v))}" for name, v in options.items() if v is not None]
+    given.append("requeue" if job.requeue else "no-requeue")
+    run = ["srun", "--unbuffered", "--output", str(logs / "%j_%t_log.out")]
+    run.append("--kill-on-bad-exit=1")  # else the others would wait for a rank that failed
+    if job.cpus_per_rank is not None:
+        # Since Slurm 22.05 srun does not take over the job's cores per task by itself.
+        run.append(f"--cpus-per-task={job.cpus_per_rank}")
+    command = shlex.join([*run, sys.executable, "-u", "-m", "anybatch", *job.arguments])
+    lines = ["#!/bin/bash", *(f"#SBATCH --{option}" for option in given), ""]
     if job.resume:
         command += ' "${again[@]}"'
-    text = executor._make_submission_file_text(command, uid="")
-    # The step says by itself who its tasks are; what submitit adds for its own is not used.
-    return text.replace("export SUBMITIT_EXECUTOR=slurm\n", "").rstrip("\n") + "\n"
+        again = shlex.join(job.resume)
+        lines += [
+            "again=()",
+            f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then again=({again}); fi',
+        ]
+    lines.append(command)
+    if job.requeue:
+        lines += [
+            "status=$?",
+            f'if [ "$status" -eq {STOPPED_EARLY} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+            'exit "$status"',
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def submit(job: Job) -> str:
@@ -160,26 +147,6 @@ def submit(job: Job) -> str:
 def output_of(job: Job, number: str) -> Path:
     """The file that rank 0 of job `number` writes to. Other ranks have theirs beside it."""
     return job.logs.absolute() / f"{number}_0_log.out"
-
-
-def _setup(job: Job) -> list[str] | None:
-    if not job.resume:
-        return None
-    options = shlex.join(job.resume)
-    return [
-        "again=()",
-        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then again=({options}); fi',
-    ]
-
-
-def _teardown(job: Job) -> list[str] | None:
-    if not job.requeue:
-        return None
-    return [
-        "status=$?",
-        f'if [ "$status" -eq {STOPPED_EARLY} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
-        'exit "$status"',
-    ]
 
 
 def _check(job: Job) -> None:

@@ -31,8 +31,7 @@ from typing import Any
 
 from anybatch.errors import name_of
 from anybatch.launch import first_failure
-from anybatch.launch.exits import write_whole, write_word
-from anybatch.launch.forced_exit import prepare
+from anybatch.launch.exits import prepare, write_whole, write_word
 from anybatch.launch.membership import ATTEMPT
 from anybatch.launch.orphan_cleanup import start_time
 from anybatch.process import early_stop_signal, libraries
@@ -110,11 +109,11 @@ def _loaded(payload: Path, path: Path) -> Callable[[], None]:
         if home.startswith("anybatch."):  # before the user's code, which comes with the data
             with libraries.loading():
                 import_module(home)
-        function, args, kwargs = cloudpickle.loads(data)
+        function, args = cloudpickle.loads(data)
     except BaseException as error:
         _write_failure(path, error)
         sys.exit(1)
-    return partial(_call, partial(function, *args, **kwargs), path)
+    return partial(_call, partial(function, *args), path)
 
 
 def _call(function: Callable[[], Any], path: Path) -> None:

@@ -1,5 +1,4 @@
-"""One rank of a run: where data, engine and parallel meet."""
+"""What one rank of a run is made of: its passes, checkpoints, figures and rehearsal."""
 
-from anybatch.rank.rank import REHEARSED_PASSES as REHEARSED_PASSES
-from anybatch.rank.rank import Rank as Rank
+from anybatch.rank.rehearsing import REHEARSED_PASSES as REHEARSED_PASSES
 from anybatch.rank.rehearsing import can_rehearse as can_rehearse

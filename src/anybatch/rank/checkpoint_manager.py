@@ -13,7 +13,7 @@ from anybatch.errors import InputError
 from anybatch.events import CheckpointFailed, CheckpointSaved, Resumed, Sink
 from anybatch.parallel import Group
 from anybatch.parallel.failures import together
-from anybatch.rank.position import Position
+from anybatch.rank.record import Position
 from anybatch.state import Checkpoints, Failed, TrainingState
 
 

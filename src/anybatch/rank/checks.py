@@ -71,12 +71,7 @@ def single_sample(steps: Steps, index: int, norm: str) -> str:
     """The sentence for the step `index`, of one sample, that the BatchNorm `norm` cannot normalise."""
     cannot = f"BatchNorm {norm!r} cannot normalise one: a single value per channel has no variance."
     length, size = steps.num_samples, steps.global_batch
-    if not isinstance(size, int):
-        return (
-            f"step {step_number(index)} has 1 sample, and {cannot} Train with a larger global batch, or"
-            " use a norm that looks at one sample only, such as GroupNorm."
-        )
-    if size == 1 or length == 1 or length is None:
+    if not isinstance(size, int) or size == 1 or length == 1 or length is None:
         return (
             f"step {step_number(index)} has 1 sample, and {cannot} Train with a global batch of at"
             " least 2, or use a norm that looks at one sample only, such as GroupNorm."

@@ -1,25 +1,63 @@
-"""Record: the figures of a run, and the events that open and close it."""
+"""Record: how far a run has come, its figures, and the events that open and close it.
+
+Where the time of a step of several ranks goes:
+
+    rank 0   samples   computing      slower ranks   exchange   update
+    rank 1   samples   computing ------------------> exchange   update
+
+What of the exchange the last backward pass hides is a part of computing, as is all that ranks exchange
+within their passes (sharded parameters).
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
-from anybatch.data import Steps
+from anybatch.data import StepData, Steps
 from anybatch.engine import Meter, Skips
-from anybatch.events import RunEnded, RunStarted
+from anybatch.events import (
+    COMPUTING,
+    EXCHANGE,
+    SAMPLES,
+    SLOWER,
+    UPDATE,
+    RunEnded,
+    RunStarted,
+)
 from anybatch.parallel import Group
 from anybatch.plans import Plan
 from anybatch.rank.checks import versions
-from anybatch.rank.position import Position
-from anybatch.rank.step_parts import predicted_parts
 
 _T = TypeVar("_T")
 
 _METER_SECONDS = 0.5  # reading the kernel's books costs more than a small step
+
+
+@dataclass(slots=True)
+class Position:
+    """How far training has come, the same on all ranks.
+
+    Attributes:
+        step: global steps that are committed, those before a resumption included; so the number of the
+            last one, and the index of the one that comes next.
+        samples_seen: in them, those left out included.
+        epoch: that the next sample is of.
+    """
+
+    step: int = 0
+    samples_seen: int = 0
+    epoch: int = 0
+
+    def advance(self, data: StepData) -> None:
+        """The step of `data` is done."""
+        self.step += 1
+        self.samples_seen += data.num_samples
+        self.epoch = data.next_epoch
 
 
 class Record:
@@ -134,3 +172,41 @@ def _without_first(steps: Iterable[_T]) -> list[_T]:
     """All but the first, which is not typical, unless it is the only one."""
     every = list(steps)
     return every[1:] or every
+
+
+def parts_of(
+    seconds: float,
+    agreed_seconds: float,
+    rank_seconds: Sequence[float],
+    waited_seconds: float,
+    reading_seconds: float = 0.0,
+) -> dict[str, float]:
+    """The seconds of one step by part. They add up to `seconds` where the device tells its time at once
+    (CUDA tells that of the step before).
+
+    Args:
+        seconds: of the step, on rank 0.
+        agreed_seconds: see `StepDone`.
+        rank_seconds: of the passes of each rank, in which it also waits for samples.
+        waited_seconds: for samples in these, on rank 0; taken to be alike on the others.
+        reading_seconds: for samples before them.
+    """
+    slowest = max(rank_seconds)
+    mean = sum(rank_seconds) / len(rank_seconds)
+    exchange = max(0.0, agreed_seconds - slowest)
+    return {
+        COMPUTING: max(0.0, mean - waited_seconds),
+        SLOWER: slowest - mean,
+        EXCHANGE: exchange,
+        UPDATE: max(0.0, seconds - reading_seconds - slowest - exchange),
+        SAMPLES: waited_seconds + reading_seconds,
+    }
+
+
+def predicted_parts(parts: Mapping[str, float]) -> dict[str, float]:
+    """What `Prediction.step_parts` says of these parts."""
+    rest = {"exchange of gradients": EXCHANGE, "update": UPDATE}
+    told = {COMPUTING: 0.0, EXCHANGE: 0.0, UPDATE: 0.0}
+    for part, seconds in parts.items():
+        told[rest.get(part, COMPUTING)] += seconds
+    return told

@@ -29,6 +29,10 @@ from anybatch.planner.reserve import budget_for, reserve_of
 from anybatch.plans import Choice, KernelChoices, Plan, Prediction
 from anybatch.units import format_bytes
 
+REHEARSED_PASSES = 3
+"""Passes of each try of a rehearsal. The first has no gradients to add to, and later ones find the heap
+of a CPU as the passes before them leave it."""
+
 _MOST_TRIES = 5
 _FURTHEST = 8
 """At most so many times the largest micro-batch that fitted so far: peaks lie only nearly on a line."""

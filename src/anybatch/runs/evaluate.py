@@ -22,7 +22,7 @@ from anybatch.compute.building import copy_of
 from anybatch.compute.determinism import one_thread
 from anybatch.errors import InputError
 from anybatch.estimate import Subject, few_collections, subject_of
-from anybatch.events import Evaluated, RunEnded, Sink
+from anybatch.events import Sink
 from anybatch.launch import call, find
 from anybatch.machine import Device, Machine
 from anybatch.parallel import leads
@@ -233,7 +233,19 @@ class _Job:
             event = session.evaluate()
             ended = session.ended(event.seconds, finished=True)
             followed = session.plan
-        return _result(run, task, event, ended, followed, weights)
+        return Evaluation(
+            run=run.folder,
+            task=task.name,
+            step=event.step,
+            weights=weights,
+            loss=event.loss,
+            metrics=event.metrics,
+            samples=event.samples,
+            seconds=event.seconds,
+            plan=followed,
+            predicted_peak_bytes=ended.predicted_peak_bytes,
+            measured_peak_bytes=ended.measured_peak_bytes,
+        )
 
     def _loaded(self) -> Task:
         task = task_of(self.run, self.task, self.settings)
@@ -321,11 +333,8 @@ def _num_processes(before: Plan, ranks: int | None, device: str | None) -> int:
     """Processes to evaluate with on this machine, if this is none of several yet."""
     if ranks is not None or device is not None:
         return ranks or 1
-    return 1 if before.parallel == "single" else _ranks_as_before(before)
-
-
-def _ranks_as_before(before: Plan) -> int:
-    """As many as the run had, if this machine has the devices."""
+    if before.parallel == "single":
+        return 1
     return before.num_ranks if before.device == "cpu" else min(before.num_ranks, default_ranks())
 
 
@@ -339,21 +348,3 @@ def _precision(wanted: str | None) -> Precision | None:
             " fp32 or bf16, or leave it out for that of the run."
         )
     return found
-
-
-def _result(
-    run: PastRun, task: Task, event: Evaluated, ended: RunEnded, plan: Plan, weights: Path
-) -> Evaluation:
-    return Evaluation(
-        run=run.folder,
-        task=task.name,
-        step=event.step,
-        weights=weights,
-        loss=event.loss,
-        metrics=event.metrics,
-        samples=event.samples,
-        seconds=event.seconds,
-        plan=plan,
-        predicted_peak_bytes=ended.predicted_peak_bytes,
-        measured_peak_bytes=ended.measured_peak_bytes,
-    )

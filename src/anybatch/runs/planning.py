@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,29 @@ from anybatch.units import format_bytes
 
 _MOST_REHEARSED_SECONDS = 30.0
 """A try that is predicted to take longer is not made unless it is asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Everything that a plan settles; see `plan` for the attributes."""
+
+    memory: str | int | None = None
+    parallel: Parallel | None = None
+    precision: str = "fp32"
+    micro_batch: int | None = None
+    recompute: str | Recompute | None = None
+    chunked_loss: bool | None = None
+    exchange: Exchange | None = None
+    norms: Norms | None = None
+    sharding: Sharding | None = None
+    balance: Balancing | None = None
+    compile: Compile = False
+    rehearsal: bool | None = None
+
+    def given(self) -> dict[str, Any]:
+        """What is not as it is by default, by name."""
+        told = ((field, getattr(self, field.name)) for field in fields(self))
+        return {field.name: value for field, value in told if value != field.default}
 
 
 def plan(
@@ -142,143 +166,182 @@ def plan(
         PeerFailed, PeerLost: another rank could not plan, or is gone.
     """
     check_task(task)
-    parse_parallel(parallel)
-    checked_ranks(ranks, parallel)
-    parse_norms(norms)
-    parse_balance(balance)
-    parse_compile(compile)
-    _check_sharding(sharding, parallel)
-    if balance is None and exchange is not None and exchange.every > 1:
-        balance = "fixed"  # ranks that take steps by themselves do not tell their times
-    is_reproducible = task.grains is not None
-    if is_reproducible:
-        _check_reproducible(
-            parallel=parallel,
-            micro_batch=micro_batch,
-            chunked_loss=chunked_loss,
-            exchange=exchange,
-            norms=norms,
-            balance=balance,
-            compile=compile,
-        )
-    is_joint = isinstance(task.loss, JointLoss)
-    if is_joint:
-        _check_joint(exchange=exchange, norms=norms)
-    alone = parallel == "single"
-    by_itself = machine is not None or alone
-    if not by_itself:
-        check_started(ranks)
+    options = PlanOptions(
+        memory=memory,
+        parallel=parallel,
+        precision=precision,
+        micro_batch=micro_batch,
+        recompute=recompute,
+        chunked_loss=chunked_loss,
+        exchange=exchange,
+        norms=norms,
+        sharding=sharding,
+        balance=balance,
+        compile=compile,
+        rehearsal=rehearsal,
+    )
+    return _Planning(task, machine, ranks, options, frontier, watch).plan()
 
-    limited = memory is not None or (machine is not None and machine.is_limited)
-    remembers = machine is None and rehearsal is None
-    place: Remembered | None = None  # on the rank that makes the plan
 
-    def make(devices: Sequence[Device], link: Link | None, anew: bool = not remembers) -> Plan:
-        nonlocal place
-        wanted = parse_open_precision(precision)
-        told: dict[str, None] = {}  # each once
+class _Planning:
+    """One call of `plan`, see there for the arguments."""
+
+    def __init__(
+        self,
+        task: Task,
+        machine: Machine | None,
+        ranks: int | None,
+        options: PlanOptions,
+        frontier: bool,
+        watch: Callable[[str], None] | None,
+    ) -> None:
+        exchange = options.exchange
+        if options.balance is None and exchange is not None and exchange.every > 1:
+            # Ranks that take steps by themselves do not tell their times.
+            options = replace(options, balance="fixed")
+        _check(task, ranks, options)
+        self._by_itself = machine is not None or options.parallel == "single"
+        if not self._by_itself:
+            check_started(ranks)
+        self._task = task
+        self._machine = machine
+        self._ranks = ranks
+        self._options = options
+        self._frontier = frontier
+        self._watch = watch
+        self._limited = options.memory is not None or (machine is not None and machine.is_limited)
+        self._remembered: Remembered | None = None  # on the rank that makes the plan
+
+    def plan(self) -> Plan:
+        """The plan, rehearsed where it can be. All ranks call it."""
+        task, options = self._task, self._options
+        is_here = self._machine is None
+        with nullcontext() if self._by_itself else joined():
+            self._together = is_here and are_several()
+            self._devices = devices_of(self._machine, options.memory, self._ranks, options.parallel)
+            self._link = None
+            if self._together and options.parallel != "single":
+                held = options.memory is not None and options.compile is not True
+                self._link = _measured_link(self._watch, held)
+            # As the run will compute, so that what is predicted is what is run.
+            on_cpu = any(device.kind == "cpu" for device in self._devices)
+            with one_thread() if task.grains is not None and on_cpu else nullcontext():
+                made = self._made()
+                if is_here and _is_rehearsed(task, made, options.rehearsal):
+                    made = self._rehearsed(made)
+                    if self._remembered is not None:
+                        self._remembered.keep(made)
+                else:
+                    made = _returning(made)
+        return made if options.exchange is None else made.exchanging(options.exchange)
+
+    def _rehearsed(self, made: Plan) -> Plan:
+        """`made` as measured; made anew if it was remembered and no longer fits."""
+        if self._watch is not None:
+            self._watch("rehearsal")
+        if _is_remembered(made):
+            found = _rehearsed_again(self._task, made)
+            if found is not None:
+                return found
+            made = self._made(anew=True)
+        return _rehearsed(self._task, made, is_fixed=self._options.micro_batch is not None)
+
+    def _made(self, anew: bool = False) -> Plan:
+        """The plan that rank 0 makes or, unless `anew`, remembers."""
+        try:
+            one = partial(self._one, self._devices, anew)
+            return by_rank_0(one) if self._together else one()
+        except NoPlanFits as error:
+            if (
+                self._machine is None
+                and not self._together
+                and self._options.rehearsal is not False
+            ):
+                enough = partial(self._one, anew=True)
+                raise _measured_refusal(error, self._task, self._devices, enough) from None
+            raise
+
+    def _one(self, devices: Sequence[Device], anew: bool) -> Plan:
+        """The plan for `devices`, on this rank."""
+        options, told = self._options, self._notices(devices)
+        leanest = min(devices, key=lambda device: device.budget_bytes)
+        with few_collections():
+            subject = subject_of(self._task)
+            wishes = self._wishes(subject)
+            before: Plan | None = None
+            if self._machine is None and options.rehearsal is None:
+                # The budget is a fact of the devices; the rest of what was asked for is in the key.
+                asked = asdict(replace(options, memory=None)) | {"vary": wishes.shapes_vary}
+                key = key_of(subject, devices, self._limited, asked)
+                passing = tuple(budget_notices(subject, leanest, self._limited))
+                self._remembered = Remembered(key, self._frontier, passing)
+                if not anew:
+                    before, is_complete = self._remembered.recall(leanest)
+                    if before is not None and is_complete:
+                        return before
+            is_reproducible = self._task.grains is not None
+            # Ranks that meet inside passes exchange exactly, and nothing else there.
+            exact = options.exchange is None or options.exchange.is_exact
+            divisible = exact and not is_reproducible
+            is_joint = isinstance(self._task.loss, JointLoss)
+            made = make_plan(
+                subject,
+                leanest,
+                wishes,
+                limited=self._limited,
+                layouts=layouts_of(
+                    devices,
+                    options.parallel,
+                    "fixed" if is_reproducible else options.balance,
+                    divisible=divisible,
+                    link=self._link,
+                    sharding=options.sharding,
+                    exchange=options.exchange,
+                ),
+                norms=options.norms if divisible and not is_joint else "ghosts",
+                notices=(
+                    *default_ghost_notice(subject.identity.ghost_batch, self._task.ghost_batch),
+                    *_size_notice(self._task),
+                    *told,
+                    *_length_notice(subject, cut_by_size=not is_reproducible),
+                    *(() if is_reproducible else subject.depends),
+                ),
+            )
+            return made if before is None else _with_frontier(before, made)
+
+    def _notices(self, devices: Sequence[Device]) -> Sequence[str]:
+        """What is to be said of the devices, each once. Raises `InputError`."""
+        wanted = parse_open_precision(self._options.precision)
+        told: dict[str, None] = {}
         if wanted is not None:
             for device in devices:
                 check_available(wanted, device)
                 told |= dict.fromkeys(precision_notices(wanted, device))
         if any(device.kind == "cuda" for device in devices):
             told |= dict.fromkeys(allocator_notices())
-        with few_collections():
-            subject = subject_of(task)
-            wishes = Wishes(
-                precision=wanted,
-                micro_batch=subject.identity.grain or micro_batch,
-                recompute=_recompute(recompute, subject),
-                chunked_loss=False if is_reproducible else parse_chunked_loss(chunked_loss),
-                frontier=frontier,
-                watch=watch,
-                compile=compile,
-                shapes_vary=task.lengths is not None or task.collate is not None,
-            )
-            leanest = min(devices, key=lambda device: device.budget_bytes)
-            before: Plan | None = None
-            if remembers:
-                asked = {
-                    "parallel": parallel,
-                    "sharding": sharding,
-                    "balance": balance,
-                    "norms": norms,
-                    "exchange": exchange,
-                    **asdict(replace(wishes, watch=None, frontier=False)),
-                }
-                key = key_of(subject, devices, limited, asked)
-                passing = tuple(budget_notices(subject, leanest, limited))
-                place = Remembered(key, frontier, passing)
-                before, is_complete = (None, False) if anew else place.recall(leanest)
-                if before is not None and is_complete:
-                    return before
-            # Ranks that meet inside passes exchange exactly, and nothing else there.
-            exact = (exchange is None or exchange.is_exact) and not is_reproducible
-            made = make_plan(
-                subject,
-                leanest,
-                wishes,
-                limited=limited,
-                layouts=layouts_of(
-                    devices,
-                    parallel,
-                    "fixed" if is_reproducible else balance,
-                    divisible=exact,
-                    link=link,
-                    sharding=sharding,
-                    exchange=exchange,
-                ),
-                norms=norms if exact and not is_joint else "ghosts",
-                notices=(
-                    *default_ghost_notice(subject.identity.ghost_batch, task.ghost_batch),
-                    *_size_notice(task),
-                    *told,
-                    *_length_notice(subject, cut_by_size=not is_reproducible),
-                    *(() if is_reproducible else subject.depends),
-                ),
-            )
-            if before is None:
-                return made
-            # Times that are predicted now, corrected as those were that are remembered.
-            both = ((before.predicted_seconds(p.choice), p.step_seconds) for p in made.frontier)
-            factor = next((then / now for then, now in both if then and now), 1.0)
-            made = made.slowed(factor)
-            return before.model_copy(update={"frontier": made.frontier, "rejected": made.rejected})
+        return list(told)
 
-    with nullcontext() if by_itself else joined():
-        together = machine is None and are_several()
-        devices = devices_of(machine, memory, ranks, parallel)
-        link = None
-        if together and not alone:
-            link = _measured_link(watch, held=memory is not None and compile is not True)
-        # As the run will compute, so that what is predicted is what is run.
-        on_cpu = any(device.kind == "cpu" for device in devices)
-        with one_thread() if is_reproducible and on_cpu else nullcontext():
+    def _wishes(self, subject: Subject) -> Wishes:
+        options, task = self._options, self._task
+        chunked = False if task.grains is not None else parse_chunked_loss(options.chunked_loss)
+        return Wishes(
+            precision=parse_open_precision(options.precision),
+            micro_batch=subject.identity.grain or options.micro_batch,
+            recompute=_recompute(options.recompute, subject),
+            chunked_loss=chunked,
+            frontier=self._frontier,
+            watch=self._watch,
+            compile=options.compile,
+            shapes_vary=task.lengths is not None or task.collate is not None,
+        )
 
-            def planned(anew: bool = False) -> Plan:
-                try:
-                    one = partial(make, devices, link, anew)
-                    return by_rank_0(one) if together else one()
-                except NoPlanFits as error:
-                    if machine is None and not together and rehearsal is not False:
-                        enough = partial(make, link=link, anew=True)
-                        raise _measured_refusal(error, task, devices, enough) from None
-                    raise
 
-            made = planned()
-            if machine is None and _is_rehearsed(task, made, rehearsal):
-                if watch is not None:
-                    watch("rehearsal")
-                found = _rehearsed_again(task, made) if _is_remembered(made) else None
-                if found is None:
-                    made = planned(anew=True) if _is_remembered(made) else made
-                    found = _rehearsed(task, made, is_fixed=micro_batch is not None)
-                made = found
-                if place is not None:
-                    place.keep(made)
-            else:
-                made = _returning(made)
-    return made if exchange is None else made.exchanging(exchange)
+def _with_frontier(before: Plan, made: Plan) -> Plan:
+    """`before`, which is remembered, with the frontier of `made`, whose times are corrected as those
+    were that are remembered."""
+    both = ((before.predicted_seconds(p.choice), p.step_seconds) for p in made.frontier)
+    made = made.slowed(next((then / now for then, now in both if then and now), 1.0))
+    return before.model_copy(update={"frontier": made.frontier, "rejected": made.rejected})
 
 
 def with_norms(task: Task, norms: str | None) -> tuple[Task, Norms | None]:
@@ -288,65 +351,69 @@ def with_norms(task: Task, norms: str | None) -> tuple[Task, Norms | None]:
     return replace(task, ghost_batch=largest_batch(task)) if as_written else task, where
 
 
-def _check_reproducible(
-    *,
-    parallel: Parallel | None,
-    micro_batch: int | None,
-    chunked_loss: bool | None,
-    exchange: Exchange | None,
-    norms: Norms | None,
-    balance: Balancing | None,
-    compile: Compile,
-) -> None:
-    """Raises `InputError` for a wish that would make the bits of a reproducible run depend on it."""
-    why = {
-        "parallel": (
-            parallel not in (None, "single", "replicate"),
-            parallel,
-            "gradients are then added up in another order: leave it out, or take 'replicate'",
-        ),
-        "micro_batch": (
-            micro_batch is not None,
-            micro_batch,
-            "a pass is a grain: set that of the task (--grain, anybatch.Grains)",
-        ),
-        "chunked_loss": (chunked_loss is True, True, "chunks round otherwise: leave it out"),
-        "exchange": (
-            exchange is not None and not exchange.is_exact,
-            exchange.describe() if exchange else "",
-            "the result then depends on the number of ranks: leave it out",
-        ),
-        "norms": (norms == "synchronised", norms, "its sums depend on the ranks: leave it out"),
-        "balance": (balance == "measured", balance, "ranks take whole parts: leave it out"),
-        "compile": (bool(compile), compile, "compiled kernels round otherwise: leave it out"),
-    }
-    _refuse(why, "the run is to be reproducible")
-
-
-def _check_sharding(sharding: Sharding | None, parallel: Parallel | None) -> None:
-    """Raises `InputError` if a model is to be divided in some way, and not to be divided."""
-    if sharding is not None and parallel not in (None, "shard"):
+def _check(task: Task, ranks: int | None, options: PlanOptions) -> None:
+    """Raises `InputError` for a wish that cannot be, or that this task rules out."""
+    parse_parallel(options.parallel)
+    checked_ranks(ranks, options.parallel)
+    parse_norms(options.norms)
+    parse_balance(options.balance)
+    parse_compile(options.compile)
+    parallel, exchange, norms = options.parallel, options.exchange, options.norms
+    if options.sharding is not None and parallel not in (None, "shard"):
         raise InputError(
             f"parallel is {parallel!r} and sharding is given, which is for models that are divided over"
             " ranks: leave one of them out, or make parallel 'shard'."
         )
-
-
-def _check_joint(*, exchange: Exchange | None, norms: Norms | None) -> None:
-    """Raises `InputError` for a wish that a loss which compares the samples of all ranks rules out."""
-    why = {
-        "exchange": (
-            exchange is not None and (exchange.every > 1 or exchange.stale),
-            exchange.describe() if exchange else "",
-            "samples are compared as the same weights encode them: leave it out",
-        ),
-        "norms": (
-            norms == "synchronised",
-            norms,
-            "its ranks meet inside every pass: leave it out, ghost batches give the same result",
-        ),
-    }
-    _refuse(why, "the loss compares all samples of the global batch (JointLoss)")
+    told = exchange.describe() if exchange else ""
+    if task.grains is not None:
+        why = {
+            "parallel": (
+                parallel not in (None, "single", "replicate"),
+                parallel,
+                "gradients are then added up in another order: leave it out, or take 'replicate'",
+            ),
+            "micro_batch": (
+                options.micro_batch is not None,
+                options.micro_batch,
+                "a pass is a grain: set that of the task (--grain, anybatch.Grains)",
+            ),
+            "chunked_loss": (
+                options.chunked_loss is True,
+                True,
+                "chunks round otherwise: leave it out",
+            ),
+            "exchange": (
+                exchange is not None and not exchange.is_exact,
+                told,
+                "the result then depends on the number of ranks: leave it out",
+            ),
+            "norms": (norms == "synchronised", norms, "its sums depend on the ranks: leave it out"),
+            "balance": (
+                options.balance == "measured",
+                options.balance,
+                "ranks take whole parts: leave it out",
+            ),
+            "compile": (
+                bool(options.compile),
+                options.compile,
+                "compiled kernels round otherwise: leave it out",
+            ),
+        }
+        _refuse(why, "the run is to be reproducible")
+    if isinstance(task.loss, JointLoss):
+        why = {
+            "exchange": (
+                exchange is not None and (exchange.every > 1 or exchange.stale),
+                told,
+                "samples are compared as the same weights encode them: leave it out",
+            ),
+            "norms": (
+                norms == "synchronised",
+                norms,
+                "its ranks meet inside every pass: leave it out, ghost batches give the same result",
+            ),
+        }
+        _refuse(why, "the loss compares all samples of the global batch (JointLoss)")
 
 
 def _refuse(why: Mapping[str, tuple[bool, object, str]], since: str) -> None:
@@ -447,26 +514,11 @@ def _rehearsed(task: Task, plan: Plan, is_fixed: bool) -> Plan:
     return _returning(plan) if found is None else as_measured(found, plan)
 
 
-def serves_again(
-    before: Plan,
-    task: Task,
-    *,
-    memory: str | int | None = None,
-    ranks: int | None = None,
-    parallel: Parallel | None = None,
-    precision: str = "fp32",
-    micro_batch: int | None = None,
-    recompute: str | Recompute | None = None,
-    chunked_loss: bool | None = None,
-    exchange: Exchange | None = None,
-    norms: Norms | None = None,
-    sharding: Sharding | None = None,
-    balance: Balancing | None = None,
-    compile: Compile = False,
-) -> bool:
+def serves_again(before: Plan, task: Task, ranks: int | None, options: PlanOptions) -> bool:
     """Whether `before`, a plan for `task`, is for the same ranks, devices, budget and wishes as one
-    that `plan` would make of these arguments. With several ranks all of them have to ask."""
-    devices = devices_of(None, memory, ranks, parallel)
+    that `plan` would make with these options. With several ranks all of them have to ask."""
+    memory, compile = options.memory, options.compile
+    devices = devices_of(None, memory, ranks, options.parallel)
     leanest = min(devices, key=lambda device: device.budget_bytes)
     kernels, on_cpu = before.kernels, before.device == "cpu"
     return (
@@ -478,17 +530,17 @@ def serves_again(
         and before.device_name == leanest.name
         and before.enforced == (memory is not None and not (compile is True and on_cpu))
         and (memory is None or before.budget_bytes == leanest.budget_bytes)
-        and parse_open_precision(precision) in (None, before.choice.precision)
+        and parse_open_precision(options.precision) in (None, before.choice.precision)
         and (kernels.compile_if_faster == "no") == (compile != "if-faster")
         and (compile == "if-faster" or kernels.compile == compile)
-        and (parallel is None or before.parallel == parallel)
-        and before.exchange == (exchange or Exchange())
-        and norms in (None, before.norms)
-        and (sharding is None or before.sharding == sharding)
-        and (balance is None or before.balance == balance)
-        and micro_batch is None
-        and recompute is None
-        and chunked_loss in (None, bool(before.choice.chunked_head))
+        and (options.parallel is None or before.parallel == options.parallel)
+        and before.exchange == (options.exchange or Exchange())
+        and options.norms in (None, before.norms)
+        and (options.sharding is None or before.sharding == options.sharding)
+        and (options.balance is None or before.balance == options.balance)
+        and options.micro_batch is None
+        and options.recompute is None
+        and options.chunked_loss in (None, bool(before.choice.chunked_head))
     )
 
 

@@ -25,7 +25,7 @@ from anybatch.insight.scaling import Scaled
 from anybatch.machine import Machine
 from anybatch.plans import Parallel
 from anybatch.process.threads import num_cores
-from anybatch.rank.step_parts import predicted_parts
+from anybatch.rank.record import predicted_parts
 from anybatch.runs.planning import default_ranks, plan
 from anybatch.runs.train import train
 from anybatch.task import Task, check_task

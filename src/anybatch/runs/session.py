@@ -12,29 +12,120 @@ by all of them together.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 from torch import nn
 
-from anybatch.engine import Watchdog, at_work, checked_seconds
+from anybatch.batch_rule import Ramp
+from anybatch.compute import Replica, kernel_choices
+from anybatch.compute.building import checked_optimizer, optimizer_for, place
+from anybatch.compute.determinism import deterministic
+from anybatch.compute.modes import into_training
+from anybatch.compute.precision import check_available
+from anybatch.compute.synchronised_norm import SingleValue
+from anybatch.data import (
+    Extent,
+    StepData,
+    StreamLoader,
+    is_map_style,
+    largest_batch,
+    num_samples_of,
+    open_training,
+)
+from anybatch.engine import (
+    Committed,
+    CompileTrial,
+    Evaluation,
+    Keyed,
+    KeyedByGrain,
+    LearningRate,
+    Meter,
+    OneByOne,
+    PassedOver,
+    Rehearsed,
+    SetAside,
+    Skips,
+    Together,
+    Transactions,
+    Trial,
+    Watchdog,
+    at_work,
+    checked_seconds,
+    make_limit,
+    to_reserve,
+)
 from anybatch.engine.process import use_one_heap
-from anybatch.errors import InputError, StopTraining
-from anybatch.events import Evaluated, Event, Resumed, RunEnded, RunStarted, Sink, StepDone
+from anybatch.errors import InputError, PeerLost, StopTraining
+from anybatch.estimate import identify
+from anybatch.events import (
+    Evaluated,
+    Event,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Sink,
+    StepDone,
+    step_number,
+)
 from anybatch.launch import find, join, leave, open_board
 from anybatch.machine import Machine
 from anybatch.oom import is_limited
-from anybatch.parallel import Group, Wish, group_of
-from anybatch.plans import Plan
+from anybatch.parallel import Wish, group_of
+from anybatch.parallel.failures import together
+from anybatch.plans import Choice, KernelChoices, Plan
 from anybatch.process.control_group import cores_of_group
-from anybatch.process.threads import num_cores
-from anybatch.rank import Rank, can_rehearse
-from anybatch.state import Checkpoints
-from anybatch.task import Task
+from anybatch.process.cuda_driver import take_workspaces
+from anybatch.process.threads import Stopwatch, num_cores
+from anybatch.rank.batches import Batches
+from anybatch.rank.checkpoint_manager import CheckpointManager
+from anybatch.rank.checks import (
+    check_alike,
+    check_can_compare,
+    check_can_skip,
+    compilable,
+    single_sample,
+    versions,
+)
+from anybatch.rank.data_wait import DataWait
+from anybatch.rank.pace import Pace
+from anybatch.rank.passes import Cutting, GlobalStep
+from anybatch.rank.record import Position, Record, parts_of
+from anybatch.rank.rehearsing import REHEARSED_PASSES, Rehearsing, can_rehearse
+from anybatch.state import Checkpoints, TrainingState, frozen_checksums, load_weights
+from anybatch.task import Progress, Task
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+RENDEZVOUS_SECONDS = 300.0
+"""How long ranks wait for each other before the first step."""
+
+
+def _at_work(
+    what: str,
+) -> Callable[[Callable[Concatenate[Session, P], T]], Callable[Concatenate[Session, P], T]]:
+    """A method that the watchdog watches, under the plan's budget; `what` names its beginning."""
+
+    def decorated(
+        method: Callable[Concatenate[Session, P], T],
+    ) -> Callable[Concatenate[Session, P], T]:
+        @wraps(method)
+        def watched(self: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            self._opened  # noqa: B018 - raises
+            with at_work(), self._pulse.at_work(what):
+                self._pulse.step = self._position.step
+                return method(self, *args, **kwargs)
+
+        return watched
+
+    return decorated
 
 
 class Session:
@@ -77,38 +168,35 @@ class Session:
         self._folder = None if checkpoints is None else Path(checkpoints)
         self._keep = keep
         self._task = task
-        self._given = plan
+        self._planned = plan
         self._trial = trial
         self._sinks = tuple(sinks)
         self._stall_seconds = checked_seconds(stall_seconds)
-        self._running: Rank | None = None
         self._model: nn.Module | None = None
         self._last = plan
+        self._is_open = False
 
     def __enter__(self) -> Self:
+        self._constructed = dict(vars(self))
+        plan = self._given = self._planned
         with ExitStack() as stack:
-            if self._given.parallel != "single":
+            undo = stack.enter_context(ExitStack())
+            undo.callback(self._let_go)
+            if plan.parallel != "single":
                 stack.enter_context(joined())
-            group, name = stack.enter_context(group_of(self._given))
+            self._group, name = stack.enter_context(group_of(plan))
             Machine.here(device=name)  # or says that there is no such device
-            device = torch.device(name)
-            self._leader = group.rank == 0
-            self._watchdog = self._watched(stack, group.rank, group.size)
-            pulse = self._watchdog.pulse(group.rank)
-            checkpoints = self._open_checkpoints(group)
-            with at_work(), pulse.at_work("set-up"):
-                rank = Rank(
-                    self._task,
-                    self._given,
-                    group,
-                    device,
-                    self.emit,
-                    pulse,
-                    checkpoints,
-                    self._trial,
-                )
-            self._running = rank
-            self._model = rank.model
+            self._device = torch.device(name)
+            self._leader = self._group.rank == 0
+            self._watchdog = self._watched(stack)
+            self._pulse = self._watchdog.pulse(self._group.rank)
+            # What checkpoints need of memory is not training's.
+            folder = self._folder
+            checkpoints = folder and Checkpoints(folder, self._group, keep=self._keep)
+            with at_work(), self._pulse.at_work("set-up"):
+                self._set_up(checkpoints)
+            undo.pop_all()
+            self._is_open = True
             self._stack = stack.pop_all()
         return self
 
@@ -118,24 +206,33 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        rank = self._rank
-        self._last = rank.plan
-        self._running = None
-        with self._stack:
-            rank.close()
+        self._last = self._engine.plan
+        self._is_open = False
+        try:
+            with self._stack, at_work(), self._pulse.at_work("closing"), self._undo:
+                self._replica.switch_optimizer(training=False)
+        finally:
+            self._let_go("_last", "_model", "_leader")
+
+    def _let_go(self, *kept: str) -> None:
+        """Be as constructed, but for `kept`. The parts know the session as their sink: that cycle keeps
+        the optimizer's states until somebody collects garbage."""
+        before = self._constructed | {name: vars(self)[name] for name in kept}
+        vars(self).clear()
+        vars(self).update(before)
 
     @property
     def model(self) -> nn.Module:
         """The user's module, trained so far."""
         if self._model is None:
-            self._rank  # noqa: B018 - raises
+            self._opened  # noqa: B018 - raises
         assert self._model is not None
         return self._model
 
     @property
     def plan(self) -> Plan:
         """The plan that is followed now, or was at the end."""
-        return self._running.plan if self._running else self._last
+        return self._engine.plan if self._is_open else self._last
 
     @property
     def is_leader(self) -> bool:
@@ -145,7 +242,7 @@ class Session:
     @property
     def num_steps(self) -> int:
         """Global steps that are committed, those before a resumption included."""
-        return self._rank.num_steps
+        return self._opened._position.step
 
     @property
     def keeps(self) -> bool:
@@ -155,55 +252,56 @@ class Session:
     @property
     def total_steps(self) -> int | None:
         """Global steps in all; None for a stream of unknown length."""
-        return self._rank.total_steps
+        return self._opened._steps.total_steps
 
     @property
     def evaluated_now(self) -> bool:
         """Whether the model was evaluated since the last step."""
-        return self._rank.evaluated_now
+        last = self.last_evaluation
+        return last is not None and last.step == self._position.step
 
     @property
     def last_evaluation(self) -> Evaluated | None:
         """The last evaluation, or None if there was none."""
-        return self._rank.last_evaluation
+        return self._opened._last_evaluation
 
     @property
     def peak_bytes(self) -> int:
         """Most memory that training has used so far, on this rank's device, above the baseline."""
-        return self._rank.peak_bytes
+        return self._opened._meter.peak_bytes()
 
     @property
     def wish(self) -> Wish:
         """What this rank wishes all to do, `Wish.SAVE` or `Wish.STOP`. To be set at any time; the next
         step's vote carries it to all ranks, and `wished` tells it there. It stays until it is taken
         back."""
-        return self._rank.wish
+        return self._opened._engine.wish
 
     @wish.setter
     def wish(self, wish: Wish) -> None:
-        self._rank.wish = wish
+        self._opened._engine.wish = wish
 
     @property
     def stops(self) -> bool:
         """Whether this rank wishes to stop, which `wished` tells as `Wish.STOP`. For signal handlers:
         what one adds to `wish` is lost if it comes while the loop, too, changes `wish`."""
-        return self._rank.stops
+        return self._opened._engine.stops
 
     @stops.setter
     def stops(self, stops: bool) -> None:
-        self._rank.stops = stops
+        self._opened._engine.stops = stops
 
     @property
     def wished(self) -> Wish:
         """What any rank wished before the last step, the same on all ranks. To save and to stop is for
         whoever owns the loop."""
-        return self._rank.wished
+        return self._opened._wished
 
     @property
     def failed_together(self) -> bool:
         """Whether the error that ended `steps` was met by all ranks at the same place: then they can
         still save."""
-        return self._rank.failed_together
+        return self._opened._engine.failed_together
 
     def steps(self) -> Iterator[StepDone]:
         """Do the global steps that are left, one each time the next value is asked for.
@@ -214,12 +312,13 @@ class Session:
                 the last committed step left it.
             PeerFailed, PeerLost: another rank raised an error, or is gone.
         """
-        self._rank.begin()
-        while Wish.END not in self._rank.wished and (event := self._rank.step()) is not None:
+        self._opened._begin()
+        while Wish.END not in self._wished and (event := self._step()) is not None:
             for stalled in self._watchdog.stalled():
                 self.emit(stalled)
             yield event
 
+    @_at_work("rehearsing")
     def rehearsed(self, is_fixed: bool = False) -> Plan | None:
         """The plan that passes over the first samples confirm on this device, with the peak and the
         time that they were measured to take. All ranks call it, before the first step; nothing of the
@@ -236,8 +335,37 @@ class Session:
             raise InputError(
                 "a rehearsal is for ranks that hold the whole model each and meet once per step."
             )
-        return self._rank.rehearsed(is_fixed)
+        self._loader.begin(max(self._position.step, self._steps.largest_step), self._cut)
+        data = self._next()
+        if data is None:
+            return None
+        source, group = self._source(data), self._group
+        plan, run = self._engine.plan, self._engine.rehearsal.run
 
+        def rehearse(choice: Choice, kernels: KernelChoices | None) -> Rehearsed | None:
+            mine = together(
+                group,
+                lambda: run(data.index, source, choice, plan.choice, REHEARSED_PASSES, kernels),
+            )
+            everyone = self._exchanged(mine)
+            found = [one for one in everyone if one is not None]
+            if len(found) < len(everyone):
+                return None
+            return Rehearsed(
+                max(one.seconds for one in found),
+                max(one.peak_bytes for one in found),
+                all(one.fits for one in found),
+            )
+
+        used = max(self._exchanged(self._meter.used_bytes()))
+        return Rehearsing(plan, self._replica, rehearse, used, is_fixed).plan()
+
+    def _exchanged(self, mine: T) -> Sequence[T]:
+        """What each rank gives."""
+        with self._engine.crossing.open():
+            return self._group.exchange(mine)
+
+    @_at_work("saving")
     def save(self, wait: bool = False) -> None:
         """Save everything that outlives a step. All ranks call it, after the same step. The bytes are
         written while training goes on, where there is memory for a copy of them; `wait` for them.
@@ -245,14 +373,20 @@ class Session:
         Whether it worked is told by an event, `CheckpointSaved` or `CheckpointFailed`: a full disk does
         not end training. Raises `InputError` if the session has no folder for checkpoints.
         """
-        self._check_folder()
-        self._rank.save(at_once=wait)
-        self._rank.saved(wait)
+        archive = self._checked_archive()
+        self._engine.settle()
+        facts = {"plan": self.plan.model_dump(mode="json"), "versions": versions()}
+        last = self._last_evaluation if self.evaluated_now else None
+        with self.to_be_evaluated():  # as it is evaluated and exported
+            archive.save(facts, last.loss if last else None, at_once=wait)
+        archive.tell(wait)
 
+    @_at_work("saving")
     def saved(self, wait: bool = False) -> None:
         """Tell, by events, what has become of the checkpoints begun so far; `wait` for those that are
         still being written."""
-        self._rank.saved(wait)
+        if self._archive is not None:
+            self._archive.tell(wait)
 
     def resume(self) -> bool:
         """Go on from the newest intact checkpoint, if there is one: with the parameters, the optimizer,
@@ -267,12 +401,13 @@ class Session:
             self.emit(event)
         return event is not None
 
+    @_at_work("resuming")
     def resumed(self) -> Resumed | None:
         """As `resume`, and the event that tells of it; `train` emits it, after that which opens a
         run."""
-        self._check_folder()
-        return self._rank.resume()
+        return self._checked_archive().resume()
 
+    @_at_work("reading weights")
     def take_checkpoint(self, step: int | None = None) -> Path:
         """Have the weights, and only these, of the newest intact checkpoint, or of the one of `step`,
         to evaluate or predict with. All ranks call it. Nothing in the folder is touched. Returns where
@@ -280,9 +415,9 @@ class Session:
 
         Raises `InputError` if there is none, it is of another model, or it is damaged.
         """
-        self._check_folder()
-        return self._rank.take_checkpoint(step)
+        return self._checked_archive().take_weights(step)
 
+    @_at_work("reading weights")
     def take_weights(self, path: str | Path, step: int = 0, epoch: int = 0) -> None:
         """Have the weights in the file `path`, as `load_weights` reads it, to evaluate or predict with.
         All ranks call it. What the file holds beside them while it is read is not counted as memory of
@@ -294,14 +429,44 @@ class Session:
 
         Raises `InputError` if there is no such file, it is damaged, or it is for another model.
         """
-        self._rank.take_weights(Path(path), step, epoch)
+        with self._limit.lifted(), self._meter.aside():
+            together(self._group, lambda: load_weights(self.model, Path(path)))
+        self._group.restored()
+        self._position.step, self._position.epoch = step, epoch
 
+    @_at_work("evaluation")
     def evaluate(self) -> Evaluated:
         """Evaluate on all held-out samples, each once, under the plan's own batch.
 
         Raises `InputError` if the task has none.
         """
-        return self._rank.evaluate()
+        if self._task.valid is None:
+            raise InputError(
+                f"the task {self._task.name!r} has no held-out data to evaluate on: give it valid=..."
+            )
+        self._engine.settle()
+        begun = time.perf_counter()
+        with self._failing_together(), self.to_be_evaluated():
+            found, self._engine.plan = self._evaluation.means(
+                self._engine.plan,
+                self._position.step,
+                partial(self._batches.of, self._task.valid, skips=self._skips),
+                self._task.loss,
+                self._task.metrics,
+                Together(largest_batch(self._task), not is_map_style(self._task.valid)),
+            )
+        event = Evaluated(
+            time=time.time(),
+            step=self._position.step,
+            epoch=self._position.epoch,
+            samples=found.samples,
+            loss=found.loss,
+            seconds=time.perf_counter() - begun,
+            metrics=found.metrics,
+        )
+        self._last_evaluation = event
+        self.emit(event)
+        return event
 
     def predict(
         self, data: Any, output: Callable[[nn.Module, Any], Any] | None = None
@@ -315,8 +480,21 @@ class Session:
 
         Raises `NoPlanFits` if there is no room for a single sample.
         """
-        yield from self._rank.predict(data, output or _call)
+        outputs = self._opened._evaluation.outputs(
+            self._engine.plan,
+            self._position.step,
+            partial(self._batches.of, data, alone=True),
+            output or _call,
+        )
+        while True:
+            with at_work(), self.to_be_evaluated():
+                found = next(outputs, None)
+            if found is None:
+                return
+            result, self._engine.plan = found
+            yield result
 
+    @_at_work("prediction")
     def predict_all(self, data: Any, output: Callable[[nn.Module, Any], Any] | None = None) -> Any:
         """What the model gives for all of `data`, in its order, on the host of every rank: each rank
         predicts a part. All ranks call it. The loss of each held-out sample, say:
@@ -338,20 +516,29 @@ class Session:
             InputError: the outputs cannot be joined.
             PeerFailed, PeerLost: another rank raised an error, or is gone.
         """
-        return self._rank.predict_all(data, output or _call)
+        with self.to_be_evaluated():
+            result, self._engine.plan = self._evaluation.gathered(
+                self._engine.plan,
+                self._position.step,
+                partial(self._batches.of, data),
+                output or _call,
+                interleaved=not is_map_style(data),
+            )
+        return result
 
     def started(self) -> RunStarted:
         """The event that opens a run; `train` emits it."""
-        return self._rank.started()
+        return self._opened._record.started(self._given)
 
+    @_at_work("ending")
     def ended(self, seconds: float, finished: bool, reason: str = "") -> RunEnded:
         """The event that closes a run; `train` emits it. If `finished`, all ranks must call it."""
-        return self._rank.ended(seconds, finished, reason)
+        return self._record.ended(self._given, self.plan, seconds, finished, reason)
 
     def to_be_evaluated(self) -> AbstractContextManager[None]:
         """Around what evaluates or saves `model` by itself, between two steps: an optimizer that has
         modes (a schedule-free one) is in evaluation mode, and with it the weights."""
-        return self._rank.to_be_evaluated()
+        return self._opened._replica.to_be_evaluated()
 
     def emit(self, event: Event) -> None:
         """Give `event` to all sinks, on rank 0. After one that raises `StopTraining` the others have it
@@ -362,40 +549,397 @@ class Session:
             try:
                 sink(event)
             except StopTraining:
-                if self._running is not None:
-                    self._running.wish |= Wish.END
+                if self._is_open:
+                    self._engine.wish |= Wish.END
 
-    def _watched(self, stack: ExitStack, rank: int, size: int) -> Watchdog:
+    def _watched(self, stack: ExitStack) -> Watchdog:
         """A watchdog of this process, which ends it only if somebody waits for its end."""
-        awaited = find() is not None
+        awaited, group = find() is not None, self._group
         # Threads that come and go would be taken for memory that training uses.
         counts = self._given.enforced and self._given.device == "cpu"
         watchdog = Watchdog(
             self._stall_seconds,
-            open_board(rank, size),
+            open_board(group.rank, group.size),
             leave if awaited else None,
             last_resort=awaited and not counts,
         )
         return stack.enter_context(watchdog)
 
-    def _open_checkpoints(self, group: Group) -> Checkpoints | None:
-        if self._folder is None:
-            return None
-        return Checkpoints(self._folder, group, keep=self._keep)
-
-    def _check_folder(self) -> None:
-        if self._folder is None:
+    def _checked_archive(self) -> CheckpointManager:
+        if self._archive is None:
             raise InputError(
                 "the session has no folder for checkpoints: make it with checkpoints=FOLDER."
             )
+        return self._archive
 
     @property
-    def _rank(self) -> Rank:
-        if self._running is None:
+    def _opened(self) -> Self:
+        if not self._is_open:
             raise InputError(
                 "the session is not open: use it inside `with anybatch.Session(...) as session:`."
             )
-        return self._running
+        return self
+
+    # ---------------------------------------------------------------------------------------- set-up
+
+    def _set_up(self, checkpoints: Checkpoints | None) -> None:
+        """Everything between the ranks and the first step; undone if a part of it fails."""
+        task, plan, group, device = self._task, self._given, self._group, self._device
+        # A ramp begins with its smallest steps, which tell little of the largest.
+        self._tries = self._trial and not isinstance(task.global_batch, Ramp)
+        self._last_evaluation: Evaluated | None = None
+        self._wished = Wish.NOTHING
+        check_can_skip(task, plan)
+        check_can_compare(task, plan)
+        here = Machine.here(device=str(device)).device
+        together(group, lambda: check_available(plan.choice.precision, here))
+        check_alike(task, plan, group)
+        self._given = compilable(plan, group, device)
+        together(group, lambda: kernel_choices.check_available(self._given.kernels, device))
+        # From here on memory counts, so that what speaks to the other ranks was made before.
+        self._limit = make_limit(self._given, device, counted=(task.model,))
+        with ExitStack() as undo:  # what was done so far is undone if the rest fails
+            undo.callback(self._limit.leave)
+            self._meter: Meter = self._limit.enter()
+            if plan.task.grain is None:
+                self._randomness = Keyed(task.seed, group.rank, device)
+            else:
+                undo.enter_context(deterministic(device))
+                self._randomness = KeyedByGrain(task.seed, device)
+            undo.callback(self._randomness.close)
+            self._make_parts(checkpoints, undo)
+            self._check_single_sample()
+            undo.callback(SetAside().end)
+            self._undo = undo.pop_all()
+
+    def _make_parts(self, checkpoints: Checkpoints | None, undo: ExitStack) -> None:
+        task, plan, group, device = self._task, self._given, self._group, self._device
+        frozen: dict[str, int] = {}
+        self._replica = self._build(undo, None if checkpoints is None else frozen)
+        self._model = self._replica.model
+        self._pulse.follow(self._replica)
+        with self._limit.lifted():  # a compiler is no part of training
+            together(group, self._replica.rehearse)
+        undo.callback(group.close)
+        together(group, lambda: group.adopt(self._replica))
+        self._rates = LearningRate(
+            self._replica.optimizer,
+            task.schedule,
+            task.scheduler,
+            task.scheduler_interval,
+            evaluates=task.valid is not None,
+            follows=isinstance(task.global_batch, Ramp)
+            and task.global_batch.learning_rate is not None,
+        )
+        self._steps, self._loader = open_training(
+            task,
+            pin_memory=device.type == "cuda",
+            by_length=plan.task.ghost_batch is None,
+            beside=self._limit.beside,
+        )
+        undo.callback(self._loader.close)
+        epoch = None if self._steps.num_samples is None else self._steps.epoch_samples
+        held_out = None if task.valid is None else num_samples_of(task.valid)
+        skips = task.bad_data == "skip"
+        self._skips = Skips(self.emit, epoch, held_out) if skips else None
+        self._engine = Transactions(
+            self._replica,
+            group,
+            plan,
+            randomness=self._randomness,
+            limit=self._limit,
+            meter=self._meter,
+            device=device,
+            sink=self.emit,
+            clip_norm=task.clip_norm,
+            commit_bytes=to_reserve(plan),
+            blame=OneByOne(self._replica, group, task.loss),
+            skips=self._skips,
+        )
+        undo.callback(self._engine.close)
+        self._reads = isinstance(self._loader, StreamLoader)
+        self._alone_on_cpu = device.type == "cpu" and group.size == 1
+        self._batches = Batches(
+            task, plan.task.longest, group, device, self._pulse, self._limit.beside
+        )
+        self._evaluation = Evaluation(
+            self._replica,
+            group,
+            device=device,
+            thread=self._engine.thread,
+            crossing=self._engine.crossing,
+            limit=self._limit,
+            meter=self._meter,
+            sink=self.emit,
+            leave_out=self._skips.leave_out_of_evaluation if self._skips else None,
+        )
+        self._cutting = Cutting(plan, group)
+        self._pace = Pace(plan, group, self._cutting, self.emit)
+        self._position = Position()
+        self._record = Record(
+            task.name, self._steps, self._position, group, self._meter, self._skips
+        )
+        self._starving = DataWait(task.num_workers, self._loader.can_have_workers, self.emit)
+        self._archive: CheckpointManager | None = None
+        if checkpoints is not None:
+            self._archive = CheckpointManager(
+                checkpoints,
+                TrainingState(task, self._replica, group, self._rates, frozen),
+                self._position,
+                self._skips,
+                group,
+                self._limit,
+                self._meter,
+                # A copy on the device that trains would be taken from the budget of training.
+                stages=device.type != "cpu" or not plan.enforced,
+                sink=self.emit,
+            )
+            undo.callback(self._archive.close)
+        into_training(self._model)
+
+    def _build(self, undo: ExitStack, frozen: dict[str, int] | None) -> Replica:
+        """The replica of this rank, with the same weights as on all others; `undo` closes it. On rank 0
+        `frozen` is filled with checksums of the parameters that nothing trains."""
+        task, plan, group, device = self._task, self._given, self._group, self._device
+
+        def build_model() -> nn.Module:
+            take_workspaces(device)
+            model = place(task.build_model(), device)
+            plan.check_fits(identify(task, model))
+            if frozen is not None and group.rank == 0:
+                frozen.update(frozen_checksums(task, model))
+            return model
+
+        model = group.build(build_model)
+
+        def make() -> Replica:
+            replica = Replica(
+                model,
+                lambda: checked_optimizer(optimizer_for(task, model), model),
+                task.loss,
+                plan.choice,
+                device,
+                largest_batch(task),
+                kernels=plan.kernels,
+            )
+            undo.callback(replica.close)  # here, since on another rank this may fail
+            return replica
+
+        return together(group, make)
+
+    def _check_single_sample(self) -> None:
+        """Raises `InputError` if there will be a step of one sample, and BatchNorm cannot do it: now
+        rather than at the end of an epoch. Seen where ranks can run passes by themselves."""
+        index, plan, group = self._steps.first_of_one, self._given, self._group
+        meets = group.lockstep or group.diverges
+        if index is None or plan.task.ghost_batch is None or plan.norms != "ghosts" or meets:
+            return
+        choice = plan.choice
+
+        def rehearse() -> None:
+            self._loader.begin(index, self._cut)
+            data = self._next()
+            if data is None:
+                return
+            source, run = self._source(data), self._engine.rehearsal.run
+            try:
+                run(index, source, choice, choice, most=1)
+            except SingleValue as error:
+                raise InputError(single_sample(self._steps, index, error.norm)) from None
+
+        together(group, rehearse)
+
+    # ------------------------------------------------------------------------------------- the steps
+
+    def _begin(self) -> None:
+        """The next `_step` is the first that is not done yet."""
+        self._loader.begin(self._position.step, self._cut)
+
+    @_at_work("loading")
+    def _step(self) -> StepDone | None:
+        """Do the next global step, with all other ranks; None when training is over.
+
+        Raises what `Transactions.run` raises, and `DataError` for samples that cannot be read.
+        """
+        begun = time.perf_counter()
+        while (data := self._coming()) is not None:
+            done = self._done(data, begun)
+            if done is not None:
+                return done
+            begun = time.perf_counter()
+        self._engine.settle()
+        return None
+
+    def _coming(self) -> StepData | None:
+        """The step that comes next, which the pulse is of from now on; None when training is over."""
+        done = self._position.step
+        self._pulse.step = step_number(done)
+        data = self._next()
+        if data is None:
+            self._pulse.step = done
+        return data
+
+    def _next(self) -> StepData | None:
+        # A stream is read here, so this can fail on one rank alone.
+        work = self._loader.next_step
+        with self._failing_together():
+            return together(self._group, work) if self._reads else work()
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Around what fails on all ranks if it does on one."""
+        try:
+            yield
+        except Exception as error:
+            self._engine.failed_together = not isinstance(error, PeerLost)
+            raise
+
+    def _done(self, data: StepData, begun: float) -> StepDone | None:
+        """The step that was done, or None if it was left out whole. It was `begun` when its samples
+        were asked for."""
+        reading = time.perf_counter() - begun if self._reads else 0.0
+        progress = Progress(
+            step=self._position.step,
+            samples=self._position.samples_seen,
+            epoch=data.epoch,
+            total_steps=self._steps.total_steps,
+            total_samples=self._steps.total_samples,
+            tokens=self._steps.tokens_before(data.index),
+            total_tokens=self._steps.total_tokens,
+        )
+        follows = self._steps.rate_factor(data.index, data.first_sample)
+        source = self._source(data)
+        tried = self._tried(data.index, source)
+        if tried:
+            begun, reading, source.waited_seconds = time.perf_counter(), 0.0, 0.0
+        watch = Stopwatch()
+        before_update = partial(self._rates.before_update, progress, follows)
+        with ExitStack() as whole:
+            done = self._engine.run(data.index, source, before_update, whole)
+            # A rank among several waits for the others too, and a host for its device.
+            idle = watch.idle_seconds() - source.waited_seconds if self._alone_on_cpu else 0.0
+            if isinstance(done, PassedOver):
+                self._pass_over(data, source.kept.num_samples, done.reason)
+                return None
+            event, moved = self._counted(data, source, done, begun, reading, idle)
+            grown = self._engine.grow()  # on all ranks, or on none if the interrupt comes first
+        if grown or moved or tried:
+            self._begin()  # workers fetch ahead by the old choice or shares
+        self._evaluate_if_due(data)
+        return event
+
+    def _counted(
+        self,
+        data: StepData,
+        source: GlobalStep,
+        done: Committed,
+        begun: float,
+        reading: float,
+        idle: float,
+    ) -> tuple[StepDone, bool]:
+        """The step that is committed, told and in all books; and whether the shares are others now."""
+        num_epochs = self._advance(data)
+        self._wished = done.wished
+        rate = self._rates.current
+        self._rates.after_update(num_epochs)
+        seconds, waited = time.perf_counter() - begun, reading + source.waited_seconds
+        self._record.took(seconds, waited, max(0.0, idle), source.kept.num_samples)
+        if self._group.size > 1 and not self._group.diverges:  # else ranks meet now and then only
+            ranks = done.agreed_seconds, done.rank_seconds
+            self._record.shared(parts_of(seconds, *ranks, source.waited_seconds, reading))
+        event = StepDone(
+            time=time.time(),
+            step=self._position.step,
+            epoch=data.epoch,
+            samples=source.kept.num_samples,
+            samples_seen=self._position.samples_seen,
+            loss=done.loss,
+            weight=done.weight,
+            learning_rate=rate,
+            grad_norm=done.grad_norm,
+            loss_scale=self._replica.loss_scale,
+            seconds=seconds,
+            memory_bytes=self._record.memory_bytes(),
+            micro_batch=self._engine.plan.choice.micro_batch,
+            metrics=done.metrics,
+            rank_seconds=done.rank_seconds if self._group.size > 1 else (),
+            data_seconds=waited,
+            agreed_seconds=done.agreed_seconds if self._group.size > 1 else 0.0,
+            part_weight=done.part_weight,
+            part_grad_norm=done.part_grad_norm,
+        )
+        self.emit(event)
+        self._starving.observe(self._position.step, seconds, waited)
+        if self._skips is not None:
+            self._skips.learned()
+            with self._failing_together():
+                self._skips.done(data.num_samples, data.epoch, data.epoch_end)
+        return event, self._pace.observe(self._position.step, source.kept, done.rank_seconds)
+
+    def _source(self, data: StepData) -> GlobalStep:
+        return GlobalStep(self._loader, data, self._cutting.passes, self._device, self._pulse)
+
+    def _tried(self, index: int, source: GlobalStep) -> bool:
+        """Before the first step, follow the fastest of the plan and its rivals from now on, if a trial
+        pays; then decide whether to compile, where the plan leaves that open. Whether anything was
+        run for it."""
+        due, self._tries = self._tries, False
+        is_open = self._given.kernels.compile_if_faster == "open"
+        if not due and not is_open:
+            return False
+        total = self._steps.total_steps
+        left = None if total is None else total - self._position.step
+        tried = False
+        if due:
+            trial = Trial(self._given, self._engine, self._group, left, self.emit)
+            if trial.pays:
+                self._given, tried = trial.run(index, source), True
+        if is_open:
+            tried |= self._decide_on_compiling(index, source, left)
+        return tried
+
+    def _decide_on_compiling(self, index: int, source: GlobalStep, left: int | None) -> bool:
+        """With `left` steps to go. Whether anything was run for it."""
+        replica = self._replica
+        on_device = self._engine.plan.choice.optimizer_states == "device"
+        states = 0 if replica.optimizer.state or not on_device else replica.state_bytes()
+        trial = CompileTrial(self._engine, self._group, self._device, left, states, self.emit)
+        before = self._archive.plan_before if self._archive else {}
+        kernels = before.get("kernels", {})
+        # On another device it is another question.
+        same = before.get("device_name") == self._given.device_name
+        if same and kernels.get("compile_if_faster") == "decided":
+            self._given = trial.keep(index, bool(kernels.get("compile")))
+        else:
+            self._given = trial.run(index, source)
+        return trial.was_made
+
+    def _pass_over(self, data: StepData, num_kept: int, reason: str) -> None:
+        """The step is left out whole: its samples are taken, the schedule goes on, that is all."""
+        assert self._skips is not None
+        with self._failing_together():
+            self._skips.pass_over(step_number(data.index), data.epoch, num_kept, reason)
+        self._rates.skip(1, self._advance(data))
+        with self._failing_together():
+            self._skips.done(data.num_samples, data.epoch, data.epoch_end)
+        self._evaluate_if_due(data)
+
+    def _advance(self, data: StepData) -> int:
+        """The step of `data` is done. How many epochs have ended with it."""
+        before = self._position.epoch
+        self._loader.commit()
+        self._position.advance(data)
+        return self._position.epoch - before
+
+    def _evaluate_if_due(self, data: StepData) -> None:
+        if self._task.valid is None:
+            return
+        every = self._task.evaluate_every
+        if data.epoch_end if every is None else self._position.step % every == 0:
+            self._rates.after_evaluation(self.evaluate().loss)
+
+    def _cut(self, extent: Extent) -> Sequence[range]:
+        return self._cutting.passes(self._engine.plan.choice, extent).fetched
 
 
 @contextmanager
@@ -430,10 +974,6 @@ def _threads_of_group() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-RENDEZVOUS_SECONDS = 300.0
-"""How long ranks wait for each other before the first step."""
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

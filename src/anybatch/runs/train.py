@@ -15,9 +15,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -28,13 +28,11 @@ from anybatch.errors import AnybatchError, InputError, PeerLost
 from anybatch.estimate import remember
 from anybatch.events import (
     Evaluated,
-    Event,
     Resumed,
     RunEnded,
     RunStarted,
     Said,
     Sink,
-    StepDone,
 )
 from anybatch.insight.noise import NoiseScale, latest
 from anybatch.insight.noise_series import Block, Series
@@ -68,7 +66,13 @@ from anybatch.report import (
 )
 from anybatch.report.folder import ADAPTERS, CHECKPOINTS, EVENTS_FILE, PRETRAINED, WEIGHTS_FILE
 from anybatch.report.sentences import counted, format_scores
-from anybatch.runs.planning import checked_ranks, default_ranks, serves_again, with_norms
+from anybatch.runs.planning import (
+    PlanOptions,
+    checked_ranks,
+    default_ranks,
+    serves_again,
+    with_norms,
+)
 from anybatch.runs.planning import plan as make_plan
 from anybatch.runs.saving import DEFAULT_EVERY, Every, kept
 from anybatch.runs.session import Session, joined
@@ -265,29 +269,6 @@ def train(
         return job.train(ranks, sinks, display)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """What `train` was told that a plan settles; see `plan` for the attributes."""
-
-    memory: str | int | None = None
-    parallel: Parallel | None = None
-    precision: str = "fp32"
-    micro_batch: int | None = None
-    recompute: str | Recompute | None = None
-    chunked_loss: bool | None = None
-    exchange: Exchange | None = None
-    norms: Norms | None = None
-    sharding: Sharding | None = None
-    balance: Balancing | None = None
-    compile: Compile = False
-    rehearsal: bool | None = None
-
-    def given(self) -> dict[str, Any]:
-        """What is not as it is by default, by name."""
-        told = ((field, getattr(self, field.name)) for field in fields(self))
-        return {field.name: value for field, value in told if value != field.default}
-
-
 @dataclass(frozen=True, slots=True)
 class Keeping:
     """What `train` was told of checkpoints and restarts; see there for the attributes."""
@@ -333,13 +314,11 @@ def choose_plan(
 
     Raises what `plan` raises.
     """
-    given = options.given()
     if out is not None and resumes:
         before = tell(last_plan(out) if leads() else None)[0]
-        asked = {name: value for name, value in given.items() if name != "rehearsal"}
-        if before is not None and serves_again(before, task, ranks=ranks, **asked):
+        if before is not None and serves_again(before, task, ranks, options):
             return before
-    return make_plan(task, ranks=ranks, **given)
+    return make_plan(task, ranks=ranks, **options.given())
 
 
 def num_processes(plan: Plan | None, ranks: int | None, parallel: Parallel | None) -> int:
@@ -421,8 +400,7 @@ class _Job:
 
     def _train_into(self, folder: Path | None, plan: Plan, sinks: Sequence[Sink]) -> Result:
         """Train under `plan`; `folder` is where this rank writes, if it does."""
-        task, recorder, log = self.task, _Recorder(), self.tensorboard
-        resumes = self.keeping.resumes
+        task, log, resumes = self.task, self.tensorboard, self.keeping.resumes
         with contextlib.ExitStack() as stack:
             readers: list[Sink] = [*sinks]
             if folder is not None:
@@ -430,44 +408,41 @@ class _Job:
             if log is not None and leads():
                 events = None if folder is None else folder / EVENTS_FILE
                 readers.append(stack.enter_context(TensorBoardLog(log, resumes, events)))
+            begun: list[RunStarted] = []
             try:
-                model, last = self._run(plan, recorder, readers)
+                result = self._run(plan, readers, begun, folder)
                 if task.tell is not None and leads():
-                    said = _said(task, model.eval(), last, folder)
+                    said = _said(task, result.model, result.plan, folder)
                     for reader in readers:
                         reader(said)
             except BaseException:
-                if folder is not None and recorder.started is not None:
+                if folder is not None and begun:
                     _report(folder, tells=False)  # what stopped the run is told
                 raise
             if folder is not None:
                 _report(folder)
-        result = recorder.result(model.eval(), last, folder)
         _learn(plan, result)
         return result
 
     def _run(
-        self, plan: Plan, recorder: _Recorder, readers: Sequence[Sink]
-    ) -> tuple[nn.Module, Plan]:
-        """The trained model, and the plan as it was at the end."""
-        begun = time.perf_counter()
-        task, out, keeping = self.task, self.out, self.keeping
+        self, plan: Plan, readers: Sequence[Sink], begun: list[RunStarted], folder: Path | None
+    ) -> Result:
+        """The run itself, which puts its first event into `begun`."""
+        clock = time.perf_counter()
+        task, out, keeping, noise = self.task, self.out, self.keeping, Series()
         checkpoints = None if out is None else out / CHECKPOINTS
         survival = keeping.keep, keeping.stall_seconds
         with Session(task, plan, readers, checkpoints, *survival, self.tries) as session:
-
-            def tell(event: Event) -> None:
-                recorder(event)
-                session.emit(event)
-
             if out is not None:
                 check_can_be_written(session.model)
             # A checkpoint that cannot be gone on from ends the call before anything is written.
             resumes = keeping.resumes and session.keeps
             resumed = session.resumed() if resumes else None
-            tell(self._told_of(session.started()))
+            started = self._told_of(session.started())
+            begun.append(started)
+            session.emit(started)
             if resumes:
-                tell(resumed or _begun_anew(checkpoints))
+                session.emit(resumed or _begun_anew(checkpoints))
             if out is not None and leads() and is_pretrained(session.model):
                 keep_pretrained(session.model, out / PRETRAINED)
             reason = "stopped"
@@ -475,10 +450,9 @@ class _Job:
             try:
                 with kept(session, keeping.every, out) as steps:
                     for done in steps:
-                        recorder(done)
-                    if task.valid is not None:
-                        done = session.last_evaluation if session.evaluated_now else None
-                        recorder(done or session.evaluate())
+                        noise(done)
+                    if task.valid is not None and not session.evaluated_now:
+                        session.evaluate()
                 if out is not None:  # all ranks: each may hold a part of the weights
                     with session.to_be_evaluated():
                         save_weights(session.model, out / WEIGHTS_FILE)
@@ -495,9 +469,11 @@ class _Job:
                 reason = " ".join([told, *getattr(error, "__notes__", ())])
                 raise
             finally:
-                tell(session.ended(time.perf_counter() - begun, finished, reason))
-            last_plan = session.plan
-        return session.model, last_plan
+                ended = session.ended(time.perf_counter() - clock, finished, reason)
+                session.emit(ended)
+            last, evaluation = session.plan, session.last_evaluation
+        model = session.model.eval()
+        return Result(model, last, started, ended, evaluation, folder, noise.blocks)
 
     def _told_of(self, started: RunStarted) -> RunStarted:
         """`started`, with how and where the run was begun."""
@@ -528,33 +504,6 @@ def _command() -> str:
     if program.name == "anybatch" or program == Path(__file__).parents[1] / "__main__.py":
         return shlex.join(["anybatch", *sys.argv[1:]])
     return shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])
-
-
-class _Recorder:
-    """Keeps the events that the result is made of."""
-
-    def __init__(self) -> None:
-        self.started: RunStarted | None = None
-        self.evaluation: Evaluated | None = None
-        self.ended: RunEnded | None = None
-        self._noise = Series()
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, StepDone):
-            self._noise(event)
-        elif isinstance(event, RunStarted):
-            self.started = event
-        elif isinstance(event, Evaluated):
-            self.evaluation = event
-        elif isinstance(event, RunEnded):
-            self.ended = event
-
-    def result(self, model: nn.Module, plan: Plan, folder: Path | None) -> Result:
-        """All of it."""
-        assert self.started is not None
-        assert self.ended is not None
-        noise = self._noise.blocks
-        return Result(model, plan, self.started, self.ended, self.evaluation, folder, noise)
 
 
 def _and(display: Display | None) -> Sequence[Sink]:

@@ -248,9 +248,7 @@ def test_five_errors_in_a_run():
 
 
 def snapshot(session):
-    return copy.deepcopy(
-        (session.model.state_dict(), session._rank._replica.optimizer.state_dict())
-    )
+    return copy.deepcopy((session.model.state_dict(), session._replica.optimizer.state_dict()))
 
 
 def assert_identical(one, other):

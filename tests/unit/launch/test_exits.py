@@ -5,13 +5,12 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from anybatch.errors import InputError, NoPlanFits, PeerLost, Stopped, Stuck
 from anybatch.launch import first_failure
-from anybatch.launch.exits import End, Verdict, Word, first, judge, read, write_word
+from anybatch.launch.exits import End, first, mended, read, write_word
 
 SECOND = 10**9
 KILLED = -signal.SIGKILL
@@ -29,23 +28,6 @@ def end(
 
 def good(rank: int) -> End:
     return end(rank=rank, status=0)
-
-
-def judged(
-    *words: Word | None,
-    failures: int = 0,
-    restarts: int = 1,
-    nodes: tuple[int, int] = (1, 4),
-) -> Verdict:
-    least, most = nodes
-    return judge(words, failures=failures, restarts=restarts, least=least, most=most)
-
-
-def told(first: End | None = None, **more: Any) -> Word:
-    return Word(told=True, first=first, **more)
-
-
-DONE = told(done=True)
 
 
 # --------------------------------------------------------------------------------------- one's own end
@@ -182,24 +164,14 @@ def test_a_death_that_is_seen_late_comes_before_what_its_peers_felt_of_it(word: 
     assert first([felt, noted]) == felt
 
 
-def test_what_machines_say_travels():
-    word = Word(done=True, turn="grow", turned=5, first=end(when=3, rank=2))
-    assert Word.loads(word.dumps(beat=7).encode()) == replace(word, beat=7)
-    assert Word.loads(Word().dumps(beat=0).encode()) == Word()
-    assert Word.loads(b"") is None
-    for verdict in (Verdict(True, 2, end(when=3), (1,)), Verdict(False, 0)):
-        assert Verdict.loads(verdict.dumps().encode()) == verdict
-
-
 # --------------------------------------------------------------------------------------------- the rule
 
 
 def test_the_earliest_of_all_machines_is_the_cause():
     late, early = end(when=2, mended=True), end(when=1, rank=5)
-    verdict = judged(told(late), told(), told(early))
-    assert verdict.cause == early
-    assert not verdict.again
-    assert first([good(0), late, early]) == early
+    assert first([late, early]) == early
+    assert not mended([late, early], ())
+    assert mended([late], ())
     follower = replace(
         end(when=1, rank=2), what="PeerFailed: rank 0 failed in step 3 with a KeyError."
     )
@@ -209,58 +181,7 @@ def test_the_earliest_of_all_machines_is_the_cause():
     assert first([good(0), good(1)]) is None
 
 
-@pytest.mark.parametrize(("failures", "again"), [(0, True), (1, True), (2, False)])
-def test_as_often_as_was_said(failures: int, again: bool):
-    verdict = judged(told(end(mended=True)), failures=failures, restarts=2)
-    assert verdict == Verdict(again, failures + 1, end(mended=True))
-
-
-def test_all_done_is_the_end():
-    assert judged(DONE, DONE) == Verdict(False, 0)
-
-
-def test_a_rank_that_dies_when_others_are_done_starts_all_again():
-    assert judged(DONE, told(end(mended=True))).again
-
-
 def test_a_machine_that_is_silent_is_the_cause_of_what_others_say():
-    verdict = judged(told(end(rank=1)), None, told())
-    assert verdict == Verdict(True, 1, end(rank=1), gone=(1,))
-    assert not judged(told(end(rank=1)), None, restarts=0).again
-
-
-GROW = {"turn": "grow", "turned": 5}
-LEAVES = Word(turn="leave", turned=5)
-
-
-@pytest.mark.parametrize("after", [end(when=5, status=75), end(when=9), None])
-def test_ranks_that_stopped_for_a_new_machine_start_again_at_no_cost(after: End | None):
-    verdict = judged(told(after, **GROW), told(end(when=6)), restarts=0)
-    assert verdict.again
-    assert verdict.failures == 0
-
-
-def test_what_failed_before_a_machine_came_counts():
-    assert not judged(told(end(when=4), **GROW), told()).again
-    verdict = judged(told(end(when=4, mended=True), **GROW), told())
-    assert verdict == Verdict(True, 1, end(when=4, mended=True))
-
-
-def test_the_first_to_see_a_machine_come_is_heard():
-    late = told(end(when=6, mended=True), turn="grow", turned=7)
-    assert judged(told(**GROW), late, restarts=0).again
-
-
-def test_nobody_starts_again_for_a_machine_when_the_work_is_done():
-    assert not judged(told(done=True, **GROW), DONE).again
-    assert judged(told(done=True, **GROW), told()).again
-
-
-@pytest.mark.parametrize(
-    ("nodes", "again"), [((1, 2), True), ((2, 3), False), ((1, 1), False), ((2, 2), False)]
-)
-def test_the_others_go_on_without_a_machine_that_leaves_if_they_are_enough(
-    nodes: tuple[int, int], again: bool
-):
-    verdict = judged(told(end(when=6, status=75)), LEAVES, nodes=nodes, restarts=0)
-    assert verdict == Verdict(again, 0, end(when=6, status=75))
+    assert mended([end(rank=1)], ["node1"])
+    assert mended([], ["node1"])
+    assert not mended([], ())

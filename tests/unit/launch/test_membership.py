@@ -14,6 +14,7 @@ from torch import distributed
 
 from anybatch.errors import InputError, LaunchError
 from anybatch.launch import Membership, find, join
+from anybatch.launch.membership import first_host, tasks_per_node
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -326,3 +327,40 @@ def test_each_rank_takes_the_device_that_its_launcher_shows_it(
     else:
         membership._take_device(last_of_four)
         assert found == [taken]
+
+
+# ---------------------------------------------------------------------------------- Slurm's short forms
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("alone", "alone"),
+        ("a,b.example.org", "a"),
+        ("node[08-11]", "node08"),
+        ("node[01-02,07],gpu-a", "node01"),
+        ("r[1-2]n[01-02]", "r1n01"),
+        ("x[3]-ib", "x3-ib"),
+    ],
+)
+def test_the_first_of_a_host_list(text: str, name: str):
+    assert first_host(text) == name
+
+
+@pytest.mark.parametrize("text", ["", ",", "[a-b]", "]"])
+def test_what_is_no_host_list_is_named(text: str):
+    with pytest.raises(InputError, match="not a Slurm host list"):
+        first_host(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,2(x2)", [1, 2, 2])]
+)
+def test_counts_per_node_are_written_out(text: str, numbers: list[int]):
+    assert tasks_per_node(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["", "two", "2(3)", "2(x3", "2,"])
+def test_what_is_no_list_of_counts_is_named(text: str):
+    with pytest.raises(InputError, match="not a Slurm list of counts"):
+        tasks_per_node(text)

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.plans import KernelChoices, Plan
-from anybatch.runs.planning import serves_again
+from anybatch.runs.planning import PlanOptions, serves_again
 
 GPU = ab.Machine.describe("24GiB")
 
@@ -103,11 +103,11 @@ def test_compiling_is_left_to_the_run_on_request_and_told():
     for compiled in (False, True):  # a resumed run goes on under what was decided
         kernels = KernelChoices(compile=compiled, compile_if_faster="decided")
         served = {
-            wish: serves_again(plan.running(kernels), task_of(), compile=wish)
+            wish: serves_again(plan.running(kernels), task_of(), None, PlanOptions(compile=wish))
             for wish in ("if-faster", True, False)
         }
         assert served == {"if-faster": True, True: False, False: False}
-    assert not serves_again(ab.plan(task_of()), task_of(), compile="if-faster")
+    assert not serves_again(ab.plan(task_of()), task_of(), None, PlanOptions(compile="if-faster"))
     cuda = ab.plan(task_of(), GPU, compile="if-faster")
     assert cuda.kernels == KernelChoices(
         channels_last=True, autotune=True, compile_if_faster="open"

@@ -13,7 +13,7 @@ import anybatch as ab
 from anybatch.errors import NoPlanFits
 from anybatch.estimate import footprint, subject_of, sums_of
 from anybatch.planner.ranks import Layout, of_one_rank
-from anybatch.runs.planning import serves_again
+from anybatch.runs.planning import PlanOptions, serves_again
 
 GPU = ab.Machine.describe("24GiB")
 
@@ -96,6 +96,6 @@ def test_what_depends_on_the_cut_elsewhere_is_not_told():
 
 def test_a_resumed_run_keeps_its_plan_only_with_its_grains():
     plan = ab.plan(grained())
-    assert serves_again(plan, grained())
-    assert not serves_again(plan, grained(reproducible=ab.Grains(samples=8)))
-    assert not serves_again(plan, grained(reproducible=False))
+    assert serves_again(plan, grained(), None, PlanOptions())
+    assert not serves_again(plan, grained(reproducible=ab.Grains(samples=8)), None, PlanOptions())
+    assert not serves_again(plan, grained(reproducible=False), None, PlanOptions())

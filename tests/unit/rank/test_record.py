@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.rank.step_parts import parts_of, predicted_parts
+from anybatch.rank.record import parts_of, predicted_parts
 
 
 def test_each_second_of_a_step_is_in_one_part():
