@@ -17,7 +17,7 @@ from anybatch.machine import Machine
 from anybatch.planner import costs as module
 from anybatch.planner.costs import Costs
 from anybatch.planner.knobs import knobs
-from anybatch.planner.reserve import reserve_of
+from anybatch.planner.ranks import reserve_of
 from anybatch.planner.setting import setting_of
 from anybatch.plans import Plan, Recompute
 from anybatch.units import format_seconds
