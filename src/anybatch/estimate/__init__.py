@@ -1,11 +1,11 @@
 """Bytes and seconds of a task under a choice, found without running it."""
 
-from anybatch.estimate.allocator_settings import allocator_notices as allocator_notices
-from anybatch.estimate.calibration_history import remember as remember
+from anybatch.estimate.allocator import allocator_notices as allocator_notices
+from anybatch.estimate.calibration import remember as remember
+from anybatch.estimate.eager import few_collections as few_collections
 from anybatch.estimate.footprint import Footprint as Footprint
 from anybatch.estimate.footprint import evaluation_peak as evaluation_peak
 from anybatch.estimate.footprint import footprint as footprint
-from anybatch.estimate.garbage import few_collections as few_collections
 from anybatch.estimate.head import Head as Head
 from anybatch.estimate.head import head_of as head_of
 from anybatch.estimate.layout import Convolutions as Convolutions

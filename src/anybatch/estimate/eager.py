@@ -7,6 +7,8 @@ it would find some.
 
 from __future__ import annotations
 
+import gc
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,3 +26,33 @@ def eagerly() -> Iterator[None]:
         )
         with torch.compiler.set_stance("force_eager"), torch.autograd.set_detect_anomaly(False):
             yield
+
+
+_NEVER = 1 << 30
+
+_lock = threading.Lock()
+_num_inside = 0
+_before = 0
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """No full collection comes by itself inside, in whatever thread."""
+    global _num_inside, _before
+    with _lock:
+        if not _num_inside:
+            _before = gc.get_threshold()[2]
+            _set_last(_NEVER)
+        _num_inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_inside -= 1
+            if not _num_inside:
+                _set_last(_before)
+
+
+def _set_last(threshold: int) -> None:
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, threshold)

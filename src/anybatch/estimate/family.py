@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from anybatch.estimate.kernels import Scratch
 from anybatch.estimate.trace import Block, Operation, Timeline
 
 _ROUNDING_BYTES = 16
@@ -122,12 +121,7 @@ class Family:
             for a, b in zip(one.blocks, two.blocks, strict=True)
         ]
         moments = one.scratch.keys() | two.scratch.keys()
-        none = Scratch(int, 0)
-        scratch: dict[int, int] = {}
-        for moment in moments:
-            less, more = one.scratch.get(moment, none), two.scratch.get(moment, none)
-            told = less.between(more, part) if isinstance(less, Scratch) else between(less, more)
-            scratch[moment] = told
+        scratch = {i: between(one.scratch.get(i, 0), two.scratch.get(i, 0)) for i in moments}
         timeline = replace(one, blocks=blocks, scratch=scratch)
         return replace(low, timeline=timeline)
 

@@ -206,7 +206,7 @@ def ways_of(costs: Costs) -> Iterator[Recompute]:
     subject, pace = costs.subject, costs.setting.pace
     yield Recompute()
     if blocks := subject.blocks:
-        if any(matmuls > 0 for _, _, matmuls in pace.block_bytes(costs.sizes.smallest)):
+        if pace.blocks_have_products:
             yield Recompute(blocks=blocks, keep="matmuls")
         yield Recompute(blocks=blocks)
     if subject.chains:

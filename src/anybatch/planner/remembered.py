@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from anybatch.estimate import Subject
-from anybatch.estimate.calibration_store import read, where, write
+from anybatch.estimate.calibration import read, where, write
 from anybatch.machine import Device
 from anybatch.planner.ranks import reserve_of
 from anybatch.plans import Plan

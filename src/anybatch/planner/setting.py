@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from anybatch.estimate import Subject
-from anybatch.estimate.calibration_history import Correction, correction
-from anybatch.estimate.calibration_store import speeds_of
+from anybatch.estimate.calibration import Correction, correction, speeds_of
 from anybatch.estimate.seconds import Pace
 from anybatch.machine import Device, can_enforce
 from anybatch.planner.ranks import Layout

@@ -50,7 +50,7 @@ def leanest_subset(size: int, bar: float, costs: Costs) -> Choice | None:
     """The blocks to recompute at micro-batch `size`, so that it fits, for the least time; None unless
     that is less than `bar` seconds per step."""
     names, pace = costs.subject.blocks, costs.setting.pace
-    kept = [max(0.0, k) for k, _, _ in pace.block_bytes(size)]
+    kept = pace.block_bytes(size)
     seconds = pace.block_seconds(size)
     none = costs.about(Recompute(), size)
     every = costs.about(Recompute(blocks=names), size)

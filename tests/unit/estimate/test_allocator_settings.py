@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import anybatch as ab
-from anybatch.estimate.allocator_settings import (
+from anybatch.estimate.allocator import (
     AllocatorSettings,
     allocator_notices,
     settings_here,

@@ -20,8 +20,7 @@ from anybatch.estimate.fake_op_cache import CachedOps, FakeOpCache, fake_mode
 from anybatch.estimate.family import Traced
 from anybatch.estimate.footprint import traced_step
 from anybatch.estimate.seconds_work import Counting, work_of
-from anybatch.estimate.stage import Stage, trace_evaluation, trace_step
-from anybatch.estimate.stage_setup import fake_device
+from anybatch.estimate.stage import Stage, fake_device, trace_evaluation, trace_step
 from anybatch.estimate.trace import COPIED
 from anybatch.machine import Device, Machine
 from anybatch.plans import Choice, Recompute
@@ -140,7 +139,6 @@ def test_the_second_of_two_passes_is_as_small_as_it_is(way: Recompute):
     for size in (33, 40, 48):
         asked = choice(size, way)
         expected = OfTwo(anew(one), asked, CPU).step(asked)
-        assert expected is not None
         assert seen(traced_step(one, asked, CPU))[0] == seen(expected)[0]
 
 
@@ -214,15 +212,15 @@ def test_what_is_put_together_is_what_is_traced_of_other_kinds_of_models(
     assert [stage.reusable for stage in one.stages.values()] == [True]
 
 
-def test_the_model_is_built_and_updated_once(monkeypatch: pytest.MonkeyPatch):
-    updates: list[int] = []
-    real = Stage._update
-    monkeypatch.setattr(Stage, "_update", lambda stage: updates.append(1) or real(stage))
+def test_the_model_is_built_once(monkeypatch: pytest.MonkeyPatch):
+    built: list[int] = []
+    real = Stage.__init__
+    monkeypatch.setattr(Stage, "__init__", lambda *given: built.append(1) or real(*given))
     one = subject(deep)
     for way in WAYS:
         trace_step(one, choice(8, way), CPU)
     trace_evaluation(one, choice(8, Recompute()), CPU)
-    assert len(updates) == 2  # the one that makes the state, and that of a step
+    assert len(built) == 1
 
 
 def test_a_module_that_keeps_a_table_is_traced_from_the_beginning():
