@@ -17,9 +17,9 @@ from anybatch.estimate.ledger import Moment as Moment
 from anybatch.estimate.ledger import ledger as ledger
 from anybatch.estimate.model_skeleton import Outline as Outline
 from anybatch.estimate.peak import Peak as Peak
+from anybatch.estimate.sharding import sums_of as sums_of
 from anybatch.estimate.subject import Subject as Subject
 from anybatch.estimate.subject import dtypes_of as dtypes_of
 from anybatch.estimate.subject import identify as identify
 from anybatch.estimate.subject import subject_of as subject_of
-from anybatch.estimate.sums import sums_of as sums_of
 from anybatch.estimate.untraced import why_untraced as why_untraced

@@ -356,20 +356,6 @@ _NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _OPTION = re.compile(r"([a-z_0-9]+)\s*:\s*(\[[^\]]*\]|[^,]*)")
 
-_HARMLESS = {
-    "garbage_collection_threshold",  # gives back more, and earlier
-    "pinned_max_cached_size_mb",
-    "pinned_max_power2_size_mb",
-    "pinned_max_round_threshold_mb",
-    "pinned_num_register_threads",
-    "pinned_reserve_segment_size_mb",
-    "pinned_use_background_threads",
-    "pinned_use_cuda_host_register",
-    "pinned_use_host_register",
-    "release_lock_on_cudamalloc",
-    "release_lock_on_device_malloc",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class AllocatorSettings:
@@ -395,7 +381,7 @@ def settings_here() -> AllocatorSettings:
             expandable = value == "True"
         elif name == "max_split_size_mb" and value.isdecimal():
             most = int(value) << 20
-        elif (name, value) != ("backend", "native") and name not in _HARMLESS:
+        elif (name, value) != ("backend", "native"):
             ignored.append(f"{name}:{value}")
     return AllocatorSettings(expandable, most, tuple(ignored))
 
