@@ -2,6 +2,10 @@
 
 torch's CUDA allocator rounds, and keeps holes between blocks that it cannot give back. Replaying the
 trace's births and deaths through a model of it finds both. On a CPU the live bytes are summed.
+
+`PYTORCH_ALLOC_CONF`, or `PYTORCH_CUDA_ALLOC_CONF` as it was called first, lists options of the
+allocator (torch's documentation, "Optimizing memory usage"). Those that move the peak most are
+followed; of others the plan tells.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Eager: what a user has compiled by `torch.compile` runs as it is written while it is traced.
+"""Around planning: compiled code runs as it is written, and full garbage collections wait.
 
-The compiler would else compile what traces, with warnings for each limit that this meets, and its time
-would be spent on tensors that hold no numbers. Nor does torch's anomaly mode look for NaN among these:
-it would find some.
+The compiler would else compile what traces, with warnings for each limit that this meets. Nor does
+torch's anomaly mode look for NaN among tensors that hold no numbers: it would find some. And traces
+make hundreds of thousands of small objects that stay, of which full collections would look at each
+again: a tenth of the time of planning. Young garbage is collected as ever.
 """
 
 from __future__ import annotations

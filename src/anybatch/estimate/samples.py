@@ -1,8 +1,13 @@
-"""Samples: tensors of samples that a step holds in addition to its batch.
+"""Samples: what a trace needs to know of a task's data.
 
-Of a stream all samples of a global step are held until it is committed, since it may have to be redone.
-Under a joint loss the samples of a step wait in micro-batches until they are computed with a second
-time.
+A few real samples as one batch, from whose shapes batches of any size are made. Where samples differ in
+size, what a pass takes goes by the largest of them: of given lengths the longest are known; without
+them some samples, spread over the data, are looked at one by one if `collate` is the task's own, since
+torch's puts together only what is alike.
+
+The padded size of a mean global batch, if lengths are given. And what a step holds in addition to its
+batch: of a stream all samples of a global step until it is committed, since it may have to be redone;
+under a joint loss those that wait until they are computed with a second time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Costs: bytes and seconds of the choices that a search looks at, each found once.
 
 Time is known for every choice without tracing it. Bytes are known from a trace of the step; between two
-traces of one way to recompute they lie on a nearly straight line over the micro-batch.
+traces of one way to recompute they lie on a nearly straight line over the micro-batch. `Sizes` are the
+micro-batches into which the samples of a step can be cut.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks: what a plan for several devices means for one of them.
+"""Ranks: what a plan for several devices means for one of them, and what it leaves free of its budget.
 
 Each takes its part of the global batch and runs it as a device of its own; then gradients are added up
 over the link. This is all that planning knows of data parallelism.

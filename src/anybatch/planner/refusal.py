@@ -1,4 +1,8 @@
-"""Refusal: what to say when nothing fits: what would, and what each knob would buy."""
+"""Refusal: what to say when nothing fits: what would, and what each knob would buy.
+
+Of a model that cannot be traced, weights, gradients and optimizer states are known all the same. What
+does not fit so cannot be trained there, and on a device that is not here nothing else would tell.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Setting and wishes: what a search is given."""
+"""Setting and wishes: what a search is given; whether a run is held to its budget."""
 
 from __future__ import annotations
 

@@ -1,6 +1,14 @@
-"""Subsets: recomputing some of the blocks, where none is too much memory and all too much time.
+"""The largest micro-batch that fits, and which blocks to recompute where none is too much memory and
+all too much time.
 
-What a subset frees follows from what each block keeps; whatever is chosen so is traced itself.
+Backward goes through the blocks from the last to the first. While it is at block k, what is alive is
+what blocks 1 to k - 1 have kept, and all of block k, kept or computed anew. So the last blocks are kept
+before the first ones are, and what counts of a set of blocks is the worst of these moments:
+
+    level(S) = max over k of ( sum of kept_j for j < k, j not in S ) + kept_k
+
+Which blocks to keep is a knapsack: the most time saved, in the bytes that there are. What a subset
+frees follows from what each block keeps; whatever is chosen so is traced itself.
 """
 
 from __future__ import annotations
