@@ -113,7 +113,6 @@ class Stage:
         self._head = replace(head, blocks=[replace(block) for block in head.blocks])
         self._settled = [block for block in head.blocks if block.died is None]
         self._first: int | None = None
-        self._second: int | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -162,7 +161,7 @@ class Stage:
     def _begin(self) -> Timeline:
         """A timeline that goes on where the head ends. Until all went well the stage is spoilt."""
         self.reusable = False
-        self._first = self._second = None
+        self._first = None
         timeline = Timeline(num_moments=self._head.num_moments)
         self._tracer.begin_anew(timeline, self._settled)
         return timeline
@@ -175,8 +174,6 @@ class Stage:
             for param in self._replica.parameters:
                 if param.grad is not None:
                     self._tracer.see(param.grad, "gradients", self._owners.get(param, ""))
-            if count > 1 and self._second is None:
-                self._second = self._tracer.timeline.num_moments
             del batch
 
     def _ask(self, size: int, cut: Sequence[int]) -> Ask | None:
@@ -278,7 +275,6 @@ class Stage:
             calls=self._tracer.calls,
             bucketed=self._bucketed,
             first=self._first,
-            second=self._second,
         )
 
 

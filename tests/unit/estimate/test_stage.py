@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +18,8 @@ import anybatch as ab
 from anybatch.estimate import Subject, subject_of
 from anybatch.estimate.fake_op_cache import CachedOps, FakeOpCache, fake_mode
 from anybatch.estimate.family import Traced
-from anybatch.estimate.footprint import traced_step
 from anybatch.estimate.seconds_work import Counting, work_of
-from anybatch.estimate.stage import Stage, fake_device, trace_evaluation, trace_step
-from anybatch.estimate.trace import COPIED
+from anybatch.estimate.stage import Stage, trace_evaluation, trace_step
 from anybatch.machine import Device, Machine
 from anybatch.plans import Choice, Recompute
 
@@ -113,41 +111,6 @@ def test_what_is_put_together_is_what_is_traced(
     expected = trace_evaluation(anew(one), asked, device)
     assert seen(trace_evaluation(one, asked, device)) == seen(expected)
     assert [stage.reusable for stage in one.stages.values()] == [True]
-
-
-def without_ghosts() -> Subject:
-    one = subject(deep)
-    return replace(one, identity=one.identity.model_copy(update={"ghost_batch": None}))
-
-
-class OfTwo(Stage):
-    """Traces a step of two micro-batches of different sizes, as it is run."""
-
-    def _batches(self, size: int, count: int) -> Iterator[Any]:
-        assert count == 2
-        for num_samples in (size, self._subject.whole - size):
-            self._tracer.phase = COPIED
-            batch = self._subject.batch(num_samples, fake_device(self._device))
-            self._tracer.phase = "compute"
-            yield batch
-            batch = None
-
-
-@pytest.mark.parametrize("way", [Recompute(), Recompute(blocks=BLOCKS)], ids=["none", "blocks"])
-def test_the_second_of_two_passes_is_as_small_as_it_is(way: Recompute):
-    one = without_ghosts()
-    for size in (33, 40, 48):
-        asked = choice(size, way)
-        expected = OfTwo(anew(one), asked, CPU).step(asked)
-        assert seen(traced_step(one, asked, CPU))[0] == seen(expected)[0]
-
-
-def test_passes_of_one_size_and_of_ranks_whose_shares_may_change_are_taken_to_be_full():
-    one = without_ghosts()
-    for size, several in ((32, False), (24, False), (40, True)):
-        asked, its = choice(size, Recompute()), replace(one, flat=several, families={}, stages={})
-        full = trace_step(anew(its), asked, CPU)
-        assert seen(traced_step(its, asked, CPU))[0] == seen(full)[0]
 
 
 class Recurrent(nn.Module):
