@@ -15,13 +15,11 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import platform
 import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -36,7 +34,7 @@ from torch import Tensor
 from anybatch.errors import InputError
 from anybatch.machine import Device, Machine
 from anybatch.plans import Plan, TaskIdentity
-from anybatch.process.files import cache_folder
+from anybatch.process.files import cache_folder, write_whole
 from anybatch.process.threads import MOST_IDLE
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -279,17 +277,9 @@ def read(path: Path, adapter: TypeAdapter[Any]) -> Any | None:
 
 def write(path: Path, adapter: TypeAdapter[Any], value: Any) -> None:
     """Write the file whole, or not at all if it cannot be."""
-    partial = None
-    try:
+    with contextlib.suppress(OSError, InputError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as file:
-            file.write(adapter.dump_json(value, indent=1))
-        os.replace(partial, path)
-    except (OSError, ValueError):
-        if partial is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(partial)
+        write_whole(path, adapter.dump_json(value, indent=1).decode(), "the cache")
 
 
 # ---------------------------------------------------------------------------------------- speeds
