@@ -86,15 +86,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def give_speeds() -> None:
     """Put nominal speeds of this machine's processor where measured ones are looked for: then started
     processes, too, plan the same on every machine, and none stops to measure."""
-    from anybatch.estimate import calibration_store as store
-    from anybatch.estimate.calibration import nominal
+    from anybatch.estimate import calibration as store
     from anybatch.machine import Machine
 
     device = Machine.here(device="cpu").device
-    speeds = dataclasses.replace(nominal(device), measured=True)
+    speeds = dataclasses.replace(store.nominal(device), measured=True)
     here = store.where(device)
     for threads in {1, here.threads, len(os.sched_getaffinity(0)), os.cpu_count() or 1}:
-        path = store._speeds_path(dataclasses.replace(here, threads=threads))
+        path = dataclasses.replace(here, threads=threads).file("speeds")
         if not path.exists():
             store.write(path, store.SPEEDS, speeds)
 

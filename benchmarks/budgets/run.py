@@ -66,7 +66,7 @@ def _refused(task: Any, precision: str, budget: int, least: int) -> dict[str, An
     figure is true: what is planned for it runs, and needs more than was refused."""
     import anybatch as ab
     from anybatch.errors import NoPlanFits
-    from anybatch.planner.reserve import reserve_of
+    from anybatch.planner.ranks import reserve_of
 
     try:
         ab.plan(task, memory=budget, precision=precision)

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import anybatch as ab
 from anybatch.compute import Replica
 from anybatch.errors import InputError
-from anybatch.estimate.cuda_kernels import CudaKernels
+from anybatch.estimate.kernels import CudaKernels
 from anybatch.estimate.trace import alive, tracing
 from anybatch.plans import Choice, Recompute
 
@@ -250,7 +250,7 @@ def test_running_statistics_of_instance_norm_advance_once():
 def activations_at_peak(length, recompute):
     """The most activations alive at once while a chain of `length` equal blocks trains."""
     width, samples = 8, 4096
-    with tracing(CudaKernels(1 << 17)) as (tracer, _):
+    with tracing(CudaKernels()) as (tracer, _):
         model = nn.Sequential(
             *(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(length))
         )

@@ -2,10 +2,16 @@
 
 torch's CUDA allocator rounds, and keeps holes between blocks that it cannot give back. Replaying the
 trace's births and deaths through a model of it finds both. On a CPU the live bytes are summed.
+
+`PYTORCH_ALLOC_CONF`, or `PYTORCH_CUDA_ALLOC_CONF` as it was called first, lists options of the
+allocator (torch's documentation, "Optimizing memory usage"). Those that move the peak most are
+followed; of others the plan tells.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
@@ -348,3 +354,55 @@ def _repeated(
 
 def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
+
+
+_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+_OPTION = re.compile(r"([a-z_0-9]+)\s*:\s*(\[[^\]]*\]|[^,]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorSettings:
+    """What `CudaCache` is told.
+
+    Attributes:
+        expandable: `expandable_segments`.
+        max_split_bytes: `max_split_size_mb`; None: no limit.
+        ignored: options that may change what is reserved, and are not followed.
+    """
+
+    expandable: bool = False
+    max_split_bytes: int | None = None
+    ignored: tuple[str, ...] = ()
+
+
+def settings_here() -> AllocatorSettings:
+    """As the environment has them. What torch would not understand is left to torch."""
+    told = next((os.environ[name] for name in _NAMES if os.environ.get(name)), "")
+    expandable, most, ignored = False, None, list[str]()
+    for name, value in _OPTION.findall(told.replace(" ", "")):
+        if name == "expandable_segments":
+            expandable = value == "True"
+        elif name == "max_split_size_mb" and value.isdecimal():
+            most = int(value) << 20
+        elif (name, value) != ("backend", "native"):
+            ignored.append(f"{name}:{value}")
+    return AllocatorSettings(expandable, most, tuple(ignored))
+
+
+def allocator_notices() -> Iterator[str]:
+    """What to say of settings in plans for CUDA: sentences."""
+    here = settings_here()
+    followed = ["expandable_segments"] if here.expandable else []
+    followed += ["max_split_size_mb"] if here.max_split_bytes is not None else []
+    name = next((name for name in _NAMES if os.environ.get(name)), "")
+    if followed:
+        yield (
+            f"Bytes are those of an allocator under {' and '.join(followed)}, which {name} sets here."
+            " Set it the same where you train."
+        )
+    if here.ignored:
+        yield (
+            f"{name} sets {', '.join(here.ignored)}, which the prediction of bytes does not follow:"
+            " more may be reserved than is told."
+        )

@@ -1,44 +1,58 @@
-"""Calibration: the speeds of a device, by which candidates are ordered.
+"""Calibration: the speeds of a device, by which candidates are ordered, and what earlier runs teach.
 
-A device that is here is measured in a second or two: matrix products of a few sizes, a stream through
-memory, and the time to start an operation. For one that is not here the same figures come from its
-data sheet.
+A device that is here is measured in a second or two: one matrix product per dtype, a stream through
+memory, and the time to start an operation. For one that is not here the same figures come from its data
+sheet. Measured step times of earlier runs correct later predictions.
+
+What is measured is kept in the user's cache folder. A cache may be lost, torn or stale at any time, and
+none of that may stop a plan: a file that cannot be read is as good as none, and one that cannot be
+written is not written. Files are named after what their content depends on.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import math
+import platform
+import re
+import statistics
+import subprocess
+import sys
 import time
-from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from anybatch.machine import Device, Rates
+from anybatch.errors import InputError
+from anybatch.machine import Device, Machine
+from anybatch.plans import Plan, TaskIdentity
+from anybatch.process.files import cache_folder, write_whole
+from anybatch.process.threads import MOST_IDLE
 
-Curve = tuple[tuple[float, float], ...]
-"""(size of the work, work per second), by size: work in floating-point operations or bytes."""
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-_POINT_SECONDS, _LEAST_ROUNDS, _LONG_SECONDS = 0.03, 3, 0.15
-"""Measuring time for one figure, its fewest rounds, and the time of a product after which no larger one
-is measured."""
+_SHEET_MATMUL, _SHEET_BYTES = 0.65, 0.80
+"""What is left of the figures on a data sheet in a training step: large products of transformers reach
+60 to 75% of the matrix rate, streaming operations 80 to 90% of the memory's."""
+
+SHEET_ERROR = 1.5
+"""Factor within which step times from a data sheet are expected."""
 
 _CORES_OF_MEMORY = 4
 """Cores that stream as many bytes as the memory has for all of them, about."""
 
-# What is left of the figures on a data sheet in a training step: large products of transformers reach
-# 60 to 75% of the matrix rate, streaming operations 80 to 90% of the memory's.
-_SHEET_MATMUL, _SHEET_CONVOLUTION, _SHEET_BYTES = 0.65, 0.45, 0.80
-_SHEET_ATTENTION = 0.60, 0.50
-_HALF_LENGTH = 256.0
-"""Forward and backward of attention reach 50 to 73% and 40 to 63% of the matrix rate with long
-sequences, and about half of that at this length (FlashAttention-2, Dao 2023, on an A100)."""
+_POINT_SECONDS, _LEAST_ROUNDS = 0.03, 3
+"""Measuring time for one figure, and its fewest rounds."""
 
-SHEET_ERROR = 1.5
-"""Factor within which step times from a data sheet are expected."""
+_DEADLINE_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,88 +60,43 @@ class Speeds:
     """How fast a device is.
 
     Attributes:
-        matmul: dtype to rate of matrix products, over floating-point operations.
-        memory: bytes per second, over bytes.
+        matmul: dtype to floating-point operations per second of matrix products.
+        memory: bytes per second.
         call_seconds: to start one operation, from Python and autograd, whatever it does.
         overlap: operations are started while earlier ones run (CUDA), so that the larger of the two
             counts, not their sum.
-        convolution: dtype to rate of convolutions; empty: that of matrix products.
-        attention: dtype to rates of forward and of backward, over the length of the sequence; empty:
-            those of matrix products.
         measured: False where they are drawn from nominal figures.
     """
 
-    matmul: dict[str, Curve]
-    memory: Curve
-    call_seconds: float
+    matmul: Annotated[dict[str, Rate], Field(min_length=1)]
+    memory: Rate
+    call_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     overlap: bool
-    convolution: dict[str, Curve] = field(default_factory=dict)
-    attention: dict[str, tuple[Curve, Curve]] = field(default_factory=dict)
     measured: bool = True
 
 
-def rate_at(curve: Curve, work: float) -> float:
-    """The rate for `work`, between the points by the logarithm of both, level beyond them."""
-    sizes = [size for size, _ in curve]
-    i = bisect_left(sizes, work)
-    if i == 0:
-        return curve[0][1]
-    if i == len(curve):
-        return curve[-1][1]
-    (low, slow), (high, fast) = curve[i - 1], curve[i]
-    part = math.log(work / low) / math.log(high / low)
-    return math.exp((1 - part) * math.log(slow) + part * math.log(fast))
+SPEEDS: TypeAdapter[Speeds] = TypeAdapter(Speeds)
 
 
 def nominal(device: Device) -> Speeds:
     """Speeds from the nominal figures of `device`."""
-    rates = device.rates
-    if device.kind == "cpu":
-        return _nominal_cpu(rates)
+    rates, on_cpu = device.rates, device.kind == "cpu"
+    half = rates.half_flops if on_cpu or device.has("bf16") else rates.flops
     full = {
         "float32": rates.flops,
         "float64": rates.flops / 2,
         "tf32": rates.tf32_flops or rates.flops,
         "float16": rates.half_flops,
-        "bfloat16": rates.half_flops if device.has("bf16") else rates.flops,
+        "bfloat16": half,
     }
-    forward, backward = _SHEET_ATTENTION
+    part, of_memory = (1.0, 1.0) if on_cpu else (_SHEET_MATMUL, _SHEET_BYTES)
     return Speeds(
-        matmul={name: _filling(rate * _SHEET_MATMUL) for name, rate in full.items()},
-        convolution={name: _filling(rate * _SHEET_CONVOLUTION) for name, rate in full.items()},
-        attention={
-            name: (_rising(rate * forward, _HALF_LENGTH), _rising(rate * backward, _HALF_LENGTH))
-            for name, rate in full.items()
-        },
-        memory=_rising(rates.bytes * _SHEET_BYTES, rates.bytes * 5e-6),
+        matmul={name: rate * part for name, rate in full.items()},
+        memory=rates.bytes * of_memory,
         call_seconds=rates.launch_seconds,
-        overlap=True,
+        overlap=not on_cpu,
         measured=False,
     )
-
-
-def _nominal_cpu(rates: Rates) -> Speeds:
-    full = dict.fromkeys(("float32", "tf32"), rates.flops)
-    full |= {"float64": rates.flops / 2}
-    full |= dict.fromkeys(("float16", "bfloat16"), rates.half_flops)
-    return Speeds(
-        matmul={name: ((1.0, rate),) for name, rate in full.items()},
-        memory=((1.0, rates.bytes),),
-        call_seconds=rates.launch_seconds,
-        overlap=False,
-        measured=False,
-    )
-
-
-def _filling(rate: float) -> Curve:
-    """A product fills the device from about 30 microseconds of work on."""
-    return _rising(rate, rate * 3e-5)
-
-
-def _rising(most: float, half_full: float) -> Curve:
-    """A rate that grows with the work, to `most`; half of it at `half_full`."""
-    sizes = [half_full * 4**i for i in range(-5, 5)]
-    return tuple((size, most * size / (size + half_full)) for size in sizes)
 
 
 # ------------------------------------------------------------------------------------- measuring
@@ -143,111 +112,272 @@ def measure(device: Device) -> Speeds:
     """
     target = torch.device(device.torch_name)
     if target.type == "cuda":
-        return _measured(target, [target], ("float32", "tf32", "float16", "bfloat16"))
+        return _measured(target, ("float32", "tf32", "float16", "bfloat16"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        one = _measured(target, [], ("float32", "bfloat16"))
+        one = _measured(target, ("float32", "bfloat16"))
     finally:
         torch.set_num_threads(threads)
     return replace(
         one,
-        matmul={name: _times(curve, threads) for name, curve in one.matmul.items()},
-        memory=_times(one.memory, min(threads, _CORES_OF_MEMORY)),
+        matmul={name: rate * threads for name, rate in one.matmul.items()},
+        memory=one.memory * min(threads, _CORES_OF_MEMORY),
     )
 
 
-def _measured(target: torch.device, devices: list[torch.device], dtypes: tuple[str, ...]) -> Speeds:
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
-        bench = _Bench(target)
-        start = bench.start_seconds()
+def _measured(target: torch.device, dtypes: tuple[str, ...]) -> Speeds:
+    is_cuda = target.type == "cuda"
+    with torch.random.fork_rng(devices=[target] if is_cuda else []), torch.no_grad():
         return Speeds(
-            matmul={name: bench.products(name, start) for name in dtypes},
-            memory=bench.stream(),
-            call_seconds=bench.call_seconds(),
-            overlap=target.type == "cuda",
+            matmul={name: _product_rate(name, target) for name in dtypes},
+            memory=_stream_rate(target),
+            call_seconds=_call_seconds(target),
+            overlap=is_cuda,
         )
 
 
-def _times(curve: Curve, factor: int) -> Curve:
-    return tuple((size, rate * factor) for size, rate in curve)
+def _product_rate(name: str, target: torch.device) -> float:
+    """Floating-point operations per second of a square matrix product."""
+    side = 4096 if target.type == "cuda" else 384
+    dtype = torch.float32 if name == "tf32" else getattr(torch, name)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+    try:
+        x = torch.ones(side, side, dtype=dtype, device=target)
+        return 2.0 * side**3 / _best_seconds(lambda: torch.mm(x, x), target)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
-class _Bench:
-    """Times operations on one device."""
+def _stream_rate(target: torch.device) -> float:
+    """Bytes per second that an operation reads and writes that has to wait for memory."""
+    x = torch.ones((1 << 28 if target.type == "cuda" else 1 << 26) // 4, device=target)
+    y = torch.empty_like(x)
+    return 2.0 * x.nbytes / _best_seconds(lambda: torch.add(x, 1.0, out=y), target)
 
-    def __init__(self, target: torch.device) -> None:
-        self._target = target
-        self._is_cuda = target.type == "cuda"
-        self._clock = time.perf_counter if self._is_cuda else time.thread_time
 
-    def start_seconds(self) -> float:
-        """Seconds of an operation that does next to nothing, called in a row."""
-        x = torch.ones(16, device=self._target)
-        return self._seconds(lambda: torch.add(x, x))
+def _call_seconds(target: torch.device) -> float:
+    """Seconds per operation of a model whose operations do next to nothing: forward through modules,
+    backward through autograd."""
+    with torch.enable_grad():
+        layers = [torch.nn.Linear(4, 4, device=target) for _ in range(24)]
+        model = torch.nn.Sequential(*(part for each in layers for part in (each, torch.nn.ReLU())))
+        x = torch.ones(2, 4, device=target)
 
-    def products(self, name: str, start: float) -> Curve:
-        """Rates of square matrix products, without the time that starting them takes."""
-        sides = (256, 1024, 4096) if self._is_cuda else (64, 256, 768)
-        dtype = torch.float32 if name == "tf32" else getattr(torch, name)
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
-        found: list[tuple[float, float]] = []
-        try:
-            for side in sides:
-                x = torch.ones(side, side, dtype=dtype, device=self._target)
-                work, seconds = 2.0 * side**3, self._seconds(lambda x=x: torch.mm(x, x))
-                found.append((work, work / max(seconds - start, seconds / 2)))
-                if seconds > _LONG_SECONDS:
-                    break
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
-        return tuple(found)
+        def step() -> Tensor:
+            model.zero_grad()
+            loss = model(x).sum()
+            loss.backward()
+            return loss
 
-    def stream(self) -> Curve:
-        """Bytes per second that an operation reads and writes that has to wait for memory."""
-        numbers = (1 << 28 if self._is_cuda else 1 << 26) // 4
-        x = torch.ones(numbers, device=self._target)
-        y = torch.empty_like(x)
-        seconds = self._seconds(lambda: torch.add(x, 1.0, out=y))
-        return ((1.0, 2.0 * x.nbytes / seconds),)
+        seconds = _best_seconds(step, target)
+    # Forward: product and ReLU; backward: two products, a sum, ReLU's.
+    return seconds / (24 * 6)
 
-    def call_seconds(self) -> float:
-        """Seconds per operation of a model whose operations do next to nothing: forward through
-        modules, backward through autograd."""
-        with torch.enable_grad():
-            layers = [torch.nn.Linear(4, 4, device=self._target) for _ in range(24)]
-            model = torch.nn.Sequential(
-                *(part for each in layers for part in (each, torch.nn.ReLU()))
-            )
-            x = torch.ones(2, 4, device=self._target)
 
-            def step() -> Tensor:
-                for param in model.parameters():
-                    param.grad = None
-                loss = model(x).sum()
-                loss.backward()
-                return loss
+def _best_seconds(run: Callable[[], Any], target: torch.device) -> float:
+    """The best of several times. On CUDA the time of waiting is spread over many calls."""
+    is_cuda = target.type == "cuda"
+    clock = time.perf_counter if is_cuda else time.thread_time
 
-            seconds = self._seconds(step)
-        # Forward: product and ReLU; backward: two products, a sum, ReLU's.
-        return seconds / (24 * 6)
-
-    def _seconds(self, run: Callable[[], Any]) -> float:
-        """The best of several times. On CUDA the time of waiting is spread over many calls."""
-        self._timed(run, 1)
-        once = max(self._timed(run, 1), 1e-7)
-        calls = max(1, int(_POINT_SECONDS / _LEAST_ROUNDS / once))
-        times = [once]
-        until = self._clock() + _POINT_SECONDS
-        while len(times) < _LEAST_ROUNDS or self._clock() < until:
-            times.append(self._timed(run, calls) / calls)
-        return min(times)
-
-    def _timed(self, run: Callable[[], Any], calls: int) -> float:
-        begun = self._clock()
+    def timed(calls: int) -> float:
+        begun = clock()
         for _ in range(calls):
             run()
-        if self._is_cuda:
-            torch.cuda.synchronize(self._target)
-        return self._clock() - begun
+        if is_cuda:
+            torch.cuda.synchronize(target)
+        return clock() - begun
+
+    timed(1)
+    once = max(timed(1), 1e-7)
+    calls = max(1, int(_POINT_SECONDS / _LEAST_ROUNDS / once))
+    times = [once]
+    until = clock() + _POINT_SECONDS
+    while len(times) < _LEAST_ROUNDS or clock() < until:
+        times.append(timed(calls) / calls)
+    return min(times)
+
+
+def measure_apart(device: Device, threads: int) -> Speeds:
+    """`measure(device)`, in a process of its own, since measuring leaves memory of libraries behind,
+    and on CUDA a context. `threads`: of torch, where the device is a CPU.
+
+    Raises `OSError`, `subprocess.SubprocessError` or `ValueError` if it cannot be done.
+    """
+    code = f"import sys; from {__name__} import _tell_speeds; _tell_speeds(*sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, device.torch_name, str(threads)],
+        capture_output=True,
+        check=True,
+        timeout=_DEADLINE_SECONDS,
+    )
+    return SPEEDS.validate_json(done.stdout)
+
+
+def _tell_speeds(name: str, threads: str) -> None:
+    torch.set_num_threads(int(threads))
+    sys.stdout.buffer.write(SPEEDS.dump_json(measure(Machine.here(device=name).device)))
+
+
+# ----------------------------------------------------------------------------------------- files
+
+FORMAT = 7
+"""Of the files, and of the way in which speeds are measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """What measurements depend on: two runs that agree in all of it can be compared.
+
+    Attributes:
+        device: its name.
+        driver: CUDA's version; on a CPU the processor's model.
+        torch: version.
+        threads: of torch, where the device is a CPU.
+    """
+
+    device: str
+    driver: str
+    torch: str
+    threads: int
+
+    def file(self, kind: str) -> Path:
+        """The file of that `kind`: readable, and named unlike that of any other."""
+        text = json.dumps([FORMAT, self.device, self.driver, self.torch, self.threads])
+        readable = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")[:40]
+        name = f"{kind}-{readable}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+        return cache_folder() / name
+
+
+def where(device: Device) -> Where:
+    """What measurements on `device`, which is here, depend on."""
+    if device.kind == "cpu":
+        return Where(device.name, _processor(), torch.__version__, torch.get_num_threads())
+    driver = torch.version.cuda or torch.version.hip or ""
+    return Where(device.name, driver, torch.__version__, 0)
+
+
+@cache
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def read(path: Path, adapter: TypeAdapter[Any]) -> Any | None:
+    """What is in the file, or None if it is not there or not what it should be."""
+    try:
+        return adapter.validate_json(path.read_bytes())
+    except (OSError, ValidationError, ValueError):
+        return None
+
+
+def write(path: Path, adapter: TypeAdapter[Any], value: Any) -> None:
+    """Write the file whole, or not at all if it cannot be."""
+    with contextlib.suppress(OSError, InputError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, adapter.dump_json(value, indent=1).decode(), "the cache")
+
+
+# ---------------------------------------------------------------------------------------- speeds
+
+_memo: dict[Where, Speeds] = {}
+
+
+def speeds_of(device: Device) -> Speeds:
+    """The speeds of `device`: as measured, now or earlier, or nominal where it is not here."""
+    if not device.present:
+        return nominal(device)
+    here = where(device)
+    found = _memo.get(here) or read(here.file("speeds"), SPEEDS)
+    if found is None:
+        try:
+            found = measure_apart(device, torch.get_num_threads())
+        except Exception:  # no room for it, say: a plan can do with less, and asks more than once
+            found = nominal(device)
+        else:
+            write(here.file("speeds"), SPEEDS, found)
+    _memo[here] = found
+    return found
+
+
+def forget_speeds(device: Device) -> None:
+    """Measure `device` again when its speeds are next asked for."""
+    here = where(device)
+    _memo.pop(here, None)
+    with contextlib.suppress(OSError):
+        here.file("speeds").unlink(missing_ok=True)
+
+
+# --------------------------------------------------------------------------------------- history
+
+_KEPT, _COUNTED = 60, 9
+"""Runs that are remembered per device; the last of them, which a correction is made of."""
+
+_LIMITS = (0.2, 5.0)
+"""Ratios beyond these are not learned: speeds are measured again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One run: the name of its task, the parameters of its model (tasks of one name may differ), and
+    the measured time of a step by the uncorrected prediction."""
+
+    task: str
+    parameters: int
+    seconds_ratio: Annotated[float, Field(ge=_LIMITS[0], le=_LIMITS[1])]
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """The factor by which predicted times are corrected, and the number of runs that it was learned
+    from."""
+
+    seconds: float = 1.0
+    num_runs: int = 0
+
+
+_RUNS: TypeAdapter[tuple[Seen, ...]] = TypeAdapter(tuple[Seen, ...])
+
+
+def correction(device: Device, task: TaskIdentity | None = None) -> Correction:
+    """What earlier runs on `device` teach: those of the same task where there are any, else all."""
+    if not device.present:
+        return Correction()
+    runs = read(where(device).file("history"), _RUNS) or ()
+    same = [
+        run for run in runs if task and (run.task, run.parameters) == (task.name, task.parameters)
+    ]
+    ratios = [run.seconds_ratio for run in same or runs][-_COUNTED:]
+    return Correction(statistics.median(ratios), len(ratios)) if ratios else Correction()
+
+
+def remember(plan: Plan, measured_step_seconds: float | None, idle_seconds: float = 0.0) -> None:
+    """Keep what a run that followed `plan` to its end measured; a run that is off by more than a factor
+    of five has the machine measured again. What cannot be kept is not: this never fails.
+
+    Args:
+        plan: with the prediction; nothing is kept of one without, or of several ranks.
+        measured_step_seconds: median time of a step.
+        idle_seconds: of these, how long it waited for a core that others had.
+    """
+    told = plan.prediction
+    if told is None or plan.num_ranks != 1 or not measured_step_seconds or told.step_seconds <= 0:
+        return
+    ratio = measured_step_seconds * told.seconds_corrected_by / told.step_seconds
+    if idle_seconds > MOST_IDLE * measured_step_seconds or not math.isfinite(ratio):
+        return
+    try:
+        device = Machine.here(device=plan.device).device
+    except InputError:
+        return
+    path = where(device).file("history")
+    if not _LIMITS[0] <= ratio <= _LIMITS[1]:
+        forget_speeds(device)
+        write(path, _RUNS, ())
+        return
+    runs = (*(read(path, _RUNS) or ()), Seen(plan.task.name, plan.task.parameters, ratio))
+    write(path, _RUNS, runs[-_KEPT:])

@@ -13,7 +13,7 @@ them:
    temporaries as large as the parameters; on a CPU one after the other.
 6. Chunks of `lm_loss`, which are larger on CUDA.
 
-What CUDA's kernels take beside arguments and results: see `cuda_kernels`; cuBLAS's workspaces:
+What CUDA's kernels take beside arguments and results: see `kernels`; cuBLAS's workspaces:
 `workspaces`. What remains: workspaces of cuDNN, and kernels that CUDA has and CPUs have not.
 """
 

@@ -314,31 +314,6 @@ def _lstm_backward(*args: Any) -> _Answer | None:
     return _Answer(tuple(_new(tensor.shape, tensor) for tensor in given), tuple)
 
 
-def _ctc(
-    scores: FakeTensor, targets: FakeTensor, _lengths: Any, target_lengths: Any, *_rest: Any
-) -> _Answer | None:
-    """The loss of each sample, and its paths: two places for each target and one more, at every step.
-    Of targets that are padded the longest is taken to be as long as their tensor; of others the lengths
-    have to be numbers."""
-    if scores.dim() != 3:
-        return None
-    if targets.dim() == 2:
-        longest = targets.size(1)
-    elif isinstance(target_lengths, FakeTensor) or not target_lengths:
-        return None
-    else:
-        longest = max(target_lengths)
-    steps, num_samples, _ = scores.shape
-    losses = _new((num_samples,), scores, scores.dtype)
-    paths = _new((num_samples, steps, 2 * longest + 1), scores, scores.dtype)
-    return _Answer((losses, paths), tuple)
-
-
-def _ctc_backward(_gradient: FakeTensor, scores: FakeTensor, *_rest: Any) -> _Answer:
-    """The gradient of the scores."""
-    return _Answer((_new(scores.shape, scores, scores.dtype),), None)
-
-
 def _new(shape: Sequence[int], like: FakeTensor, dtype: torch.dtype = torch.float32) -> _Result:
     """A contiguous tensor on the device of `like`."""
     return _Result(-1, (torch.Size(shape), _contiguous(shape), 0, dtype, like.fake_device))
@@ -374,15 +349,11 @@ def _grouped_product(
 
 
 _RULES: dict[Any, Callable[..., _Answer | None]] = {
-    torch.ops.aten._ctc_loss.default: _ctc,
-    torch.ops.aten._ctc_loss.Tensor: _ctc,
-    torch.ops.aten._ctc_loss_backward.default: _ctc_backward,
-    torch.ops.aten._ctc_loss_backward.Tensor: _ctc_backward,
     torch.ops.aten._grouped_mm.default: _grouped_product,
     torch.ops.aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
 }
-"""What torch refuses on fake tensors, since a shape depends on numbers (CTC) or because of the dtype
-(grouped products); and the LSTM, whose biases share one gradient on fake tensors, but not in a run."""
+"""Grouped products, which torch refuses on fake tensors of some dtypes; and the LSTM, whose biases
+share one gradient on fake tensors, but not in a run."""
 
 
 def _spanned(tensor: Tensor) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from anybatch.estimate.kernels import Scratch
 from anybatch.estimate.trace import Block, Operation, Timeline
 
 _ROUNDING_BYTES = 16
@@ -35,8 +34,7 @@ class Traced:
         timeline: all of it.
         commit_bytes: what the first update and a later one add at their peaks.
         begin, end: the moments at which the step begins, and at which its update is done.
-        first, second: the last moments before its micro-batches, if it has a second one, or encodes
-            samples before the first.
+        first: the last moment before its micro-batches, if it encodes samples before the first.
         num_micro_batches: of the step as traced.
         modules: of the model, by name, in order of definition.
         bucketed: bytes of gradients in buckets, by the module whose they are.
@@ -53,7 +51,6 @@ class Traced:
     calls: dict[str, int]
     bucketed: dict[str, int] = field(default_factory=dict)
     first: int | None = None
-    second: int | None = None
 
 
 class Family:
@@ -84,21 +81,6 @@ class Family:
         self._traced[num_samples] = made
         return made
 
-    def of_two(self, first: int, second: int) -> Traced:
-        """A step of two micro-batches of those numbers of samples; of the `first` twice, if what is
-        done with the other is not the same. Raises whatever tracing raises."""
-        traced, other = self.at(first), self.at(second)
-        mark, one, two = traced.second, traced.timeline, other.timeline
-        if mark is None or not _are_alike(one, two):
-            return traced
-        blocks = [
-            a if a.born <= mark else replace(a, num_bytes=b.num_bytes)
-            for a, b in zip(one.blocks, two.blocks, strict=True)
-        ]
-        before = {moment: size for moment, size in one.scratch.items() if moment <= mark}
-        after = {moment: size for moment, size in two.scratch.items() if moment > mark}
-        return replace(traced, timeline=replace(one, blocks=blocks, scratch={**before, **after}))
-
     def _foretells(self, first: int, second: int, number: int, made: Traced) -> bool:
         one, two, three = (t.timeline for t in (self._traced[first], self._traced[second], made))
         if not _are_alike(one, two) or not _are_alike(one, three):
@@ -122,12 +104,7 @@ class Family:
             for a, b in zip(one.blocks, two.blocks, strict=True)
         ]
         moments = one.scratch.keys() | two.scratch.keys()
-        none = Scratch(int, 0)
-        scratch: dict[int, int] = {}
-        for moment in moments:
-            less, more = one.scratch.get(moment, none), two.scratch.get(moment, none)
-            told = less.between(more, part) if isinstance(less, Scratch) else between(less, more)
-            scratch[moment] = told
+        scratch = {i: between(one.scratch.get(i, 0), two.scratch.get(i, 0)) for i in moments}
         timeline = replace(one, blocks=blocks, scratch=scratch)
         return replace(low, timeline=timeline)
 

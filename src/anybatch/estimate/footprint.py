@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anybatch.data import micro_batches
 from anybatch.estimate.family import Family, Traced
 from anybatch.estimate.peak import Peak, context_bytes_of, method_on, peak_of
 from anybatch.estimate.stage import num_traced, trace_evaluation, trace_step
@@ -57,24 +56,7 @@ def traced_step(subject: Subject, choice: Choice, device: Device) -> Traced:
                 subject, choice.model_copy(update={"micro_batch": size}), device
             )
         )
-    size, rest = choice.micro_batch, _second_of_two(subject, choice.micro_batch)
-    traced = family.at(size) if rest is None else family.of_two(size, rest)
-    return with_workspaces(traced, device)
-
-
-def _second_of_two(subject: Subject, micro_batch: int) -> int | None:
-    """The samples of the second of two passes, where it is the smaller one and the only one that finds
-    gradients. Shares of ranks may change, and lengths differ from step to step."""
-    identity = subject.identity
-    one_rank = subject.sums is None and subject.division is None and not subject.flat
-    if not one_rank or identity.longest is not None or identity.grain is not None:
-        return None
-    ghost = identity.ghost_batch
-    if ghost and micro_batch % ghost:
-        return None
-    pieces = micro_batches(range(subject.whole), micro_batch, ghost, subject.whole)
-    is_smaller = len(pieces) == 2 and 1 < len(pieces[1]) < micro_batch
-    return len(pieces[1]) if is_smaller else None
+    return with_workspaces(family.at(choice.micro_batch), device)
 
 
 def beside_training(subject: Subject, choice: Choice, device: Device) -> dict[str, int]:

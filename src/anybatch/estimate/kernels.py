@@ -1,7 +1,9 @@
 """Memory that kernels take beyond their arguments and results, which a trace does not see.
 
 On a CPU only what follows from the semantics of torch's operators is counted; what oneDNN and MKL keep
-is not, since a plan for a CPU that is here is rehearsed. CUDA's rules are in `cuda_kernels`.
+is not, since a plan for a CPU that is here is rehearsed. On CUDA the scratch that grows with the batch
+is counted, by torch's source and as its caching allocator tells of single operations
+(`benchmarks/allocator/README.md`). Buffers of reductions (a few MiB) and workspaces of cuDNN are not.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from anybatch.machine import cpu_computes_in
 
 _aten: Any = torch.ops.aten
 _LSTM = _aten.mkldnn_rnn_layer.default
-CTC_BACKWARD = (_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor)
 _CONTIGUOUS = {  # operation -> which of its arguments it reads as contiguous
     _aten.native_layer_norm.default: (0,),
     _aten.native_layer_norm_backward.default: (0, 1),
@@ -36,48 +37,12 @@ _PROMOTING = {
 _HALF = (torch.bfloat16, torch.float16)
 
 
-class Scratch(int):
-    """Bytes that a rule computes from sizes, so that they can be interpolated between two batches
-    though they do not grow linearly.
-
-    Attributes:
-        rule: makes the bytes of the sizes.
-        sizes: whole numbers.
-    """
-
-    rule: Callable[..., int]
-    sizes: tuple[int, ...]
-
-    def __new__(cls, rule: Callable[..., int], *sizes: int) -> Scratch:
-        """`rule(*sizes)`."""
-        made = super().__new__(cls, rule(*sizes))
-        made.rule, made.sizes = rule, sizes
-        return made
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        """A copy, and what is stored, is the number alone."""
-        return int, (int(self),)
-
-    def between(self, other: int, part: float) -> int:
-        """Bytes for the sizes between these (`part` 0) and those of `other` (1), or beyond them."""
-        if isinstance(other, Scratch) and (self.rule, len(self.sizes)) == (
-            other.rule,
-            len(other.sizes),
-        ):
-            sizes = [
-                round(a + (b - a) * part) for a, b in zip(self.sizes, other.sizes, strict=True)
-            ]
-            return self.rule(*sizes)
-        return max(0, round(self + (other - self) * part))
-
-
 class Kernels(ABC):
     """Memory of the kernels of one kind of device."""
 
     @abstractmethod
     def scratch(self, op: Any, args: tuple[Any, ...], result: Any) -> int:
-        """Bytes that `op` takes and gives back while it runs; a `Scratch` where they are not in
-        proportion to the batch."""
+        """Bytes that `op` takes and gives back while it runs."""
 
     def copies(self, op: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
         """Bytes of each copy of an argument that `op` makes before its result and frees after it, in
@@ -98,8 +63,6 @@ class CpuKernels(Kernels):
             return _promoted_bytes(args, result)
         if op in _CONTIGUOUS:
             return sum(_bytes(args[i]) for i in _CONTIGUOUS[op] if not args[i].is_contiguous())
-        if op in CTC_BACKWARD:
-            return _bytes(args[6])  # the backward variables, as large as the saved forward ones
         return 0
 
     def workspace(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
@@ -134,3 +97,133 @@ def _common(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+class CudaKernels(Kernels):
+    """torch's own kernels on CUDA, and its copies for those of libraries."""
+
+    def scratch(self, op: Any, args: tuple[Any, ...], result: Any) -> int:
+        """See `Kernels`."""
+        rule = _RULES.get(op)
+        return 0 if rule is None else rule(*args)
+
+    def copies(self, op: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """See `Kernels`: of what is not laid out as the operation reads it."""
+        read = _READ.get(op)
+        return () if read is None else tuple(filter(None, map(_copied, read(args))))
+
+    def workspace(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
+        """See `Kernels`. Where a layer of oneDNN's LSTM stands for one of cuDNN's: gates, cells and
+        outputs, the least that its backward needs."""
+        return (result[3], 6 * result[0].nbytes) if op is _LSTM else None
+
+
+def _embedding_backward(gradient: Tensor, indices: Tensor, num_words: int, *_: Any) -> int:
+    """Indices are sorted, and runs of equal ones are summed in parts of 10 rows
+    (`cuda/EmbeddingBackwardKernel.cu`). How many runs there are is data; torch reserves the most."""
+    num = indices.numel()
+    words = min(num, num_words)
+    parts = num // 10 + words
+    return 4 * parts * gradient.size(-1) + indices.element_size() * (3 * num + 2 * words + parts)
+
+
+def _flash_backward(_gradient: Tensor, query: Tensor, key: Tensor, *_: Any) -> int:
+    """Sums over rows, and the gradient of the queries in float32, both with lengths in steps of 128
+    (`mha_bwd` in `transformers/cuda/flash_attn/flash_api.cpp`)."""
+    batch, heads, length, width = query.shape
+    rows = batch * heads * _up(length, 128)
+    sums = 4 * rows * (1 + _up(width, 32 if width <= 128 else 64))
+    grouped = 2 * batch * heads * key.size(2) * width * query.element_size()
+    return sums + (grouped if key.size(1) != heads else 0)
+
+
+def _efficient_backward(_gradient: Tensor, query: Tensor, *_: Any) -> int:
+    """Result times gradient, summed over rows, and then the gradient of the queries, piece by piece in
+    float32 with a lock for each (`transformers/cuda/attention_backward.cu`, `kernel_backward.h`)."""
+    batch, heads, length, width = query.shape
+    is_half = query.dtype in _HALF
+    rows, columns = 128 if is_half else 64, 64 if width <= 64 and not is_half else 128
+    pieces = -(-length // rows) * -(-width // columns)
+    sums = _rounded(4 * batch * heads * length)
+    pieces_bytes = batch * heads * pieces * (4 * rows * columns + 16)
+    product = 0 if is_half else query.numel() * 4 + sums
+    return sums + max(product, pieces_bytes)
+
+
+def _stand_in_backward(*args: Any) -> int:
+    """Of the CPU's kernel, where it stands for one of the two: see `cuda`."""
+    return _flash_backward(*args) if _stands_for_flash(args) else _efficient_backward(*args)
+
+
+def _stands_for_flash(args: tuple[Any, ...]) -> bool:
+    """Whether it does; in half precision under a mask it does not, but a trace does not tell."""
+    return args[1].dtype in _HALF
+
+
+def _softmax_backward(gradient: Tensor, *_: Any) -> int:
+    return gradient.nbytes  # times the result, a tensor of its own
+
+
+def _index_put(
+    _tensor: Tensor, indices: Any, _values: Any, accumulate: bool = False, *_: Any
+) -> int:
+    """Where numbers are added, the places are sorted first."""
+    known = [index for index in indices if index is not None]
+    return 4 * 8 * max((index.numel() for index in known), default=0) if accumulate else 0
+
+
+def _by_flash(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return args[0].transpose(1, 2), args[4].transpose(1, 2)  # gradient and result
+
+
+def _by_efficient(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return (args[0].transpose(1, 2),)
+
+
+def _by_stand_in(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return _by_flash(args) if _stands_for_flash(args) else _by_efficient(args)
+
+
+_READ: dict[Any, Callable[[tuple[Any, ...]], tuple[Tensor, ...]]] = {  # what is read as contiguous
+    _aten.embedding.default: lambda args: args[1:2],
+    _aten.embedding_dense_backward.default: lambda args: args[:2],
+    _aten.native_layer_norm.default: lambda args: args[:1],
+    _aten.native_layer_norm_backward.default: lambda args: args[:2],
+    _aten.native_group_norm.default: lambda args: args[:1],
+    _aten.native_group_norm_backward.default: lambda args: args[:2],
+    _aten._softmax.default: lambda args: args[:1],
+    _aten._softmax_backward_data.default: lambda args: args[:2],
+    _aten._log_softmax.default: lambda args: args[:1],
+    _aten._log_softmax_backward_data.default: lambda args: args[:2],
+    _aten._scaled_dot_product_flash_attention_backward.default: _by_flash,
+    _aten._scaled_dot_product_cudnn_attention_backward.default: _by_flash,
+    _aten._scaled_dot_product_efficient_attention_backward.default: _by_efficient,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _by_stand_in,
+}
+
+
+_RULES: dict[Any, Callable[..., int]] = {
+    _aten.embedding_dense_backward.default: _embedding_backward,
+    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward.default: _flash_backward,
+    _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _stand_in_backward,
+    _aten._softmax_backward_data.default: _softmax_backward,
+    _aten.index_put.default: _index_put,
+    _aten.index_put_.default: _index_put,
+    _aten._index_put_impl_.default: _index_put,
+}
+
+
+def _copied(tensor: Tensor) -> int:
+    """A copy of what a kernel reads as contiguous."""
+    return 0 if tensor.is_contiguous() else _bytes(tensor)
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+def _rounded(num_bytes: int) -> int:
+    """As the allocator rounds it."""
+    return _up(num_bytes, 512)

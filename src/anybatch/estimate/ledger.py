@@ -17,8 +17,16 @@ from anybatch.estimate.eager import eagerly
 from anybatch.estimate.family import Traced
 from anybatch.estimate.footprint import beside_training, footprint, trace_step
 from anybatch.estimate.head import head_of
-from anybatch.estimate.kinds import KINDS, LOSS, OVERHEAD, Kinds
-from anybatch.estimate.peak import allocator_of, method_on, not_counted_on, peak_at
+from anybatch.estimate.peak import (
+    KINDS,
+    LOSS,
+    OVERHEAD,
+    Kinds,
+    allocator_of,
+    method_on,
+    not_counted_on,
+    peak_at,
+)
 from anybatch.estimate.sharding import GATHERED, STATE, Division
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import CASTS, SCRATCH, Block, alive

@@ -1,26 +1,23 @@
-"""Seconds: the time of a step, operation by operation.
+"""Seconds: the time of a step, from its operations and the speeds of the device.
 
-Each operation takes the longer of two times, that of its arithmetic and that of its bytes, at the rates
-that the device reaches for work of that size (a roofline, Williams et al. 2009). On a CPU the time to
-start each operation is added. On CUDA operations are started while earlier ones run, so the longer of
-the two sums counts.
+Each operation takes the longer of two times, that of its arithmetic and that of its bytes (a roofline,
+Williams et al. 2009). On a CPU the time to start each operation is added. On CUDA operations are
+started while earlier ones run, so the longer of the two sums counts.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 import torch
 
-from anybatch.estimate.calibration import Speeds, rate_at
+from anybatch.estimate.calibration import Speeds
 from anybatch.estimate.cuda import is_overlaid
 from anybatch.estimate.head import Head
-from anybatch.estimate.seconds_operations import PRODUCTS, Operation
-from anybatch.estimate.seconds_work import Counting, Work, work_of
+from anybatch.estimate.seconds_work import Counting, Operation, Work
 from anybatch.estimate.subject import Subject
 from anybatch.machine import Device
 from anybatch.plans import Choice, Link, Precision, Recompute, StatesOn, Update
@@ -47,35 +44,37 @@ _CHECKPOINT_SECONDS = 1.5e-4
 """What computing a block again takes beside its operations, in Python: torch's checkpoint follows what
 is saved, and keeps the state of random numbers."""
 
-_THIN = 16.0
-"""Smallest dim of a product with which it is half as fast as a cube of the same work (CUDA)."""
+_KERNEL_SECONDS = 5e-6
+"""What a kernel on CUDA takes beside its work, while it fills the device and drains."""
 
-_KERNEL_SECONDS = 2e-6
-"""The shortest time of a kernel on CUDA."""
+_Place = tuple[str, int, bool]
+"""Of operations: their phase, their block, and whether they are products."""
+
+_Group = tuple[str, int, str, torch.dtype]
+"""Of operations that are alike: their phase, their block, their name, and their dtype."""
+
+
+@dataclass(slots=True)
+class _Amounts:
+    """Of the operations of a group together: how many there are, their floating-point operations, their
+    bytes, and how many calls start them."""
+
+    count: float = 0.0
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    calls: float = 0.0
 
 
 @dataclass(slots=True)
 class _Spent:
-    """Seconds of some operations of one micro-batch.
-
-    Attributes:
-        work, calls: to compute, and to start them.
-        apart: what they would take if each were waited for.
-    """
+    """Seconds of some operations of one micro-batch: to compute, and to start them."""
 
     work: float = 0.0
     calls: float = 0.0
-    apart: float = 0.0
 
-    def add(self, other: _Spent, count: int = 1) -> None:
-        """Operations as `other` has them, so many times."""
-        self.work += count * other.work
-        self.calls += count * other.calls
-        self.apart += count * other.apart
-
-
-_Place = tuple[str, int, bool]
-"""Of operations: their phase, their block, and whether they are products."""
+    def __add__(self, other: _Spent) -> _Spent:
+        """Both."""
+        return _Spent(self.work + other.work, self.calls + other.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +133,6 @@ class Pace:
     ) -> None:
         self._speeds = speeds
         self._tf32 = precision == "tf32"
-        self._halved = False
         unit = min(subject.identity.ghost_batch or 1, subject.whole)
         few = min(max(unit, -(-8 // unit) * unit), subject.whole)
         many = min(4 * few, subject.whole)
@@ -146,28 +144,22 @@ class Pace:
             second = first if many == few else counting.at(many)
             return counting, first, second, counting.comparison() if subject.compared else []
 
-        counting, self._first, self._second, compared = subject.following(device, count)
-        device = subject.as_traced(device)
+        counting, self._low, self._high, compared = subject.following(device, count)
+        self._device = device = subject.as_traced(device)
         self._stands_in = is_overlaid(device)
+        self._subject = subject
         self.update: Update = counting.update
         self.fuses_divided: bool = counting.fuses_divided
         self._can_part = counting.can_part
         self.compares_parameters: bool = counting.compares_parameters
-        if not _are_alike(self._first, self._second):
-            other = choice.model_copy(update={"micro_batch": many})
-            self._second = subject.following(device, lambda on: work_of(subject, other, on))
-        if not _are_alike(self._first, self._second):
-            self._first = self._second  # the operations depend on the batch: proportional, then
-        self._device = device
-        self._subject = subject
-        self._ghost = subject.identity.ghost_batch
-        self._blocks = subject.blocks
-        self._lines = _lines(self._first, self._second)
-        self._tables: dict[int, dict[_Place, _Spent]] = {}
-        self._memo: dict[tuple[int, Recompute], tuple[float, float, float]] = {}
-        self._compare_seconds = self._in_a_row(self._spent(compared))
-        self.update_seconds: float = self._in_a_row(
-            self._spent(o for o in self._first.operations if o.phase == "update")
+        passes = (
+            [o for o in work.operations if o.phase != "update"] for work in (self._low, self._high)
+        )
+        self._ends = tuple(map(_grouped, passes))
+        self._memo: dict[int, dict[_Place, _Spent]] = {}
+        self._compare_seconds = self._seconds_of(compared)
+        self.update_seconds: float = self._seconds_of(
+            [o for o in self._low.operations if o.phase == "update"]
         )
 
     @property
@@ -178,82 +170,7 @@ class Pace:
     @property
     def parameter_bytes(self) -> int:
         """Of what is trained."""
-        return self._first.parameter_bytes
-
-    def has_logits(self, num_samples: int, least: int) -> bool:
-        """Whether a pass over so many samples takes the softmax of more than `least` numbers at once,
-        as a cross-entropy does."""
-        return any(
-            one.name == "_log_softmax" and sum(o.num_bytes for o in between) > 8 * least
-            for one, other in self._lines
-            for between in [self._between(one, other, num_samples)]
-        )
-
-    def update_on_host(self, part: float) -> float:
-        """Seconds to update so large a `part` of the model on the host: every number is read, and all
-        but gradients are written."""
-        state = self._first.state_bytes
-        return part * (3 * self._first.parameter_bytes + 2 * state) / _HOST_BYTES
-
-    def in_half(self) -> Pace:
-        """About the pace under autocast to bfloat16, of operations in float32, without tracing them in
-        it: products are computed in half precision, everything else as it is."""
-        other = copy.copy(self)
-        other._halved, other._tables, other._memo = True, {}, {}
-        return other
-
-    def micro(
-        self, micro_batch: int, recompute: Recompute, head: Head | None = None
-    ) -> tuple[float, float, float]:
-        """Seconds of forward, backward and recompute of one micro-batch."""
-        if head is not None:
-            forward, backward, again = self.micro(micro_batch, recompute)
-            return forward + self._by_chunks(head, micro_batch), backward, again
-        found = self._memo.get((micro_batch, recompute))
-        if found is None:
-            table = self._table(micro_batch)
-            forward = {place: spent for place, spent in table.items() if place[0] == "forward"}
-            backward = [spent for place, spent in table.items() if place[0] == "backward"]
-            moved = self._crossing(micro_batch) if recompute.to_host else 0.0
-            found = self._memo[micro_batch, recompute] = (
-                self._in_a_row(_added(forward.values())) + _PASS_SECONDS + moved,
-                self._in_a_row(_added(backward)) + moved,
-                self._again(forward, recompute),
-            )
-        return found
-
-    def _by_chunks(self, head: Head, micro_batch: int) -> float:
-        """Seconds that the loss in chunks takes more than as it is written: logits are computed once
-        more for backward in half precision, and for anything else that uses them."""
-        if not head.is_left_out(micro_batch):
-            return 0.0
-        tokens = head.tokens * micro_batch
-        numbers = tokens * head.width + head.words * head.width + tokens * head.words
-        product = Operation(
-            name="mm",
-            family="matmul",
-            dtype=head.dtype,
-            flops=2 * tokens * head.width * head.words,
-            num_bytes=head.dtype.itemsize * numbers,
-            narrow=min(tokens, head.width, head.words),
-            num_products=1,
-            num_tensors=1,
-            phase="forward",
-            block=-1,
-        )
-        count = head.num_computed + (head.dtype in (torch.float16, torch.bfloat16))
-        return count * self._in_a_row(self._spent([product]))
-
-    def _crossing(self, micro_batch: int) -> float:
-        """Seconds in which what forward saves goes to host memory, or comes back: queued between the
-        kernels, so they add up. More than it is where blocks are recomputed too."""
-        if not self.has_host:
-            return 0.0
-        low, high = self._first, self._second
-        saved = _line(
-            low.micro_batch, low.saved_bytes, high.micro_batch, high.saved_bytes, micro_batch
-        )
-        return saved / _bus_bytes(self._device)
+        return self._low.parameter_bytes
 
     @property
     def has_host(self) -> bool:
@@ -266,6 +183,72 @@ class Pace:
         device's."""
         return self._can_part and self.has_host
 
+    @property
+    def blocks_have_products(self) -> bool:
+        """Whether the policy that keeps matrix products keeps anything."""
+        return any(o.block >= 0 and o.flops > 0 for o in self._low.operations)
+
+    def has_logits(self, num_samples: int, least: int) -> bool:
+        """Whether a pass over so many samples takes the softmax of more than `least` numbers at once,
+        as a cross-entropy does."""
+        low, high = (
+            max((o.num_bytes for o in work.operations if o.name == "_log_softmax"), default=0.0)
+            for work in (self._low, self._high)
+        )
+        return self._line(low, high, num_samples) > 8 * least
+
+    def update_on_host(self, part: float) -> float:
+        """Seconds to update so large a `part` of the model on the host: every number is read, and all
+        but gradients are written."""
+        return part * (3 * self.parameter_bytes + 2 * self._low.state_bytes) / _HOST_BYTES
+
+    def in_half(self) -> Pace:
+        """About the pace under autocast to bfloat16, of operations in float32, without tracing them in
+        it: products are computed in half precision, everything else as it is."""
+        other = copy.copy(self)
+        matmul = self._speeds.matmul
+        half = {name: max(rate, matmul.get("bfloat16", rate)) for name, rate in matmul.items()}
+        other._speeds = replace(self._speeds, matmul=half)
+        other._memo = {}
+        return other
+
+    def micro(
+        self, micro_batch: int, recompute: Recompute, head: Head | None = None
+    ) -> tuple[float, float, float]:
+        """Seconds of forward, backward and recompute of one micro-batch; the loss in chunks of the
+        logits of `head`, or as it is written."""
+        places = self._places(micro_batch)
+        forward = sum((s for place, s in places.items() if place[0] == "forward"), _Spent())
+        backward = sum((s for place, s in places.items() if place[0] == "backward"), _Spent())
+        moved = 0.0
+        if recompute.to_host and self.has_host:
+            # Queued between the kernels, so it adds up.
+            saved = self._line(self._low.saved_bytes, self._high.saved_bytes, micro_batch)
+            moved = bus_seconds(saved, self._device)
+        in_chunks = self._by_chunks(head, micro_batch) if head is not None else 0.0
+        return (
+            self._in_a_row(forward) + _PASS_SECONDS + moved + in_chunks,
+            self._in_a_row(backward) + moved,
+            self._again(places, forward, recompute),
+        )
+
+    def _by_chunks(self, head: Head, micro_batch: int) -> float:
+        """Seconds that the loss in chunks takes more than as it is written: logits are computed once
+        more for backward in half precision, and for anything else that uses them."""
+        if not head.is_left_out(micro_batch):
+            return 0.0
+        tokens = head.tokens * micro_batch
+        numbers = tokens * head.width + head.words * head.width + tokens * head.words
+        product = Operation(
+            name="mm",
+            dtype=head.dtype,
+            flops=2 * tokens * head.width * head.words,
+            num_bytes=head.dtype.itemsize * numbers,
+            phase="forward",
+        )
+        count = head.num_computed + (head.dtype in (torch.float16, torch.bfloat16))
+        return count * self._seconds_of([product])
+
     def step(
         self,
         micro_batch: int,
@@ -275,8 +258,7 @@ class Pace:
         states_on: StatesOn = "device",
         head: Head | None = None,
     ) -> StepSeconds:
-        """Seconds of a step of `num_samples` in micro-batches of at most `micro_batch`; the loss in
-        chunks of the logits of `head`, or as it is written."""
+        """Seconds of a step of `num_samples` in micro-batches of at most `micro_batch`; see `micro`."""
         offloaded = states_on == "host" and self.has_host
         whole, rest = divmod(num_samples, micro_batch)
         forward, backward, again = self.micro(micro_batch, recompute, head)
@@ -284,151 +266,122 @@ class Pace:
         first = whole * forward + last[0]
         if self._subject.is_encoded_first(micro_batch):
             first *= 2
+        # Of states in host memory: to the device, and back.
+        crossing = 2 * bus_seconds(self._low.state_bytes, self._device) if offloaded else 0.0
         return StepSeconds(
             forward=first + self._compare_seconds,
             backward=whole * backward + last[1],
             recompute=whole * again + last[2],
-            update=self.update_seconds
-            + (crossing_seconds(self._first.state_bytes, self._device) if offloaded else 0.0),
+            update=self.update_seconds + crossing,
             exchange=exchange,
         )
 
-    def block_seconds(self, micro_batch: int, keep_matmuls: bool = False) -> list[float]:
-        """Seconds to compute each block once more; those of Python where nothing hides them."""
-        seconds = [0.0 if self._speeds.overlap else _CHECKPOINT_SECONDS] * len(self._blocks)
-        for (phase, block, is_product), spent in self._table(micro_batch).items():
-            if phase == "forward" and block >= 0 and not (keep_matmuls and is_product):
-                seconds[block] += spent.apart
-        return seconds
+    def block_seconds(self, micro_batch: int) -> list[float]:
+        """Seconds to compute each block once more."""
+        spent = [_Spent(0.0, _CHECKPOINT_SECONDS) for _ in self._subject.blocks]
+        for (phase, block, _), seconds in self._places(micro_batch).items():
+            if phase == "forward" and block >= 0:
+                spent[block] += seconds
+        return [self._in_a_row(each) for each in spent]
 
-    def block_bytes(self, micro_batch: int) -> list[tuple[float, float, float]]:
-        """(kept, input, results of products) of each block, in bytes; see `BlockBytes`."""
-        low, high = self._first.micro_batch, self._second.micro_batch
-        return [
-            (
-                _line(low, a.kept_bytes, high, b.kept_bytes, micro_batch),
-                _line(low, a.input_bytes, high, b.input_bytes, micro_batch),
-                _line(low, a.matmul_bytes, high, b.matmul_bytes, micro_batch),
-            )
-            for a, b in zip(self._first.blocks, self._second.blocks, strict=True)
-        ]
+    def block_bytes(self, micro_batch: int) -> list[float]:
+        """Bytes that each block keeps for backward."""
+        ends = zip(self._low.kept_bytes, self._high.kept_bytes, strict=True)
+        return [self._line(low, high, micro_batch) for low, high in ends]
 
-    def _table(self, micro_batch: int) -> dict[_Place, _Spent]:
+    def _places(self, micro_batch: int) -> dict[_Place, _Spent]:
         """What the operations of one micro-batch of that size take, by their places."""
-        found = self._tables.get(micro_batch)
+        found = self._memo.get(micro_batch)
         if found is None:
-            found = self._tables[micro_batch] = {}
-            for (one, other), blocks in self._lines.items():
-                spent = self._spent(self._between(one, other, micro_batch))
-                for block, count in blocks.items():
-                    place = one.phase, block, _is_product(one)
-                    found.setdefault(place, _Spent()).add(spent, count)
+            found = self._memo[micro_batch] = {}
+            (low, high), none = self._ends, _Amounts()
+            for group in low | high:
+                a, b = low.get(group, none), high.get(group, none)
+                between = _Amounts(
+                    self._line(a.count, b.count, micro_batch),
+                    self._line(a.flops, b.flops, micro_batch),
+                    self._line(a.num_bytes, b.num_bytes, micro_batch),
+                    self._line(a.calls, b.calls, micro_batch),
+                )
+                place = *group[:2], between.flops > 0
+                found[place] = found.get(place, _Spent()) + self._spent(group, between)
         return found
 
-    def _between(self, one: Operation, other: Operation, micro_batch: int) -> list[Operation]:
-        """The operation that is `one` and `other` at the two micro-batches, at another."""
-        low, high = self._first.micro_batch, self._second.micro_batch
+    def _line(self, at_low: float, at_high: float, micro_batch: int) -> float:
+        """The value at `micro_batch` of the line through those at the sizes that were traced; through
+        the origin where they are one."""
+        low, high = self._low.micro_batch, self._high.micro_batch
+        if high == low:
+            return at_low * micro_batch / low
+        return max(0.0, at_low + (at_high - at_low) * (micro_batch - low) / (high - low))
 
-        def between(a: float, b: float) -> float:
-            return _line(low, a, high, b, micro_batch)
-
-        scaled = replace(
-            one,
-            narrow=between(one.narrow, other.narrow),
-            flops=between(one.flops, other.flops),
-            num_bytes=between(one.num_bytes, other.num_bytes),
-        )
-        if not self._ghost or micro_batch <= self._ghost:
-            return [scaled]
-        return _over_ghosts(scaled, micro_batch / self._ghost)
-
-    def _again(self, forward: Mapping[_Place, _Spent], recompute: Recompute) -> float:
+    def _again(self, places: dict[_Place, _Spent], forward: _Spent, recompute: Recompute) -> float:
         """Seconds of what is computed a second time (and, as a tree, more often)."""
         if not recompute.blocks:
             return 0.0
-        every = _added(forward.values())
+        names = self._subject.blocks
         if recompute.nested or "." in recompute.blocks:
             # A tree over n layers computes each log2(n) times more.
-            levels = self._first.tree_levels if recompute.nested else 1
-            every.calls += _CHECKPOINT_SECONDS * max(1, len(self._blocks))
-            return levels * self._in_a_row(every)
-        names = set(recompute.blocks)
-        numbers = {i for i, name in enumerate(self._blocks) if _named(name, names)}
+            levels = self._low.tree_levels if recompute.nested else 1
+            return levels * self._in_a_row(forward + _checkpoints(max(1, len(names))))
+        asked = set(recompute.blocks)
+        numbers = {i for i, name in enumerate(names) if _named(name, asked)}
         if not numbers:  # blocks of the user's own naming: as much of forward as there are names
-            every.calls += _CHECKPOINT_SECONDS * len(self._blocks)
-            part = min(1.0, len(names) / max(1, len(self._blocks) or len(names)))
-            return part * self._in_a_row(every)
-        again = _added(
-            spent
-            for (_, block, is_product), spent in forward.items()
-            if block in numbers and not (recompute.keep == "matmuls" and is_product)
-        )
-        again.calls += _CHECKPOINT_SECONDS * len(numbers)
+            part = min(1.0, len(asked) / max(1, len(names) or len(asked)))
+            return part * self._in_a_row(forward + _checkpoints(len(names)))
+        again = _checkpoints(len(numbers))
+        for (phase, block, is_product), spent in places.items():
+            kept = recompute.keep == "matmuls" and is_product
+            if phase == "forward" and block in numbers and not kept:
+                again += spent
         return self._in_a_row(again)
 
     def _in_a_row(self, spent: _Spent) -> float:
         """Seconds of operations that are started one after the other."""
         return max(spent.work, spent.calls) if self._speeds.overlap else spent.work + spent.calls
 
-    def _spent(self, operations: Iterable[Operation]) -> _Spent:
-        """What they take."""
-        total = _Spent()
-        for operation in operations:
-            spent = _Spent(self._work_seconds(operation), self._call_seconds(operation))
-            spent.apart = self._in_a_row(spent)
-            total.add(spent)
-        return total
+    def _seconds_of(self, operations: Sequence[Operation]) -> float:
+        groups = _grouped(operations)
+        return self._in_a_row(sum((self._spent(*each) for each in groups.items()), _Spent()))
 
-    def _call_seconds(self, operation: Operation) -> float:
-        if self._stands_in and operation.phase == "update":
-            # CPU tensors stand for those of the device, on which optimizers take all parameters at
-            # once.
-            return self._speeds.call_seconds / 16
-        more = max(0, operation.num_tensors - 3) if operation.phase == "update" else 0
-        return self._speeds.call_seconds + more * self._speeds.call_seconds / 8
-
-    def _work_seconds(self, operation: Operation) -> float:
+    def _spent(self, group: _Group, amounts: _Amounts) -> _Spent:
+        """What operations of a group take."""
+        phase, _, _, dtype = group
         speeds = self._speeds
-        product = _is_product(operation)
-        halved = self._halved and product and operation.dtype == torch.float32
-        num_bytes = (0.5 if halved else 1.0) * operation.num_bytes
-        seconds = num_bytes / rate_at(speeds.memory, num_bytes)
-        if operation.flops and product:
-            seconds = max(seconds, operation.flops / self._product_rate(operation))
-        if speeds.overlap and not (self._stands_in and operation.phase == "update"):
-            seconds = max(seconds, _KERNEL_SECONDS)
-        return seconds
+        seconds = amounts.num_bytes / speeds.memory
+        if amounts.flops:
+            name = str(dtype).removeprefix("torch.")
+            if name == "float32" and self._tf32:
+                name = "tf32"
+            rate = speeds.matmul.get(name) or speeds.matmul["float32"]
+            seconds = max(seconds, amounts.flops / rate)
+        calls = amounts.calls * speeds.call_seconds
+        if phase == "update" and self._stands_in:
+            # CPU tensors stand for those of the device, on which optimizers take all at once.
+            return _Spent(seconds, calls / 16)
+        kernels = amounts.count * _KERNEL_SECONDS if speeds.overlap else 0.0
+        return _Spent(seconds + kernels, calls)
 
-    def _product_rate(self, operation: Operation) -> float:
-        """Floating-point operations per second of a product."""
-        speeds, name = self._speeds, self._arithmetic(operation)
-        if operation.family == "attention" and speeds.attention:
-            forward, backward = speeds.attention.get(name) or speeds.attention["float32"]
-            return rate_at(backward if "backward" in operation.name else forward, operation.narrow)
-        curves = speeds.convolution if operation.family == "convolution" else {}
-        curves = curves or speeds.matmul
-        each = operation.flops / max(1, operation.num_products)
-        rate = rate_at(curves.get(name) or curves["float32"], each)
-        return rate * _thinness(each, operation.narrow) if speeds.overlap else rate
 
-    def _arithmetic(self, operation: Operation) -> str:
-        """That of a product, as `Speeds` names it."""
-        name = str(operation.dtype).removeprefix("torch.")
-        if name != "float32":
-            return name
-        return "bfloat16" if self._halved else "tf32" if self._tf32 else name
+def _grouped(operations: Iterable[Operation]) -> dict[_Group, _Amounts]:
+    found: dict[_Group, _Amounts] = {}
+    for o in operations:
+        amounts = found.setdefault((o.phase, o.block, o.name, o.dtype), _Amounts())
+        amounts.count += 1
+        amounts.flops += o.flops
+        amounts.num_bytes += o.num_bytes
+        amounts.calls += max(1.0, o.num_tensors / 8)
+    return found
+
+
+def _checkpoints(count: int) -> _Spent:
+    return _Spent(0.0, count * _CHECKPOINT_SECONDS)
 
 
 def tabulated_link(device: Device) -> Link:
     """What joins devices like `device`, where the ranks have not measured it: all on one machine."""
     hop = _LATENCY_SECONDS.get(device.kind, _LATENCY_SECONDS["cuda"])
     return Link(bytes_per_second=device.rates.link_bytes, hop_seconds=hop)
-
-
-def crossing_seconds(state_bytes: int, device: Device) -> float:
-    """Time for the optimizer's states to come from host memory to `device` and go back, one after the
-    other."""
-    return 2 * bus_seconds(state_bytes, device)
 
 
 def bus_seconds(num_bytes: float, device: Device) -> float:
@@ -454,66 +407,6 @@ def meeting_seconds(
     return per_norm * num_norms * num_passes * max(_MEETING_SECONDS, own)
 
 
-def _lines(first: Work, second: Work) -> dict[tuple[Operation, Operation], Counter[int]]:
-    """Every operation of a micro-batch at both sizes, without its block, and how often each block has
-    it: equal blocks have equal ones."""
-    found: dict[tuple[Operation, Operation], Counter[int]] = {}
-    for one, other in zip(first.operations, second.operations, strict=True):
-        if one.phase != "update":
-            pair = _of_no_block(one), _of_no_block(other)
-            found.setdefault(pair, Counter())[one.block] += 1
-    return found
-
-
-def _of_no_block(operation: Operation) -> Operation:
-    return operation if operation.block < 0 else replace(operation, block=-1)
-
-
-def _added(parts: Iterable[_Spent]) -> _Spent:
-    total = _Spent()
-    for part in parts:
-        total.add(part)
-    return total
-
-
-def _are_alike(one: Work, other: Work) -> bool:
-    return [o.name for o in one.operations] == [o.name for o in other.operations]
-
-
-def _over_ghosts(operation: Operation, num_ghosts: float) -> list[Operation]:
-    """BatchNorm over ghost batches: as many smaller operations, and one that joins their results."""
-    if "batch_norm" not in operation.name:
-        return [operation]
-    count = max(1, round(num_ghosts))
-    part = replace(operation, num_bytes=operation.num_bytes / count)
-    joined = replace(operation, name="cat")
-    return [*[part] * count, joined]
-
-
-def _thinness(work: float, narrow: float) -> float:
-    """Part of the rate of a cube that a product of `work` operations reaches on CUDA, its smallest dim
-    being `narrow`: a half where that is `_THIN`, between them by its logarithm."""
-    if narrow <= 0:
-        return 1.0
-    side = max((work / 2) ** (1 / 3), _THIN * 1.001)
-    part = min(1.0, max(0.0, math.log(narrow / _THIN) / math.log(side / _THIN)))
-    return 0.5 ** (1 - part)
-
-
-def _is_product(operation: Operation) -> bool:
-    return operation.family in PRODUCTS
-
-
-def _line(low: int, at_low: float, high: int, at_high: float, x: int) -> float:
-    """The value at `x` of the line through two points; through the origin where they are one."""
-    if high == low:
-        return at_low * x / low
-    slope = (at_high - at_low) / (high - low)
-    return max(0.0, at_low + slope * (x - low))
-
-
 def _named(block: str, names: set[str]) -> bool:
     """Whether `block` is one of `names`, or inside one."""
-    from fnmatch import fnmatchcase
-
     return any(fnmatchcase(block, name) or block.startswith(f"{name}.") for name in names)

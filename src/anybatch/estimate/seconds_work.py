@@ -1,10 +1,8 @@
 """Work: the operations of a step, each with its floating-point operations and its bytes.
 
-A second, lighter trace beside the one for memory. Two of them, at two micro-batches, give every
-operation as a straight line over the micro-batch, since the order of operations does not depend on it;
-so the time of any micro-batch follows without tracing again. Operations of forward are credited to the
-block in which they ran, and what autograd keeps of each block is counted: what it costs to compute a
-block twice, and what it frees.
+A second, lighter trace beside the one for memory. Operations of forward are credited to the block in
+which they ran, and what autograd keeps of each block is counted: what it costs to compute a block
+twice, and what it frees.
 """
 
 from __future__ import annotations
@@ -20,43 +18,110 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from anybatch.compute import Replica
 from anybatch.compute.joint import Share, nobody, rows_like
-from anybatch.compute.low_bit_optimizers import is_compiled, uncompiled
+from anybatch.compute.low_bit_optimizers import is_compiled, parts_of, uncompiled
 from anybatch.compute.optimizer_update import can_part, fuses_divided, leanest_update
 from anybatch.estimate.cuda import laid_over
 from anybatch.estimate.fake_op_cache import READ, FakeOpCache, fake_mode
 from anybatch.estimate.layout import layout_on
-from anybatch.estimate.seconds_operations import (
-    PRODUCTS,
-    Operation,
-    bytes_of,
-    operation_of,
-)
-from anybatch.estimate.stage_setup import fake_device
+from anybatch.estimate.stage import cut_of, fake_device
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import has_parts
-from anybatch.estimate.updates import moved_bytes
 from anybatch.machine import Device
 from anybatch.plans import Choice, Recompute, Update
 
+_GATHERS = frozenset((
+    "embedding", "embedding_dense_backward", "index", "index_put", "index_select", "gather", "scatter",
+    "scatter_add", "index_add", "_unsafe_index_put", "index_put_", "_index_put_impl_", "take",
+))  # fmt: skip
+"""Operations that touch as many rows of a table as they return, not all of it."""
+
+_FREE = frozenset((
+    "device", "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias",
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
+))  # fmt: skip
+"""Operations that touch no bytes."""
+
 
 @dataclass(frozen=True, slots=True)
-class BlockBytes:
-    """What autograd keeps of one block for backward, at one micro-batch.
+class Operation:
+    """One operation at one micro-batch.
 
     Attributes:
-        kept_bytes: storages made in the block and saved.
-        input_bytes: storages that the block is given: what is kept of it when it is recomputed.
-        matmul_bytes: results of its matrix products and convolutions: what else is kept under the
-            policy that keeps them.
+        name: as torch has it.
+        dtype: of its largest tensor, which says what arithmetic it is.
+        flops: floating-point operations of a product (of matrices, a convolution, attention); 0 where
+            only bytes count.
+        num_bytes: read and written.
+        phase: `"forward"`, `"backward"` or `"update"`.
+        block: number of the block of the model in whose forward it ran, or -1.
+        num_tensors: results; a `foreach` operation has many.
     """
 
-    kept_bytes: float
-    input_bytes: float
-    matmul_bytes: float
+    name: str
+    dtype: torch.dtype
+    flops: float
+    num_bytes: float
+    phase: str
+    block: int = -1
+    num_tensors: int = 1
+
+
+def operation_of(
+    func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, phase: str, block: int = -1
+) -> Operation | None:
+    """What calling the aten overload `func` on fake tensors is, or None if it touches no bytes."""
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    tensors = [*inputs, *outputs]
+    name = func._overloadpacket.__name__
+    if not tensors or name in _FREE:
+        return None
+    largest = max(tensors, key=lambda t: t.numel() if t.is_floating_point() else -1)
+    if name in _GATHERS:
+        moved = 2 * sum(map(bytes_of, outputs))
+        moved += sum(bytes_of(t) for t in inputs if not t.is_floating_point())
+    else:
+        moved = sum(map(bytes_of, tensors))
+    return Operation(
+        name=name,
+        dtype=largest.dtype,
+        flops=_flops(func, name, args, kwargs, result),
+        num_bytes=float(moved),
+        phase=phase,
+        block=block,
+        num_tensors=max(1, len(outputs), len(inputs) if "_foreach_" in name else 0),
+    )
+
+
+def _flops(func: Any, name: str, args: tuple[Any, ...], kwargs: Any, result: Any) -> float:
+    is_backward = "backward" in name
+    if "scaled_dot_product" in name:
+        # Two products in forward, five in backward, which computes the weights anew.
+        query, key = args[1:3] if is_backward else args[:2]
+        return float((10 if is_backward else 4) * query.numel() * key.size(-2))
+    in_place = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    counter = flop_registry.get(func._overloadpacket) or flop_registry.get(in_place)
+    if counter is not None:
+        return float(counter(*args, **(kwargs or {}), out_val=result))
+    if name.startswith("mkldnn_rnn_layer"):  # each step multiplies by both weights; backward, twice
+        inputs, weight, recurrent = args[:3]
+        both = weight.numel() + recurrent.numel()
+        return (4.0 if is_backward else 2.0) * inputs.size(0) * inputs.size(1) * both
+    if name == "_grouped_mm":  # each row, or each column, meets the matrix of one group
+        left, right = args[0], args[1]
+        rows = left[0] if left.dim() > right.dim() else left
+        return 2.0 * rows.numel() * right.size(-1)
+    return 0.0
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Of its numbers."""
+    return tensor.numel() * tensor.element_size()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +131,7 @@ class Work:
     Attributes:
         micro_batch: samples.
         operations: of one micro-batch that adds to gradients, and of the update.
-        blocks: of the subject, in order.
+        kept_bytes: of each block of the subject: storages made in it and saved for backward.
         parameter_bytes: of what is trained: what ranks exchange.
         saved_bytes: of what forward saves for backward, tensor by tensor: what would be moved to host
             memory, were it not for small ones.
@@ -76,7 +141,7 @@ class Work:
 
     micro_batch: int
     operations: tuple[Operation, ...]
-    blocks: tuple[BlockBytes, ...]
+    kept_bytes: tuple[float, ...]
     parameter_bytes: int
     saved_bytes: float
     state_bytes: int
@@ -104,12 +169,11 @@ class Counting:
     """
 
     def __init__(self, subject: Subject, choice: Choice, device: Device) -> None:
-        self._kind = device.kind
         self.compares_parameters: bool = False
         self.target: torch.device = fake_device(device)
         self._subject = subject
         self._fake = fake_mode()
-        self._watch = Watch(self._fake, subject.op_cache, device.kind)
+        self._watch = Watch(self._fake, subject.op_cache)
         self._update: list[Operation] = []
         self._encoded: Any = None  # of a joint loss, as the last pass encoded its samples
         plain = choice.model_copy(update={"recompute": Recompute(), "chunked_head": ""})
@@ -147,7 +211,7 @@ class Counting:
             watch.begin("forward")
             with blocks:
                 ask = self._blank if replica.is_joint else None
-                replica.accumulate(batch, micro_batch, _one_ghost(subject, micro_batch), ask)
+                replica.accumulate(batch, micro_batch, cut_of(subject, micro_batch), ask)
             del batch
             passes = watch.operations
             if not self._update:
@@ -160,7 +224,7 @@ class Counting:
         return Work(
             micro_batch,
             (*passes, *self._update),
-            blocks.found(),
+            blocks.kept_bytes(),
             sum(p.numel() * p.element_size() for p in replica.parameters),
             blocks.saved_bytes,
             sum(
@@ -213,21 +277,21 @@ class Counting:
         with uncompiled(replica.optimizer):
             replica.apply()
         if phase:
+            # Reads the gradient, reads and writes the others.
             watch.operations += [
                 Operation(
                     name="update",
-                    family="memory",
                     dtype=param.dtype,
                     flops=0.0,
-                    num_bytes=moved,
-                    narrow=0.0,
-                    num_products=1,
-                    num_tensors=1,
+                    num_bytes=3.0 * param.nbytes + 2.0 * sum(map(_state_bytes, state.values())),
                     phase=phase,
-                    block=-1,
                 )
-                for param, moved in moved_bytes(replica.optimizer).items()
+                for param, state in replica.optimizer.state.items()
             ]
+
+
+def _state_bytes(value: object) -> int:
+    return sum(part.nbytes for part in parts_of(value).values()) if isinstance(value, Tensor) else 0
 
 
 def _path(name: str) -> str:
@@ -238,18 +302,12 @@ def _length(module: nn.Module) -> int:
     return sum(1 for _ in module.children())
 
 
-def _one_ghost(subject: Subject, num_samples: int) -> list[int]:
-    """A micro-batch as a single ghost batch: `seconds` multiplies."""
-    return [num_samples] if subject.identity.ghost_batch else []
-
-
 class Watch(TorchDispatchMode):
-    """Records operations on fake tensors, as they are on a `kind` of device."""
+    """Records operations on fake tensors."""
 
-    def __init__(self, fake: FakeTensorMode, op_cache: FakeOpCache, kind: str) -> None:
+    def __init__(self, fake: FakeTensorMode, op_cache: FakeOpCache) -> None:
         super().__init__()
         self._fake = fake
-        self._kind = kind
         self._op_cache = op_cache
         self.begin_anew()
 
@@ -262,7 +320,6 @@ class Watch(TorchDispatchMode):
         self.phase: str = ""
         self.block: int = -1
         self.operations: list[Operation] = []
-        self.matmul_bytes: dict[int, float] = {}
 
     def begin(self, phase: str) -> None:
         """From now on operations belong to `phase`."""
@@ -284,14 +341,9 @@ class Watch(TorchDispatchMode):
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         block = self.block if self.phase == "forward" else -1
-        operation = operation_of(func, args, kwargs, result, self.phase, block, self._kind)
-        if operation is None:
-            return
-        self.operations.append(operation)
-        if self.phase == "forward" and operation.family in PRODUCTS:
-            first = result if isinstance(result, Tensor) else result[0]
-            kept = bytes_of(first)
-            self.matmul_bytes[self.block] = self.matmul_bytes.get(self.block, 0) + kept
+        operation = operation_of(func, args, kwargs, result, self.phase, block)
+        if operation is not None:
+            self.operations.append(operation)
 
 
 class _Blocks:
@@ -303,7 +355,6 @@ class _Blocks:
         self._made: dict[int, int] = {}  # storage -> the block that made it
         self._held: list[Any] = []  # keeps those alive, so that their numbers are not used again
         self._kept: dict[int, dict[int, int]] = {i: {} for i in range(len(names))}
-        self._inputs: dict[int, float] = dict.fromkeys(range(len(names)), 0.0)
         self._constants = {id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
         self.saved_bytes: float = 0.0
         self._hooks = saved_tensors_hooks(self._save, self._take)
@@ -323,16 +374,9 @@ class _Blocks:
             handle.remove()
         self._held.clear()
 
-    def found(self) -> tuple[BlockBytes, ...]:
+    def kept_bytes(self) -> tuple[float, ...]:
         """Bytes of each block, in order."""
-        return tuple(
-            BlockBytes(
-                kept_bytes=float(sum(self._kept[number].values())),
-                input_bytes=self._inputs[number],
-                matmul_bytes=self._watch.matmul_bytes.get(number, 0.0),
-            )
-            for number in range(len(self._blocks))
-        )
+        return tuple(float(sum(kept.values())) for kept in self._kept.values())
 
     def _enter(self, number: int) -> Any:
         def enter(_block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -342,8 +386,6 @@ class _Blocks:
                     storage = leaf.untyped_storage()
                     self._made.setdefault(id(storage), -1)
                     self._held.append(storage)
-                    if leaf.requires_grad:
-                        self._inputs[number] += storage.nbytes()
 
         return enter
 

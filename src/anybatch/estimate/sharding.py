@@ -1,4 +1,4 @@
-"""What a sharded model takes on each rank, from the sizes of its blocks.
+"""What a sharded model takes on each rank, from the sizes of its blocks; sums that a rank holds.
 
 What is kept (weights, gradients, optimizer state) is divided by the number of ranks. What is gathered
 is not: it is that of a few blocks at a time, and follows from the order in which FSDP takes and frees
@@ -16,13 +16,16 @@ The root (what is in no block: embeddings, the head) is gathered all the time, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from anybatch.compute import find_blocks
+from anybatch.compute.buckets import piece_of
+from anybatch.data import Waiting
+from anybatch.plans import TaskIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,6 @@ def sharded_bytes(
     ranks: int,
     optimizer_state: int,
     *,
-    gathered_as: float = 1.0,
     copies_by_network: int = 1,
     prefetch: bool = False,
     reduce_at_last: bool = False,
@@ -98,16 +100,13 @@ def sharded_bytes(
         parts: of its weights, in the dtype in which they are kept.
         ranks: that divide the model.
         optimizer_state: bytes of it for the whole model.
-        gathered_as: size of a gathered weight by that of a kept one: 0.5 where float32 masters are
-            gathered in half precision.
         copies_by_network: of a buffer, made while it crosses the network: 1 for gloo, 0 for NCCL.
         prefetch: whether backward gathers the next block while it computes (on CUDA).
         reduce_at_last: whether gradients are kept whole until the last pass of a step.
         offload: whether what is kept lies in host memory; of whole gradients, which no pass has added
             up yet, nothing does.
     """
-    gathered = [round(size * gathered_as) for size in parts.blocks]
-    root = round(parts.root * gathered_as)
+    gathered, root = parts.blocks, parts.root
     kept = 0 if offload else 1
     # On its way to and from the host a rank's part of the largest group is on the device.
     crossing = 0 if kept else 2 * _part(max(root, *gathered, 0), ranks)
@@ -210,3 +209,36 @@ def _part(size: int, ranks: int) -> int:
 
 def _own(module: nn.Module) -> list[torch.Tensor]:
     return list(module.parameters(recurse=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Of the rank that holds most, in any step.
+
+    Attributes:
+        kept: sums as large as all gradients that wait while others are computed.
+        slots: sums that a rank tells the others, at the most.
+        num_ranks: of all.
+    """
+
+    kept: int
+    slots: int
+    num_ranks: int
+
+    def held(self, flats: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Tensors as large as what is held beside the buckets `flats`."""
+        for _ in range(self.kept):
+            yield from (flat.new_empty(len(flat)) for flat in flats)
+        if self.num_ranks > 1:
+            for dtype in {flat.dtype for flat in flats}:
+                largest = max((flat for flat in flats if flat.dtype == dtype), key=len)
+                size = self.num_ranks * self.slots * piece_of(largest, self.num_ranks)
+                yield from (largest.new_empty(size) for _ in ("sent", "received"))
+
+
+def sums_of(identity: TaskIdentity, shares: tuple[float, ...]) -> Sums | None:
+    """Of a reproducible run on ranks with `shares`; None: it is not one."""
+    if identity.num_parts is None:
+        return None
+    waiting = Waiting.of(identity.num_parts, shares)
+    return Sums(max(waiting.kept), waiting.slots, len(shares))

@@ -1,52 +1,42 @@
 """Stage: a model and its optimizer on fake tensors, with one update behind them, where steps begin.
 
-To build a model and to trace updates takes longer than to trace a pass, and is the same for every
-micro-batch and every way to recompute. So it is done once, and a trace is put together of three parts:
-
-    head     the model is built, a first update makes the optimizer's state     once
-    passes   micro-batches of one size under one way to recompute               each time
-    tail     the update of the step                                             once
-
-What is put together is what would be traced from the beginning, operation by operation and block by
-block, as long as passes leave nothing behind but gradients, and the same ones: of the same parameters,
-in the same layouts. That is looked at after all of them. Where it does not hold (a module keeps a table
-that its first pass made, say), steps are traced from the beginning, each on a stage of its own.
+To build a model and to make its optimizer's state takes long, and is the same for every micro-batch and
+every way to recompute. So it is done once, and steps are traced one after the other, as in a run: each
+begins where the one before it began, as long as a step leaves nothing behind and frees nothing that was
+there. Where that does not hold (a module keeps a table that its first pass made, say), steps are traced
+from the beginning, each on a stage of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from anybatch.compute import Replica
 from anybatch.compute.ghost_norm import counting_buffers, written_since
 from anybatch.compute.joint import Ask, Comparison, rows_like
 from anybatch.compute.lm_loss import few_chunks
-from anybatch.compute.low_bit_optimizers import is_compiled, parts_of, uncompiled
+from anybatch.compute.low_bit_optimizers import check_whole, is_compiled, parts_of, uncompiled
 from anybatch.compute.modes import evaluating
-from anybatch.estimate.cuda import laid_over
+from anybatch.data import ghosts
+from anybatch.estimate.cuda import is_overlaid, laid_over, update_together
 from anybatch.estimate.fake_modules import without_fused_layers
 from anybatch.estimate.fake_op_cache import fake_mode
-from anybatch.estimate.family import Traced
+from anybatch.estimate.family import Part, Traced
+from anybatch.estimate.kernels import CpuKernels, CudaKernels, Kernels
 from anybatch.estimate.layout import layout_on
-from anybatch.estimate.splice import Left, Tail, growth, moved, since
-from anybatch.estimate.stage_setup import (
-    bucketed_bytes,
-    cut_of,
-    fake_device,
-    kernels_on,
-    parts_of_model,
-    set_up,
-)
 from anybatch.estimate.subject import Subject
-from anybatch.estimate.trace import COPIED, Block, Timeline, Tracer, recording
-from anybatch.estimate.updates import scratch_bytes
+from anybatch.estimate.trace import COPIED, Timeline, Tracer, recording
 from anybatch.machine import Device
-from anybatch.plans import Choice, Recompute
+from anybatch.plans import Choice, KernelChoices, Recompute
+from anybatch.task import parameters_in
 
 
 def trace_step(subject: Subject, choice: Choice, device: Device) -> Traced:
@@ -72,25 +62,19 @@ def num_traced(subject: Subject, choice: Choice) -> int:
 
 
 def _on_stage(
-    trace: Callable[[Stage, Choice], Traced | None],
-    subject: Subject,
-    choice: Choice,
-    device: Device,
+    trace: Callable[[Stage, Choice], Traced], subject: Subject, choice: Choice, device: Device
 ) -> Traced:
     key = device, choice.precision, choice.update, choice.optimizer_states
     known = subject.stages.get(key)
     if known is not None and known.reusable:
         try:
-            traced = trace(known, choice)
+            return trace(known, choice)
         except Exception:
             # It is spoilt, but what raised may not raise under other choices.
             del subject.stages[key]
             raise
-        if traced is not None:
-            return traced
     stage = Stage(subject, choice, device)
     traced = trace(stage, choice)
-    assert traced is not None  # what is traced first on a stage is traced from the beginning
     if known is None:  # one that cannot be used again stays, so that no other takes its place
         subject.stages[key] = stage
     return traced
@@ -126,28 +110,19 @@ class Stage:
         self._first_commit = growth(head, begun)
         self._parts = parts_of_model(self._replica.model, self._owners)
         self._live = head.blocks
-        self._head = Timeline(
-            [moved(block, 0) for block in head.blocks],
-            head.scratch,
-            head.operations,
-            head.num_moments,
-        )
+        self._head = replace(head, blocks=[replace(block) for block in head.blocks])
         self._settled = [block for block in head.blocks if block.died is None]
         self._first: int | None = None
-        self._second: int | None = None
-        self._tail: Tail | None = None
-        self._is_fresh = True
 
     @property
     def model(self) -> nn.Module:
         """On fake tensors, in the precision of the plan."""
         return self._replica.model
 
-    def step(self, choice: Choice) -> Traced | None:
-        """A step of at most two micro-batches and its update; None if what was traced before says
-        nothing of it."""
+    def step(self, choice: Choice) -> Traced:
+        """A step of at most two micro-batches and its update."""
         count = num_traced(self._subject, choice)
-        passes = self._begin()
+        step = self._begin()
         with self._open():
             self._replica.switch(choice)
             before = counting_buffers(self.model)
@@ -155,24 +130,15 @@ class Stage:
             if not choice.recompute.blocks:
                 self._subject.written.update(dict.fromkeys(written_since(self.model, before)))
             self._replica.switch(self._plain)
-            left = self._left_by(passes)
-            if self._tail is None:
-                return self._with_update(passes, left, count)
-            self._replica.drop()
-        tail = self._tail
-        if left is None or any(block.died is None for block in passes.blocks):
-            return None
-        self.reusable = True
-        if left.signature != tail.signature:
-            return None
-        return self._traced(self._joined(passes, left, tail), tail.commit_bytes, count)
+            begun = step.num_moments
+            self._update()
+        return self._ended(step, growth(step, begun), count)
 
-    def evaluation(self, choice: Choice) -> Traced | None:
-        """Two batches of evaluation; None as for `step`."""
+    def evaluation(self, choice: Choice) -> Traced:
+        """Two batches of evaluation."""
         size = choice.evaluation_batch
         model = self._replica.model
-        is_fresh = self._is_fresh
-        passes = self._begin()
+        step = self._begin()
         with self._open():
             self._replica.switch(choice.model_copy(update={"recompute": Recompute()}))
             with evaluating(model), without_fused_layers():
@@ -183,12 +149,7 @@ class Stage:
                         self._replica.evaluate(self._subject.loss, batch, size)
                         del batch
             self._replica.switch(self._plain)
-        left = self._left_by(passes)
-        self.reusable = left is not None and not any(left.signature)
-        if not self.reusable and not is_fresh:
-            return None
-        head = [moved(block, 0) for block in self._live] if is_fresh else self._head.blocks
-        return self._traced(self._after_head(head, passes), 0, count=2)
+        return self._ended(step, 0, count=2)
 
     # ------------------------------------------------------------------------------ what is traced
 
@@ -199,8 +160,8 @@ class Stage:
 
     def _begin(self) -> Timeline:
         """A timeline that goes on where the head ends. Until all went well the stage is spoilt."""
-        self.reusable = self._is_fresh = False
-        self._first = self._second = None
+        self.reusable = False
+        self._first = None
         timeline = Timeline(num_moments=self._head.num_moments)
         self._tracer.begin_anew(timeline, self._settled)
         return timeline
@@ -213,8 +174,6 @@ class Stage:
             for param in self._replica.parameters:
                 if param.grad is not None:
                     self._tracer.see(param.grad, "gradients", self._owners.get(param, ""))
-            if count > 1 and self._second is None:
-                self._second = self._tracer.timeline.num_moments
             del batch
 
     def _ask(self, size: int, cut: Sequence[int]) -> Ask | None:
@@ -261,7 +220,10 @@ class Stage:
         self._replica.finish(2.0, self._subject.clip_norm)
         optimizer = self._replica.optimizer
         if is_compiled(optimizer):
-            with uncompiled(optimizer), self._tracer.as_kernel("update", scratch_bytes(optimizer)):
+            # Compiled, it updates parameters one by one, and both states in float32.
+            sizes = [param.numel() for param in parameters_in(optimizer.param_groups)]
+            scratch = 2 * 4 * max(sizes, default=0)
+            with uncompiled(optimizer), self._tracer.as_kernel("update", scratch):
                 self._replica.apply()
         else:
             self._replica.apply()
@@ -287,75 +249,21 @@ class Stage:
             param.grad = torch.empty_like(param)
             self._tracer.see(param.grad, "gradients", self._owners.get(param, ""))
 
-    # ------------------------------------------------------------------------------ putting together
-
-    def _with_update(self, passes: Timeline, left: Left | None, count: int) -> Traced:
-        """The first step of the stage: its update is traced, and becomes the tail of others if nothing
-        speaks against it."""
-        end, num_blocks = passes.num_moments, len(passes.blocks)
-        self._tracer.settle(())
-        self._update()
-        commit = growth(passes, end)
-        whole = self._after_head([moved(block, 0) for block in self._live], passes)
-        if left is None:
-            # What the loss keeps goes once the trace is over, and did not in it.
-            whole.blocks = [moved(block, 0) for block in whole.blocks]
-        traced = self._traced(whole, commit, count)
-        own, later = passes.blocks[:num_blocks], passes.blocks[num_blocks:]
-        if left is None or any(b.died is None for b in own):
-            return traced
-        self._tail = Tail(
-            signature=left.signature,
-            gradients_died=tuple(since(end, block.died) for block in left.blocks),
-            head=tuple(
-                replace(then, kind=live.kind, module=live.module)
-                for then, live in zip(self._head.blocks, self._live, strict=True)
-            ),
-            head_died={
-                place: since(end, live.died)
-                for place, (then, live) in enumerate(
-                    zip(self._head.blocks, self._live, strict=True)
-                )
-                if then.died is None and live.died is not None
-            },
-            timeline=Timeline(
-                [moved(block, -end) for block in later],
-                {at - end: size for at, size in passes.scratch.items() if at > end},
-                passes.operations[end - self._head.num_moments :],
-                passes.num_moments - end,
-            ),
-            commit_bytes=commit,
-        )
-        self._settled = [block for block in (*self._live, *later) if block.died is None]
-        self.reusable = True
-        return traced
-
-    def _joined(self, passes: Timeline, left: Left, tail: Tail) -> Timeline:
-        """Head, passes and tail in a row."""
-        end, after = passes.num_moments, tail.timeline
-        for block, died in zip(left.blocks, tail.gradients_died, strict=True):
-            block.died = end + died
-        head = list(tail.head)
-        for place, died in tail.head_died.items():
-            head[place] = moved(head[place], 0)
-            head[place].died = end + died
-        whole = self._after_head(head, passes)
-        whole.blocks += [moved(block, end) for block in after.blocks]
-        whole.scratch |= {at + end: size for at, size in after.scratch.items()}
-        whole.operations += after.operations
-        whole.num_moments += after.num_moments
-        return whole
-
-    def _after_head(self, head: Iterable[Block], passes: Timeline) -> Timeline:
-        return Timeline(
-            [*head, *passes.blocks],
-            {**self._head.scratch, **passes.scratch},
-            [*self._head.operations, *passes.operations],
-            passes.num_moments,
+    def _ended(self, step: Timeline, commit: int, count: int) -> Traced:
+        """The head and `step` in a row."""
+        alive = any(block.died is None for block in step.blocks)
+        self.reusable = not (alive or self._tracer.disturbed)
+        blocks = [*self._head.blocks, *step.blocks]
+        if not self.reusable:
+            # Copied as they are now: what the loss or a module keeps is freed once the trace is over.
+            blocks = [replace(block) for block in (*self._live, *step.blocks)]
+        timeline = Timeline(
+            blocks,
+            {**self._head.scratch, **step.scratch},
+            [*self._head.operations, *step.operations],
+            step.num_moments,
             released=self._head.num_moments,
         )
-
-    def _traced(self, timeline: Timeline, commit: int, count: int) -> Traced:
         return Traced(
             timeline=timeline,
             commit_bytes=(self._first_commit, commit),
@@ -367,31 +275,132 @@ class Stage:
             calls=self._tracer.calls,
             bucketed=self._bucketed,
             first=self._first,
-            second=self._second,
         )
 
-    def _gradients(self) -> list[torch.Tensor | None]:
-        """Of all parameters, also of those that are trained by nobody."""
-        every = dict.fromkeys([*self._replica.parameters, *self._replica.model.parameters()])
-        return [param.grad for param in every]
 
-    def _left_by(self, passes: Timeline) -> Left | None:
-        """What is left of `passes`, or None if something else is, or something else is gone."""
-        alive = {id(block): block for block in passes.blocks if block.died is None}
-        found: dict[int, Block] = {}
-        places: dict[int, int] = {}
-        signature: list[Any] = []
-        for gradient in self._gradients():
-            if gradient is None:
-                signature.append(None)
-                continue
-            block = self._tracer.block_of(gradient)
-            key = id(block)
-            if key in alive:  # by its place among them; any other is of the head, and stays
-                found.setdefault(key, block)
-                places.setdefault(key, len(places))
-            layout = gradient.shape, gradient.stride(), gradient.storage_offset(), gradient.dtype
-            signature.append((layout, block.num_bytes, key in alive, places.get(key, key)))
-        if self._tracer.disturbed or found.keys() != alive.keys():
-            return None
-        return Left(tuple(signature), tuple(found.values()))
+_MOST_GHOSTS = 4
+
+Owners = dict[torch.Tensor, str]
+"""Names of the modules that parameters belong to, the first where several share one."""
+
+
+def set_up(
+    subject: Subject, choice: Choice, device: Device, tracer: Tracer, layout: KernelChoices
+) -> tuple[Replica, Owners, list[torch.Tensor]]:
+    """The replica of `choice`, its images in `layout`, with the names of the modules that its
+    parameters belong to, and the copies of its buffers that are kept for putting back. All of them are
+    known to `tracer`; called while it records."""
+    target = fake_device(device)
+    with target:
+        model: nn.Module = subject.build_model()
+    tracer.watch(model)
+    owners: Owners = {}
+    buffers: dict[torch.Tensor, str] = {}
+    for name, module in model.named_modules():
+        for param in module.parameters(recurse=False):
+            owners.setdefault(param, name or ".")
+        for buffer in module.buffers(recurse=False):
+            buffers.setdefault(buffer, name or ".")
+    for param, owner in owners.items():
+        tracer.see(param, "parameters", owner)
+    for buffer, owner in buffers.items():
+        tracer.see(buffer, "buffers", owner)
+    trained: list[nn.Parameter] = []
+
+    def make_optimizer() -> Optimizer:
+        optimizer = subject.make_optimizer(model)
+        if device.kind == "cuda" and choice.update != "fused":
+            update_together(optimizer)
+        trained.extend(parameters_in(optimizer.param_groups))
+        return optimizer
+
+    replica = Replica(
+        model,
+        make_optimizer,
+        subject.loss,
+        choice,
+        target,
+        subject.whole,
+        # Whether a gradient overflowed has no answer here, and the scaler's own bytes are few.
+        loss_scaling=False,
+        kernels=layout,
+        host=torch.device("meta") if device.kind == "cuda" else None,
+    )
+    if subject.division is not None:
+        check_whole(replica.optimizer)
+    copies: list[torch.Tensor] = []  # of buffers, kept for putting back, and of gradients
+    if subject.flat:
+        buckets = replica.flatten()
+        for flat in buckets.flats:
+            tracer.see(flat, "gradients")
+        for held in subject.sums.held(buckets.flats) if subject.sums else ():
+            copies.append(held)
+            tracer.see(held, "gradients")
+        buckets.attach()
+    # Where the optimizer works on float32 copies, they stand in the places of what they are copies of.
+    for copied, param in zip(trained, replica.parameters, strict=True):
+        owners.setdefault(param, owners.get(copied, ""))
+    for param, owner in owners.items():
+        tracer.see(param, "parameters", owner)
+    for buffer, owner in buffers.items():
+        copies.append(buffer.detach().clone())
+        tracer.see(copies[-1], "buffers", owner)
+    return replica, owners, copies
+
+
+def parts_of_model(model: nn.Module, owners: Owners) -> dict[str, Part]:
+    """The modules of `model` by name, in order of definition."""
+    numbers: Counter[str] = Counter()
+    for param, owner in owners.items():
+        numbers[owner] += param.numel()
+    return {
+        name or ".": Part(type(module).__name__, numbers[name or "."])
+        for name, module in model.named_modules()
+    }
+
+
+def bucketed_bytes(replica: Replica, owners: Owners) -> dict[str, int]:
+    """Bytes of gradients by module, of a replica whose gradients are in buckets."""
+    sizes: Counter[str] = Counter()
+    for param in replica.parameters:
+        if param.grad is not None:
+            sizes[owners.get(param, "")] += param.grad.nbytes
+    return dict(sizes)
+
+
+def cut_of(subject: Subject, num_samples: int) -> list[int]:
+    """Ghost batches for a trace: at most a few, since tracing each takes time."""
+    size = subject.identity.ghost_batch
+    if not size:
+        return []
+    cut = ghosts(num_samples, size)
+    if len(cut) <= _MOST_GHOSTS:
+        return cut
+    return ghosts(num_samples, -(-num_samples // _MOST_GHOSTS))
+
+
+def fake_device(device: Device) -> torch.device:
+    """The device of the fake tensors: the real one where it is present. Fake CUDA tensors do not carry
+    through a backward pass on a machine without CUDA, so there the trace is one of CPU tensors, with
+    CUDA's rules laid over it."""
+    return torch.device("cpu" if is_overlaid(device) else device.torch_name)
+
+
+def kernels_on(device: Device) -> Kernels:
+    """The memory that kernels of `device` take."""
+    return CpuKernels() if device.kind == "cpu" else CudaKernels()
+
+
+def growth(timeline: Timeline, start: int) -> int:
+    """The most bytes alive at once from `start` on, beyond those alive at `start`."""
+    changes: Counter[int] = Counter()
+    for block in timeline.blocks:
+        if block.born > start:
+            changes[block.born] += block.num_bytes
+            if block.died is not None:
+                changes[block.died + 1] -= block.num_bytes
+    most = now = 0
+    for moment in sorted(changes):
+        now += changes[moment]
+        most = max(most, now)
+    return most

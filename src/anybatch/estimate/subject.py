@@ -37,11 +37,8 @@ from anybatch.estimate.data_dependent_shapes import UNKNOWN
 from anybatch.estimate.fake_modules import converting_fake_modules, without_addresses
 from anybatch.estimate.fake_op_cache import CachedOps, FakeOpCache, fake_mode
 from anybatch.estimate.family import Family
-from anybatch.estimate.padding import padded_of
-from anybatch.estimate.samples import Samples, samples_of
-from anybatch.estimate.sharding import Division
-from anybatch.estimate.sums import Sums
-from anybatch.estimate.template import template_of
+from anybatch.estimate.samples import Samples, padded_of, samples_of, template_of
+from anybatch.estimate.sharding import Division, Sums
 from anybatch.machine import Device
 from anybatch.plans import TaskIdentity
 from anybatch.side_effects import code_of, untouched

@@ -124,7 +124,7 @@ class Tracer(TorchDispatchMode):
         phase: name of what is being traced, as the caller says.
         shapes: of the first tensor that each module returned last.
         calls: forward passes of each module, those of recompute not counted.
-        disturbed: whether something was freed that was said to stay; see `settle`.
+        disturbed: whether something was freed that was said to stay; see `begin_anew`.
     """
 
     def __init__(
@@ -150,15 +150,11 @@ class Tracer(TorchDispatchMode):
 
     def begin_anew(self, timeline: Timeline, settled: Iterable[Block]) -> None:
         """Record into `timeline` from now on, as if nothing but what it follows on had been traced.
-        `settled`: blocks that are alive, and not part of it."""
+        Whether any of the blocks `settled` is freed will be told by `disturbed`."""
         self.timeline = timeline
         self.shapes, self.calls = {}, {}
         self._made_by.clear()
-        self.settle(settled)
-
-    def settle(self, blocks: Iterable[Block]) -> None:
-        """Whether any of `blocks` is freed from now on will be told by `disturbed`."""
-        self._settled = frozenset(map(id, blocks))
+        self._settled = frozenset(map(id, settled))
         self.disturbed = False
 
     @classmethod
@@ -285,9 +281,8 @@ class Tracer(TorchDispatchMode):
         now = timeline.num_moments
         for size in self._kernels.copies(func, args):
             timeline.blocks.append(Block(size, now, self.phase, now, SCRATCH, module))
-        extra = self._kernels.scratch(func, args, result)
-        if extra or type(extra) is not int:  # in a larger batch it may be more than nothing
-            timeline.scratch[timeline.num_moments] = extra
+        if extra := self._kernels.scratch(func, args, result):
+            timeline.scratch[now] = extra
         return module
 
     def _whose(self, node: Any) -> str:

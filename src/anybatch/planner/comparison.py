@@ -1,12 +1,18 @@
-"""Comparison: everything that was weighed, beside the choice that was taken."""
+"""Comparison: the choice that was taken made ready for the plan, and everything else that was weighed:
+what is nearly as fast, what is leaner, what was not taken and why.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from anybatch.planner.costs import Costs
-from anybatch.planner.recompute_options import order
-from anybatch.plans import Candidate, Choice, FrontierPoint
+from anybatch.estimate import Footprint, Peak
+from anybatch.estimate.calibration import SHEET_ERROR
+from anybatch.estimate.seconds import StepSeconds
+from anybatch.planner.costs import Costs, first_evaluation_batch
+from anybatch.planner.setting import Setting, Wishes
+from anybatch.plans import Candidate, Choice, FrontierPoint, Prediction, Recompute
 from anybatch.units import format_bytes
 
 SAME_TIME = 1.01
@@ -78,3 +84,157 @@ def _reason(choice: Choice, costs: Costs, taken: Choice, by: Costs) -> str:
     if peak > by.bytes(taken):
         return "fits and is as fast, but needs more memory"
     return "fits and is as fast, or too little faster to be sure of"
+
+
+_EASE = 0.85
+"""More samples at once than training has are not worth a peak like training's: what training leaves in
+the heap of a CPU, and blocks of other sizes find there, is known to 10% (benchmarks/budgets, 85)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A choice, what it costs, and what is leaner."""
+
+    choice: Choice
+    footprint: Footprint
+    evaluation: Peak
+    seconds: StepSeconds
+    ladder: tuple[Choice, ...]
+
+
+def option_of(
+    choice: Choice, ways: Sequence[Recompute], costs: Costs, leaner_costs: Sequence[Costs] = ()
+) -> Option:
+    """`choice`, made ready; its ladder may lead to `ways`, and at its end to what choices of the
+    `leaner_costs` have in common."""
+    size, evaluation = _evaluation_batch(choice, costs)
+    chosen = choice.model_copy(update={"evaluation_batch": size})
+    ladder = tuple(leaner(chosen, ways, costs))
+    last = (chosen, *ladder)[-1]
+    for other in leaner_costs:
+        head = other.head.name if other.head else ""
+        common = {"optimizer_states": other.states_on, "chunked_head": head}
+        ladder += (last.model_copy(update=common),)
+    return Option(chosen, costs.footprint(chosen), evaluation, costs.step(choice), ladder)
+
+
+def _evaluation_batch(choice: Choice, costs: Costs) -> tuple[int, Peak]:
+    """The batch for evaluation, and the peak that it leads to."""
+    valid = costs.subject.num_valid
+    if valid == 0:
+        return choice.micro_batch, Peak(0, {})
+    size = first_evaluation_batch(choice.micro_batch, valid)
+    trained = costs.peak(choice)
+    while True:
+        peak = costs.evaluation(choice.model_copy(update={"evaluation_batch": size}))
+        most = _EASE * trained if size > choice.micro_batch else costs.room
+        if size == 1 or peak.num_bytes <= most:
+            return size, peak
+        size //= 2
+
+
+_CLOSE = 1.5
+"""A choice that is predicted to take up to so many times as long as the fastest may be the faster one:
+measured beside each other, predictions of one task were off by less."""
+
+_MOST = 3
+
+
+def rivals_of(best: Choice, wishes: Wishes, costs: Costs) -> Iterator[Choice]:
+    """What a trial on the device may show to be faster than `best`, the fastest first.
+
+    On a CPU there are none: how fast small passes are depends on how the heap has come to lie, which
+    passes of other sizes change (docs/log.md)."""
+    device, subject = costs.setting.device, costs.subject
+    here = device.present and device.kind == "cuda"
+    open_to = wishes.micro_batch is None and not subject.long
+    if not (here and open_to and subject.division is None):
+        return
+    slowest = _CLOSE * costs.seconds(best)
+    close = [
+        choice
+        for choice, peak in costs.weighed().items()
+        if choice != best and peak <= costs.room and costs.seconds(choice) <= slowest
+    ]
+    close.sort(key=lambda choice: (costs.seconds(choice), order(choice)))
+    yield from [choice for choice in close if costs.fits(choice)][:_MOST]
+
+
+def prediction_of(option: Option, setting: Setting, meeting_seconds: float = 0.0) -> Prediction:
+    """The prediction for `option`, its time corrected by earlier runs, and with the seconds of a step
+    that ranks spend meeting in norms."""
+    learned = setting.correction
+    training, evaluation = option.footprint.peak, option.evaluation
+    higher = max(training, evaluation, key=lambda peak: peak.num_bytes)
+    seconds = {
+        "forward": option.seconds.forward,
+        "backward": option.seconds.backward,
+        "recompute": option.seconds.recompute,
+        "update": option.seconds.update,
+        "exchange of gradients": option.seconds.exchange,
+        "norms over ranks": meeting_seconds,
+    }
+    return Prediction(
+        peak_bytes=higher.num_bytes,
+        evaluation_peak_bytes=evaluation.num_bytes,
+        commit_bytes=option.footprint.commit_bytes,
+        step_seconds=option.seconds.total + meeting_seconds,
+        by_kind=dict(higher.by_kind),
+        totals={
+            name: max(size, evaluation.totals.get(name, 0))
+            for name, size in training.totals.items()
+        },
+        choice=option.choice,
+        method=option.footprint.method,
+        step_parts={part: time for part, time in seconds.items() if time},
+        seconds_method=_told_of_time(setting),
+        seconds_corrected_by=learned.seconds,
+        corrected_runs=learned.num_runs,
+    )
+
+
+def _told_of_time(setting: Setting) -> str:
+    if not setting.pace.measured:
+        return f"from nominal figures of the device: expect them within a factor of {SHEET_ERROR:g}"
+    way = "from speeds measured on this device"
+    if not setting.correction.num_runs:
+        return way
+    runs = f"{setting.correction.num_runs} run{'s' if setting.correction.num_runs > 1 else ''}"
+    return f"{way}, corrected by {setting.correction.seconds:.2f} from {runs} on this machine"
+
+
+def ways_of(costs: Costs) -> Iterator[Recompute]:
+    """Every way that a model offers as a whole, from the least recompute to the most."""
+    subject, pace = costs.subject, costs.setting.pace
+    yield Recompute()
+    if blocks := subject.blocks:
+        if pace.blocks_have_products:
+            yield Recompute(blocks=blocks, keep="matmuls")
+        yield Recompute(blocks=blocks)
+    if subject.chains:
+        yield Recompute(blocks=subject.chains, nested=True)
+    if pace.has_host:
+        yield Recompute(to_host=True)
+
+
+def leaner(chosen: Choice, ways: Sequence[Recompute], costs: Costs) -> Iterator[Choice]:
+    """Choices leaner than `chosen`: smaller micro-batches first, which cost least, then more
+    recompute."""
+    size, evaluation = chosen.micro_batch, chosen.evaluation_batch
+    for size in costs.sizes.halves(chosen.micro_batch):
+        evaluation = max(1, evaluation // 2)
+        yield chosen.model_copy(update={"micro_batch": size, "evaluation_batch": evaluation})
+    if chosen.recompute in ways:
+        more = ways[ways.index(chosen.recompute) + 1 :]
+    else:  # some of the blocks: then all of them
+        more = [way for way in ways if way.keep == "nothing" and way.blocks]
+    for way in more:
+        yield chosen.model_copy(
+            update={"micro_batch": size, "evaluation_batch": evaluation, "recompute": way}
+        )
+
+
+def order(choice: Choice) -> tuple[int, bool, str, str, int]:
+    """Choices in the order in which a table shows them."""
+    way = choice.recompute
+    return len(way.blocks), way.nested, way.keep, choice.chunked_head, -choice.micro_batch

@@ -14,11 +14,9 @@ from anybatch.estimate import Peak, Subject, evaluation_peak
 from anybatch.estimate.eager import eagerly
 from anybatch.estimate.peak import method_on
 from anybatch.machine import Device
-from anybatch.planner.enforcement import budget_notices, is_enforced
 from anybatch.planner.kernel_rule import with_kernels
-from anybatch.planner.ranks import Layout, rank_of
-from anybatch.planner.reserve import budget_for, reserve_of
-from anybatch.planner.setting import Wishes
+from anybatch.planner.ranks import Layout, budget_for, rank_of, reserve_of
+from anybatch.planner.setting import Wishes, budget_notices, is_enforced
 from anybatch.plans import Choice, KernelChoices, Plan, Precision, Prediction, Recompute, StatesOn
 from anybatch.units import format_bytes
 

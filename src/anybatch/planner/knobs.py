@@ -14,12 +14,14 @@ from functools import cached_property
 from importlib.util import find_spec
 
 from anybatch.errors import AnybatchError, InputError
-from anybatch.estimate import Head, Peak, head_of
+from anybatch.estimate import Head, Peak, Subject, head_of
+from anybatch.estimate.ledger import Ledger, ledger
 from anybatch.estimate.sharding import Division
-from anybatch.planner.costs import Costs, Untraceable
-from anybatch.planner.ranks import WHOLLY, Layout, division_of, half_of
+from anybatch.machine import Machine
+from anybatch.planner.costs import Costs, Sizes, Untraceable
+from anybatch.planner.ranks import WHOLLY, Layout, division_of, half_of, rank_of
 from anybatch.planner.setting import setting_of
-from anybatch.plans import Choice, Precision, Recompute
+from anybatch.plans import Choice, Plan, Precision, Recompute
 
 _MOST_BYTES = 0.995
 """A knob that leaves more than this part of the peak is not worth a line."""
@@ -298,3 +300,36 @@ class _Here:
 
     def _knob(self, what: str, peak_bytes: float, seconds: float, remark: str = "") -> Knob:
         return Knob(what, int(peak_bytes), seconds, remark)
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The ledger of a plan's choice, what turning one knob of it would do, and what turning one back
+    would that is in use."""
+
+    ledger: Ledger
+    knobs: tuple[Knob, ...]
+    in_use: tuple[Knob, ...]
+
+
+def account(subject: Subject, machine: Machine, plan: Plan) -> Account:
+    """Account for the bytes of `plan`, made for `subject` on `machine`.
+
+    Raises whatever the model or loss raises on fake tensors.
+    """
+    device, choice = machine.device, plan.choice
+    layout = Layout.of(plan)
+    subject = rank_of(subject, layout, device, choice.optimizer_states)
+    setting = setting_of(subject, device, choice.precision, layout)
+    whole = choice.model_copy(update={"chunked_head": ""})
+    head = head_of(subject, whole, device) if choice.chunked_head else None
+    costs = Costs(subject, setting, choice.optimizer_states, head)
+    try:
+        return Account(ledger(subject, choice, device), knobs(costs, choice), in_use(costs, choice))
+    except Untraceable as error:
+        raise error.cause from None
+
+
+def smallest_micro_batch(subject: Subject) -> int:
+    """The smallest micro-batch that a plan may have: one sample, or one ghost batch."""
+    return Sizes.of(subject).smallest

@@ -13,13 +13,9 @@ from anybatch.estimate import Head, Subject, head_of, why_untraced
 from anybatch.estimate.eager import eagerly
 from anybatch.estimate.seconds import StepSeconds, meeting_seconds
 from anybatch.machine import Device
-from anybatch.planner.costs import Costs, Untraceable
-from anybatch.planner.enforcement import budget_notices, is_enforced
+from anybatch.planner.comparison import Option, prediction_of
+from anybatch.planner.costs import Costs, Sizes, Untraceable
 from anybatch.planner.kernel_rule import with_kernels
-from anybatch.planner.least_bytes import check_floor
-from anybatch.planner.option import Option
-from anybatch.planner.precisions import faster_notice, precisions_of
-from anybatch.planner.prediction import prediction_of
 from anybatch.planner.ranks import (
     Layout,
     division_of,
@@ -29,9 +25,10 @@ from anybatch.planner.ranks import (
     of_one_rank,
     pass_of,
 )
+from anybatch.planner.refusal import check_floor
 from anybatch.planner.search import Found, search
-from anybatch.planner.setting import Wishes, setting_of
-from anybatch.plans import LOSS_SCALED, Choice, Norms, Plan, Recompute, Rival
+from anybatch.planner.setting import Setting, Wishes, budget_notices, is_enforced, setting_of
+from anybatch.plans import LOSS_SCALED, Choice, Norms, Plan, Precision, Recompute, Rival
 from anybatch.units import format_bytes, format_seconds
 
 _PAYS = 1.05
@@ -372,18 +369,10 @@ def _why_divided(found: Found) -> str:
     divided = "parameters, gradients and optimizer state are divided over the ranks"
     if found.otherwise is None:
         return f"The whole model with its state does not fit on each rank, so {divided}."
-    own, other = found.seconds, found.otherwise
-    saved = {
-        "more memory is left for activations": (other.total - other.update - other.exchange)
-        - (own.total - own.update - own.exchange),
-        "each rank updates its part alone": other.update - own.update,
-        "what the ranks tell each other crosses beside more of the computing": other.exchange
-        - own.exchange,
-    }
     return (
         "The model is divided, which is predicted to be faster than the whole of it on each rank:"
-        f" {format_seconds(own.total)} per step instead of {format_seconds(other.total)}, mostly since"
-        f" {max(saved, key=lambda why: saved[why])}."
+        f" {format_seconds(found.seconds.total)} per step instead of"
+        f" {format_seconds(found.otherwise.total)}."
     )
 
 
@@ -505,3 +494,39 @@ def as_measured(found: Plan, before: Plan) -> Plan:
         for notice in before.notices
     )
     return found.model_copy(update={"notices": tuple(told)})
+
+
+_WORTH_SAYING = 1.5
+"""Times faster that half precision has to be."""
+
+
+def precisions_of(device: Device) -> tuple[Precision, ...]:
+    """What `device` computes in, the most exact first: half precision as autocast, and float16, whose
+    loss has to be scaled, only where there is no bfloat16."""
+    found: list[Precision] = ["fp32"]
+    if device.has("tf32"):
+        found.append("tf32")
+    if device.has("bf16"):
+        found.append("bf16")
+    elif device.kind == "cuda":
+        found.append("fp16")
+    return tuple(found)
+
+
+def faster_notice(choice: Choice, sizes: Sizes, setting: Setting) -> Iterator[str]:
+    """What to say of `choice`, in float32 on a device that is much faster in bfloat16."""
+    if choice.precision not in ("fp32", "tf32") or not setting.device.has("bf16"):
+        return
+    now, half = (
+        pace.step(
+            choice.micro_batch, choice.recompute, sizes.whole, states_on=choice.optimizer_states
+        ).total
+        * setting.correction.seconds
+        for pace in (setting.pace, setting.pace.in_half())
+    )
+    if now > _WORTH_SAYING * half:
+        yield (
+            f"In bf16 a step would take about {format_seconds(half)} on this device instead of"
+            f" {format_seconds(now)}, and less memory. Ask for it with --precision bf16 or auto (in"
+            " Python, precision=): it rounds differently, so it is never chosen unasked."
+        )

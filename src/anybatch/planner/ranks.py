@@ -1,4 +1,4 @@
-"""Ranks: what a plan for several devices means for one of them.
+"""Ranks: what a plan for several devices means for one of them, and what it leaves free of its budget.
 
 Each takes its part of the global batch and runs it as a device of its own; then gradients are added up
 over the link. This is all that planning knows of data parallelism.
@@ -22,12 +22,31 @@ from anybatch.errors import InputError
 from anybatch.estimate import Subject, sums_of
 from anybatch.estimate.seconds import tabulated_link
 from anybatch.estimate.sharding import Division, parts_of
-from anybatch.machine import Device
-from anybatch.planner.reserve import reserve_of
+from anybatch.machine import Device, DeviceKind
 from anybatch.plans import Balancing, Exchange, Link, Norms, Parallel, Plan, Sharding, StatesOn
 
 WHOLLY, EXACT = Sharding(), Exchange()
 """All ranks divide one model; they tell each other everything in every step."""
+
+
+_LEAST: dict[DeviceKind, int] = {"cpu": 2 << 20, "cuda": 256 << 10}
+_PARTS: dict[DeviceKind, int] = {"cpu": 25, "cuda": 40}
+"""So many bytes at least, and one part in so many."""
+
+
+def reserve_of(budget_bytes: int, kind: DeviceKind) -> int:
+    """Bytes of the budget that a plan leaves free on a device of that `kind`: for memory that a trace
+    does not see, such as that of libraries and of the interpreter."""
+    return max(_LEAST[kind], budget_bytes // _PARTS[kind])
+
+
+def budget_for(peak_bytes: int, kind: DeviceKind) -> int:
+    """The least budget that leaves `peak_bytes` beside its reserve."""
+    parts = _PARTS[kind]
+    least = max(peak_bytes + _LEAST[kind], peak_bytes * parts // (parts - 1))
+    while least - reserve_of(least, kind) < peak_bytes:  # what rounding has left out
+        least += 1
+    return least
 
 
 @dataclass(frozen=True, slots=True)

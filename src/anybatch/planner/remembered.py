@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from anybatch.estimate import Subject
-from anybatch.estimate.calibration_store import read, where, write
+from anybatch.estimate.calibration import read, where, write
 from anybatch.machine import Device
-from anybatch.planner.reserve import reserve_of
+from anybatch.planner.ranks import reserve_of
 from anybatch.plans import Plan
 from anybatch.process.files import cache_folder
 

@@ -18,16 +18,21 @@ from typing import Any
 from anybatch.compute.ghost_norm import depends_on_writes
 from anybatch.estimate import Subject
 from anybatch.estimate.seconds import StepSeconds
-from anybatch.planner.close_candidates import rivals_of
-from anybatch.planner.comparison import SAME_TIME, frontier, impossible, rejected
-from anybatch.planner.costs import Costs, Untraceable
-from anybatch.planner.largest import largest
-from anybatch.planner.option import Option, option_of
-from anybatch.planner.recompute_options import order, ways_of
+from anybatch.planner.comparison import (
+    SAME_TIME,
+    Option,
+    frontier,
+    impossible,
+    option_of,
+    order,
+    rejected,
+    rivals_of,
+    ways_of,
+)
+from anybatch.planner.costs import Costs, Sizes, Untraceable
 from anybatch.planner.refusal import nothing_fits
 from anybatch.planner.setting import Setting, Wishes
-from anybatch.planner.sizes import Sizes
-from anybatch.planner.subsets import leanest_subset, subsets
+from anybatch.planner.subsets import largest, leanest_subset, subsets
 from anybatch.plans import Candidate, Choice, FrontierPoint, Recompute
 
 PAYS = 1.03

@@ -1,15 +1,21 @@
-"""Subsets: recomputing some of the blocks, where none is too much memory and all too much time.
+"""The largest micro-batch that fits, and which blocks to recompute where none is too much memory and
+all too much time.
 
-What a subset frees follows from what each block keeps; whatever is chosen so is traced itself.
+Backward goes through the blocks from the last to the first. While it is at block k, what is alive is
+what blocks 1 to k - 1 have kept, and all of block k, kept or computed anew. So the last blocks are kept
+before the first ones are, and what counts of a set of blocks is the worst of these moments:
+
+    level(S) = max over k of ( sum of kept_j for j < k, j not in S ) + kept_k
+
+Which blocks to keep is a knapsack: the most time saved, in the bytes that there are. What a subset
+frees follows from what each block keeps; whatever is chosen so is traced itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from anybatch.planner.blocks import cheapest, level
 from anybatch.planner.costs import Costs
-from anybatch.planner.largest import largest
 from anybatch.plans import Choice, Recompute
 
 _MOST_TRIES = 4
@@ -52,7 +58,7 @@ def leanest_subset(size: int, bar: float, costs: Costs) -> Choice | None:
     """The blocks to recompute at micro-batch `size`, so that it fits, for the least time; None unless
     that is less than `bar` seconds per step."""
     names, pace = costs.subject.blocks, costs.setting.pace
-    kept = [max(0.0, k) for k, _, _ in pace.block_bytes(size)]
+    kept = pace.block_bytes(size)
     seconds = pace.block_seconds(size)
     none = costs.about(Recompute(), size)
     every = costs.about(Recompute(blocks=names), size)
@@ -74,3 +80,103 @@ def leanest_subset(size: int, bar: float, costs: Costs) -> Choice | None:
             return choice
         room -= max(over, 0.02 * (none - every) / len(names))
     return None
+
+
+_BINS = 400
+"""Bytes are counted in this many parts of what there is."""
+
+
+def level(kept: Sequence[float], recomputed: Collection[int]) -> float:
+    """Bytes at the worst moment of backward if the blocks numbered `recomputed` are computed anew."""
+    below = worst = 0.0
+    for number, size in enumerate(kept):
+        worst = max(worst, below + size)
+        if number not in recomputed:
+            below += size
+    return worst
+
+
+def cheapest(
+    kept: Sequence[float], seconds: Sequence[float], most: float
+) -> tuple[int, ...] | None:
+    """The blocks to recompute, by number, so that `level` is at most `most`, for the least time; None
+    if even all of them are not enough.
+
+    Args:
+        kept: bytes that each block keeps for backward, in order of forward.
+        seconds: time to compute each again.
+        most: bytes.
+    """
+    everything = range(len(kept))
+    if level(kept, everything) > most:
+        return None
+    capacity = most
+    for _ in range(8):
+        chosen = _recomputed(kept, seconds, capacity)
+        over = level(kept, set(chosen)) - most
+        if over <= 0:
+            return chosen
+        capacity -= over
+        if capacity <= 0:
+            break
+    return tuple(everything)
+
+
+def _recomputed(
+    kept: Sequence[float], seconds: Sequence[float], capacity: float
+) -> tuple[int, ...]:
+    """A knapsack of the blocks that are kept; the others are recomputed. Among equals the later block
+    is kept, since backward needs it first."""
+    if sum(kept) <= capacity:
+        return ()
+    unit = capacity / _BINS
+    sizes = [int(size / unit + 1e-9) for size in kept]  # rounded down: `level` has the last word
+    best = [0.0] * (_BINS + 1)
+    took: list[list[bool]] = []
+    for number in range(len(kept)):  # the last one looked at is the first that is taken
+        size, value, took_here = sizes[number], seconds[number], [False] * (_BINS + 1)
+        for room in range(_BINS, size - 1, -1):
+            # `>=`: of two equal ways the one that keeps the later block.
+            if size <= room and best[room - size] + value >= best[room]:
+                best[room] = best[room - size] + value
+                took_here[room] = True
+        took.append(took_here)
+    room, keep = _BINS, set[int]()
+    for number in reversed(range(len(kept))):
+        if took[number][room]:
+            keep.add(number)
+            room -= sizes[number]
+    return tuple(number for number in range(len(kept)) if number not in keep)
+
+
+_CLOSE_ENOUGH = 1.04
+"""Bisection stops when the largest micro-batch that fits is known to within this factor."""
+
+
+def largest(way: Recompute, costs: Costs) -> int | None:
+    """The largest micro-batch of `way` that fits, or None if the smallest does not."""
+    sizes = costs.sizes
+
+    def fits(size: int) -> bool:
+        return costs.fits(costs.choice(way, size))
+
+    if fits(sizes.whole):
+        return sizes.whole
+    unit, low, high = sizes.smallest, sizes.low, sizes.whole
+    if not fits(low):
+        return unit if unit < low and fits(unit) else None
+    while sizes.passes(low) > sizes.passes(high - unit) and high > low * _CLOSE_ENOUGH:
+        middle = sizes.in_units(_guess(way, low, high, costs))
+        middle = min(max(middle, low + unit), sizes.in_units(high - 1))
+        if middle <= low:
+            break
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _guess(way: Recompute, low: int, high: int, costs: Costs) -> int:
+    """Where the peak meets the room, if it grows in a straight line from `low` to `high`; kept off the
+    ends, so that a bend in the line costs few steps."""
+    least, most = (costs.peak(costs.choice(way, size)) for size in (low, high))
+    part = (costs.room - least) / max(1, most - least)
+    return low + int((high - low) * min(max(part, 0.02), 0.98))

@@ -19,7 +19,6 @@ from anybatch.plans.choice import Precision as Precision
 from anybatch.plans.choice import Recompute as Recompute
 from anybatch.plans.choice import StatesOn as StatesOn
 from anybatch.plans.choice import Update as Update
-from anybatch.plans.link import Link as Link
 from anybatch.plans.names import parse_balance as parse_balance
 from anybatch.plans.names import parse_chunked_loss as parse_chunked_loss
 from anybatch.plans.names import parse_compile as parse_compile
@@ -35,6 +34,7 @@ from anybatch.plans.plan import Plan as Plan
 from anybatch.plans.plan import TaskIdentity as TaskIdentity
 from anybatch.plans.ranks import Balancing as Balancing
 from anybatch.plans.ranks import Exchange as Exchange
+from anybatch.plans.ranks import Link as Link
 from anybatch.plans.ranks import Norms as Norms
 from anybatch.plans.ranks import Outer as Outer
 from anybatch.plans.ranks import Parallel as Parallel

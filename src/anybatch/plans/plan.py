@@ -19,16 +19,15 @@ from pydantic import (
 
 from anybatch.batch_rule import read_rule
 from anybatch.errors import InputError
-from anybatch.plans import files
 from anybatch.plans.candidates import Candidate, FrontierPoint, Prediction, Rival
 from anybatch.plans.checks import check
 from anybatch.plans.choice import Choice, KernelChoices
 from anybatch.plans.description import as_table, explained, in_one_line
-from anybatch.plans.frozen import Frozen, faults
-from anybatch.plans.link import Link
+from anybatch.plans.frozen import Frozen, current, faults, read
 from anybatch.plans.ranks import (
     Balancing,
     Exchange,
+    Link,
     Norms,
     Parallel,
     Sharding,
@@ -296,7 +295,7 @@ class Plan(Frozen):
     @classmethod
     def from_json(cls, text: str, source: str = "the plan") -> Plan:
         """The plan written as `text`. Raises `InputError` with the place of every fault."""
-        text = files.current(text, VERSION, source)
+        text = current(text, VERSION, source)
         try:
             # JSON has no tuples, so it is read by JSON's rules rather than Python's.
             return cls.model_validate_json(text)
@@ -314,7 +313,7 @@ class Plan(Frozen):
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """The plan in the file `path`; without its prediction, and with a notice, if the choice was
         edited. Raises `InputError` if there is none, or it has faults."""
-        plan = cls.from_json(files.read(path), source=f"the plan {path}")
+        plan = cls.from_json(read(path), source=f"the plan {path}")
         told = plan.prediction
         if told is None or told.choice in (None, plan.choice):
             return plan

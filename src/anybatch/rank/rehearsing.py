@@ -25,7 +25,7 @@ from anybatch.engine.trial import PAYS, as_measured
 from anybatch.errors import NoPlanFits
 from anybatch.machine import DeviceKind
 from anybatch.planner.kernel_rule import in_default_layout
-from anybatch.planner.reserve import budget_for, reserve_of
+from anybatch.planner.ranks import budget_for, reserve_of
 from anybatch.plans import Choice, KernelChoices, Plan, Prediction
 from anybatch.units import format_bytes
 

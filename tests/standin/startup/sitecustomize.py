@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 import sys
 
-_MEASURES = "anybatch.estimate.calibration_apart"
+_MEASURES = "anybatch.estimate.calibration"
 
 if os.environ.get("NULL_CUDA_COMPUTES") and sys.prefix != sys.base_prefix:
-    if _MEASURES in sys.orig_argv and any(word.startswith("cuda") for word in sys.orig_argv):
+    told = sys.orig_argv
+    if any(_MEASURES in word for word in told) and any(word.startswith("cuda") for word in told):
         os._exit(1)
     from computing import computing
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import anybatch as ab
-from anybatch.estimate.allocator_settings import (
+from anybatch.estimate.allocator import (
     AllocatorSettings,
     allocator_notices,
     settings_here,
@@ -28,7 +28,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", AllocatorSettings()),
         ("expandable_segments:True", AllocatorSettings(expandable=True)),
         ("expandable_segments:False, max_split_size_mb: 64", AllocatorSettings(False, 64 << 20)),
-        ("garbage_collection_threshold:0.8,backend:native", AllocatorSettings()),
+        ("backend:native", AllocatorSettings()),
         (
             "roundup_power2_divisions:[256:1,512:2,>:4],expandable_segments:True",
             AllocatorSettings(True, None, ("roundup_power2_divisions:[256:1,512:2,>:4]",)),
@@ -45,8 +45,6 @@ def test_settings_are_read(
 
 
 def test_nothing_is_told_of_defaults_and_something_of_all_else(monkeypatch: pytest.MonkeyPatch):
-    assert not list(allocator_notices())
-    monkeypatch.setenv(NAMES[1], "garbage_collection_threshold:0.8")
     assert not list(allocator_notices())
     monkeypatch.setenv(NAMES[0], "expandable_segments:True,backend:cudaMallocAsync")
     followed, ignored = allocator_notices()

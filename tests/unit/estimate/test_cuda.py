@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from anybatch.estimate.cuda import laid_over
-from anybatch.estimate.cuda_kernels import CudaKernels
+from anybatch.estimate.kernels import CudaKernels
 from anybatch.estimate.trace import alive, tracing
 from anybatch.machine import Machine
 
@@ -24,7 +24,7 @@ def kept(
     make: Callable[[], tuple[Tensor, ...]], run: Callable[..., Tensor], half: bool = False
 ) -> int:
     """Bytes that are alive once `run` has run, beside its arguments."""
-    with tracing(CudaKernels(1 << 17)) as (tracer, _), laid_over(ABSENT):
+    with tracing(CudaKernels()) as (tracer, _), laid_over(ABSENT):
         given = make()
         before = sum(b.num_bytes for b in alive(tracer.timeline, tracer.timeline.num_moments))
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -36,7 +36,7 @@ def kept(
 
 def dtype_of(run: Callable[..., Tensor], dtype: torch.dtype, *shape: int) -> torch.dtype:
     """Of the result under autocast."""
-    with tracing(CudaKernels(1 << 17)), laid_over(ABSENT), torch.autocast("cpu", torch.bfloat16):
+    with tracing(CudaKernels()), laid_over(ABSENT), torch.autocast("cpu", torch.bfloat16):
         return run(torch.zeros(shape, dtype=dtype)).dtype
 
 
@@ -62,7 +62,7 @@ def test_an_rms_norm_keeps_one_number_for_each_row():
 
 
 def test_its_gradient_is_that_of_its_argument_and_its_weight():
-    with tracing(CudaKernels(1 << 17)), laid_over(ABSENT):
+    with tracing(CudaKernels()), laid_over(ABSENT):
         x, weight = torch.zeros(8, 16, requires_grad=True), torch.zeros(16, requires_grad=True)
         F.rms_norm(x, [16], weight).sum().backward()
         assert x.grad is not None
@@ -139,7 +139,7 @@ def test_values_may_be_narrower_than_queries(dtype: torch.dtype):
 
 
 def test_a_bias_that_learns_has_a_gradient():
-    with tracing(CudaKernels(1 << 17)), laid_over(ABSENT):
+    with tracing(CudaKernels()), laid_over(ABSENT):
         each, bias = torch.zeros(HEADS, requires_grad=True), torch.zeros(8, 256, 256)
         bias.requires_grad_()
         F.scaled_dot_product_attention(each, each, each, bias).sum().backward()
@@ -265,7 +265,7 @@ def test_a_sum_over_half_precision_makes_no_copy():
     def make() -> tuple[Tensor, ...]:
         return (torch.zeros(1024, 512, dtype=torch.bfloat16),)
 
-    with tracing(CudaKernels(1 << 17)) as (tracer, _), laid_over(ABSENT):
+    with tracing(CudaKernels()) as (tracer, _), laid_over(ABSENT):
         (given,) = make()
         before = len(tracer.timeline.blocks)
         with torch.autocast("cpu", torch.bfloat16):
@@ -281,7 +281,7 @@ def test_a_function_is_torch_s_own_within_its_transforms():
 
 
 def test_a_gradient_in_the_loss_recomputes_what_forward_computed():
-    with tracing(CudaKernels(1 << 17)), laid_over(ABSENT):
+    with tracing(CudaKernels()), laid_over(ABSENT):
         x = torch.zeros(HEADS, requires_grad=True)
 
         def attend(y: Tensor) -> Tensor:

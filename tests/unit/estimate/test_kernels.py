@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch.errors import InputError
 from anybatch.estimate import kernels as rules
-from anybatch.estimate.kernels import CpuKernels, Scratch
+from anybatch.estimate.kernels import CpuKernels
 
 _aten = torch.ops.aten
 
@@ -64,10 +62,3 @@ def test_an_lstm_in_half_precision_that_torch_has_not_is_refused(
         return
     with pytest.raises(InputError, match=r"LSTM.*bfloat16.*use precision fp32"):
         lstm(torch.bfloat16)
-
-
-def test_a_number_by_a_rule_is_copied_as_the_number():
-    made = Scratch(lambda rows: 4 * rows, 3)
-    copied = copy.deepcopy({"bytes": made})["bytes"]
-    assert type(copied) is int
-    assert copied == made == 12

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import anybatch as ab
-from anybatch.estimate.padding import padded_of
+from anybatch.estimate.samples import padded_of
 
 
 def task(lengths: list[int] | None, global_batch: int, train: object = None) -> ab.Task:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -15,22 +14,20 @@ from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.estimate import subject_of
-from anybatch.estimate.calibration import Speeds, nominal, rate_at
-from anybatch.estimate.seconds import Pace, _thinness, tabulated_link
-from anybatch.estimate.seconds_operations import Operation, family_of, operation_of
-from anybatch.estimate.seconds_work import Work, work_of
+from anybatch.estimate.calibration import Speeds, nominal
+from anybatch.estimate.seconds import Pace, tabulated_link
+from anybatch.estimate.seconds_work import Operation, Work, work_of
 from anybatch.machine import Machine
 from anybatch.plans import Choice, Recompute
 
 CPU = Machine.here(device="cpu").device
-EVEN = ((1.0, 1e9), (1e12, 1e9))
 
 
 def even(**changes: Any) -> Speeds:
     """A device that does everything at one rate: a billion per second."""
     fields: dict[str, Any] = {
-        "matmul": {"float32": EVEN},
-        "memory": EVEN,
+        "matmul": {"float32": 1e9},
+        "memory": 1e9,
         "call_seconds": 0.0,
         "overlap": False,
     }
@@ -100,11 +97,8 @@ def test_the_operations_of_blocks_are_those_of_the_blocks():
 
 
 def test_what_a_block_keeps_is_what_it_makes_and_saves():
-    first, second = work(deep_task(), 10).blocks
     # ReLU's result serves itself and the next layer; 256 wide, float32.
-    assert first.kept_bytes == second.kept_bytes == 10 * 256 * 4
-    assert second.input_bytes == 10 * 64 * 4
-    assert first.matmul_bytes == 10 * (256 + 64) * 4
+    assert work(deep_task(), 10).kept_bytes == (10 * 256 * 4, 10 * 256 * 4)
 
 
 class Attention(nn.Module):
@@ -131,65 +125,10 @@ def attending() -> ab.Task:
 def test_attention_on_a_cpu_has_its_arithmetic_counted():
     found = [o for o in work(attending(), 3).operations if "scaled_dot_product" in o.name]
     assert [o.flops for o in found if o.phase == "forward"] == [3 * 2 * 7 * 7 * 16 * 4]
-    assert all(o.family == "attention" and o.flops for o in found)
-
-
-def test_attention_has_a_speed_of_its_own_by_direction_and_length():
-    at_once = ((1.0, 1e30),)
-    rising, half = ((1.0, 1e9), (16.0, 16e9)), ((1.0, 5e8),)
-    speeds = even(
-        matmul={"float32": at_once},
-        attention={"float32": (rising, half)},
-        memory=at_once,
-    )
-    found = Pace(subject_of(attending()), CPU, speeds, "fp32").micro(3, Recompute())
-    none = Pace(subject_of(deep_task()), CPU, speeds, "fp32").micro(3, Recompute())
-    forward, backward = (a - b for a, b in zip(found[:2], none[:2], strict=True))
-    work_ = 3 * 2 * 7 * 7 * 16 * 4
-    assert forward == pytest.approx(work_ / (7 * math.sqrt(16 / 64) * 1e9))
-    assert backward == pytest.approx(2.5 * work_ / 5e8)
-
-
-@pytest.mark.parametrize(("kind", "part"), [("cpu", 3 / 4), ("cuda", 9 / 16)])
-def test_keys_that_are_masked_for_all_are_not_computed(kind: str, part: float):
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    q = torch.empty(1, 2, 1024, 16)
-
-    def flops(*causal: Any) -> float:
-        args = (q, q, q, 0.0, *causal)
-        found = operation_of(attention, args, {}, (q, q[..., 0]), "forward", 0, kind)
-        assert found is not None
-        return found.flops
-
-    assert flops() == flops(False) == 4 * 2 * 1024**2 * 16
-    assert flops(True) == part * flops()
-
-
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [
-        ("addmm", "matmul"),
-        ("addmm_", "matmul"),
-        ("convolution_backward", "convolution"),
-        ("mkldnn_rnn_layer", "matmul"),
-        ("_scaled_dot_product_flash_attention_for_cpu", "attention"),
-        ("native_batch_norm", "memory"),
-        ("gelu", "memory"),
-        ("_foreach_sqrt", "memory"),
-    ],
-)
-def test_operations_have_the_speed_of_their_kind(name: str, family: str):
-    assert family_of(name) == family
+    assert all(o.flops for o in found)
 
 
 # ------------------------------------------------------------------------------------ the speeds
-
-
-def test_rates_lie_on_the_curve_and_stay_level_beyond_it():
-    curve = ((1e3, 1e6), (1e5, 1e8))
-    assert rate_at(curve, 1.0) == 1e6
-    assert rate_at(curve, 1e9) == 1e8
-    assert rate_at(curve, 1e4) == pytest.approx(1e7)
 
 
 def test_a_described_device_is_as_fast_as_its_sheet_allows():
@@ -197,11 +136,9 @@ def test_a_described_device_is_as_fast_as_its_sheet_allows():
     for speeds in (slow, fast):
         assert not speeds.measured
         assert speeds.overlap
-    big = 2.0 * 8192**3
     for arithmetic in ("float32", "float16"):
-        rates = [rate_at(s.matmul[arithmetic], big) for s in (slow, fast)]
-        assert rates[0] < rates[1]
-    assert rate_at(fast.matmul["bfloat16"], big) < 989.4e12
+        assert slow.matmul[arithmetic] < fast.matmul[arithmetic]
+    assert fast.matmul["bfloat16"] < 989.4e12
 
 
 # ------------------------------------------------------------------------------------- the times
@@ -220,36 +157,11 @@ def test_time_is_that_of_arithmetic_or_of_memory_whichever_is_longer():
     assert again == 0.0
 
 
-def test_thin_products_are_slower_on_cuda():
-    cube = 2.0 * 256**3
-    assert _thinness(cube, 16) == pytest.approx(0.5)
-    assert _thinness(cube, 64) == pytest.approx(0.5**0.5)  # half of the way, by the logarithm
-    assert _thinness(cube, 256) == _thinness(cube, 0) == 1.0
-
-
 def test_starting_an_operation_takes_its_time_on_a_cpu():
     plain, called = pace(deep_task()), pace(deep_task(), even(call_seconds=1e-3))
     num_calls = sum(o.phase == "forward" for o in work(deep_task(), 8).operations)
     more = called.micro(8, Recompute())[0] - plain.micro(8, Recompute())[0]
     assert more == pytest.approx(num_calls * 1e-3)
-
-
-def test_convolutions_are_as_fast_as_products_where_they_were_not_measured():
-    speeds = even(memory=((1.0, 1e30),))
-    own = replace(speeds, convolution={"float32": ((1.0, 5e8),)})
-
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.Flatten())
-
-    images = TensorDataset(torch.zeros(64, 8, 8, 8))
-    task = deep_task(
-        model=build,
-        loss=lambda model, batch: model(batch[0]).square().mean(),
-        train=images,
-        global_batch=64,
-    )
-    both = [pace(task, each).micro(64, Recompute())[0] for each in (speeds, own)]
-    assert both[1] - both[0] == pytest.approx(64 * 64 * 2 * 16 * 8 * 9 / 1e9)
 
 
 def test_any_micro_batch_lies_on_the_line_of_two():
@@ -303,7 +215,6 @@ def test_a_recurrent_layer_on_a_cpu_has_its_arithmetic_counted():
     forward, backward = found["mkldnn_rnn_layer"], found["mkldnn_rnn_layer_backward"]
     assert forward.flops == 2 * 3 * 5 * 4 * 16 * (24 + 16)
     assert backward.flops == 2 * forward.flops
-    assert (forward.num_products, backward.num_products) == (5, 10)
 
 
 def test_ghost_batches_take_more_operations():
@@ -311,7 +222,8 @@ def test_ghost_batches_take_more_operations():
     many = deep_task(model=lambda: deep(norm=True), ghost_batch=16)
     speeds = even(call_seconds=1e-3)
     slow, fast = (pace(task, speeds).micro(512, Recompute())[0] for task in (many, few))
-    assert slow == pytest.approx(fast + 32e-3, rel=0.05)
+    # 32 norms for one, and what cuts and joins their batches.
+    assert 31e-3 < slow - fast < 3 * 32e-3
 
 
 def test_gradients_cross_the_link_in_a_ring():

@@ -33,13 +33,6 @@ def test_gathering_ahead_takes_a_block_more():
     assert ahead.backward == plain.backward + 100
 
 
-def test_weights_gathered_in_half_precision_take_half():
-    whole, half = (sharded_bytes(EVEN, 4, 0, gathered_as=ratio) for ratio in (1.0, 0.5))
-    assert half.parameters == whole.parameters  # the masters
-    assert half.forward == whole.forward / 2
-    assert whole.backward / 2 < half.backward < whole.backward  # gradients leave as float32
-
-
 def test_gradients_added_up_after_the_last_pass_are_kept_whole():
     assert sharded_bytes(EVEN, 4, 0, reduce_at_last=True).gradients == 600
 

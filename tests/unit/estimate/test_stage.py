@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,8 @@ import anybatch as ab
 from anybatch.estimate import Subject, subject_of
 from anybatch.estimate.fake_op_cache import CachedOps, FakeOpCache, fake_mode
 from anybatch.estimate.family import Traced
-from anybatch.estimate.footprint import traced_step
 from anybatch.estimate.seconds_work import Counting, work_of
 from anybatch.estimate.stage import Stage, trace_evaluation, trace_step
-from anybatch.estimate.stage_setup import fake_device
-from anybatch.estimate.trace import COPIED
 from anybatch.machine import Device, Machine
 from anybatch.plans import Choice, Recompute
 
@@ -116,42 +113,6 @@ def test_what_is_put_together_is_what_is_traced(
     assert [stage.reusable for stage in one.stages.values()] == [True]
 
 
-def without_ghosts() -> Subject:
-    one = subject(deep)
-    return replace(one, identity=one.identity.model_copy(update={"ghost_batch": None}))
-
-
-class OfTwo(Stage):
-    """Traces a step of two micro-batches of different sizes, as it is run."""
-
-    def _batches(self, size: int, count: int) -> Iterator[Any]:
-        assert count == 2
-        for num_samples in (size, self._subject.whole - size):
-            self._tracer.phase = COPIED
-            batch = self._subject.batch(num_samples, fake_device(self._device))
-            self._tracer.phase = "compute"
-            yield batch
-            batch = None
-
-
-@pytest.mark.parametrize("way", [Recompute(), Recompute(blocks=BLOCKS)], ids=["none", "blocks"])
-def test_the_second_of_two_passes_is_as_small_as_it_is(way: Recompute):
-    one = without_ghosts()
-    for size in (33, 40, 48):
-        asked = choice(size, way)
-        expected = OfTwo(anew(one), asked, CPU).step(asked)
-        assert expected is not None
-        assert seen(traced_step(one, asked, CPU))[0] == seen(expected)[0]
-
-
-def test_passes_of_one_size_and_of_ranks_whose_shares_may_change_are_taken_to_be_full():
-    one = without_ghosts()
-    for size, several in ((32, False), (24, False), (40, True)):
-        asked, its = choice(size, Recompute()), replace(one, flat=several, families={}, stages={})
-        full = trace_step(anew(its), asked, CPU)
-        assert seen(traced_step(its, asked, CPU))[0] == seen(full)[0]
-
-
 class Recurrent(nn.Module):
     """An LSTM, which keeps a workspace for backward."""
 
@@ -214,15 +175,15 @@ def test_what_is_put_together_is_what_is_traced_of_other_kinds_of_models(
     assert [stage.reusable for stage in one.stages.values()] == [True]
 
 
-def test_the_model_is_built_and_updated_once(monkeypatch: pytest.MonkeyPatch):
-    updates: list[int] = []
-    real = Stage._update
-    monkeypatch.setattr(Stage, "_update", lambda stage: updates.append(1) or real(stage))
+def test_the_model_is_built_once(monkeypatch: pytest.MonkeyPatch):
+    built: list[int] = []
+    real = Stage.__init__
+    monkeypatch.setattr(Stage, "__init__", lambda *given: built.append(1) or real(*given))
     one = subject(deep)
     for way in WAYS:
         trace_step(one, choice(8, way), CPU)
     trace_evaluation(one, choice(8, Recompute()), CPU)
-    assert len(updates) == 2  # the one that makes the state, and that of a step
+    assert len(built) == 1
 
 
 def test_a_module_that_keeps_a_table_is_traced_from_the_beginning():

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import anybatch as ab
 from anybatch.errors import DataError
-from anybatch.estimate.template import template_of
+from anybatch.estimate.samples import template_of
 
 NUM = 640
 

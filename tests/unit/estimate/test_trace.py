@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.estimate import Subject, footprint, subject_of
-from anybatch.estimate.cuda_kernels import CudaKernels
 from anybatch.estimate.footprint import evaluation_peak
+from anybatch.estimate.kernels import CudaKernels
 from anybatch.estimate.trace import alive, tracing
 from anybatch.machine import Device, Machine
 from anybatch.plans import Choice
@@ -164,7 +164,7 @@ def test_evaluation_needs_less_than_training():
 
 
 def test_a_storage_lives_until_the_last_tensor_on_it_is_gone():
-    with tracing(CudaKernels(1 << 17)) as (tracer, _):
+    with tracing(CudaKernels()) as (tracer, _):
         one = torch.empty(1000)
         view = one[10:]
         del one

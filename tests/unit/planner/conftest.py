@@ -4,8 +4,7 @@ that choices are the same on every machine."""
 import pytest
 import torch
 
-from anybatch.estimate.calibration import nominal
-from anybatch.estimate.calibration_history import Correction
+from anybatch.estimate.calibration import Correction, nominal
 from anybatch.planner import setting
 
 

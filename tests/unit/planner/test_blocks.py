@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.planner.blocks import cheapest, level
+from anybatch.planner.subsets import cheapest, level
 
 
 def test_the_level_is_that_of_the_worst_moment_of_backward():

@@ -9,7 +9,7 @@ from tests.unit.planner.tasks import deep_task
 
 import anybatch as ab
 from anybatch.estimate import subject_of
-from anybatch.estimate.calibration_history import Correction
+from anybatch.estimate.calibration import Correction
 from anybatch.machine import Machine
 from anybatch.planner import Wishes, layouts_of, make_plan, setting
 from anybatch.plans import Exchange, Link, Plan

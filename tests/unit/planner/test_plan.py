@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import anybatch as ab
 from anybatch.estimate import footprint, subject_of
 from anybatch.machine import Machine
-from anybatch.planner.reserve import reserve_of
+from anybatch.planner.ranks import reserve_of
 from anybatch.plans import Plan, Recompute
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.machine import Machine
-from anybatch.planner.precisions import precisions_of
+from anybatch.planner.make import precisions_of
 from anybatch.plans import Plan
 
 

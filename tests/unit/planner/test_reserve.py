@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.planner.reserve import budget_for, reserve_of
+from anybatch.planner.ranks import budget_for, reserve_of
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -17,7 +17,7 @@ from anybatch.machine import Machine
 from anybatch.planner import costs as module
 from anybatch.planner.costs import Costs
 from anybatch.planner.knobs import knobs
-from anybatch.planner.reserve import reserve_of
+from anybatch.planner.ranks import reserve_of
 from anybatch.planner.setting import setting_of
 from anybatch.plans import Plan, Recompute
 from anybatch.units import format_seconds
@@ -227,7 +227,7 @@ def test_a_loss_that_fills_the_memory_could_be_computed_in_chunks():
 
 
 def test_when_nothing_fits_the_times_of_knobs_are_those_that_runs_have_taught(monkeypatch):
-    from anybatch.estimate.calibration_history import Correction
+    from anybatch.estimate.calibration import Correction
     from anybatch.planner import setting
 
     monkeypatch.setattr(setting, "correction", lambda device, task: Correction(3.0, 3))
@@ -255,7 +255,7 @@ def test_no_plan_takes_a_lower_precision_by_itself(precision: str):
 
 
 def test_the_time_that_earlier_runs_taught_is_in_the_prediction(monkeypatch):
-    from anybatch.estimate.calibration_history import Correction
+    from anybatch.estimate.calibration import Correction
     from anybatch.planner import setting
 
     plain = ab.plan(tower_task(), memory="64MiB", recompute="none", micro_batch=512)

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.machine import Machine
-from anybatch.planner.sizes import Sizes
+from anybatch.planner.costs import Sizes
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from anybatch.machine import Machine
-from anybatch.planner.enforcement import budget_notices
+from anybatch.planner.setting import budget_notices
 from anybatch.process.control_group import Group, group_here
 from anybatch.process.host_memory import host_memory
 from anybatch.process.threads import num_cores
@@ -122,7 +122,7 @@ def test_a_group_with_less_left_than_the_machine_decides():
 
 _LOOK = """
 from anybatch.machine import Machine
-from anybatch.planner.enforcement import budget_notices
+from anybatch.planner.setting import budget_notices
 from anybatch.planner.ranks import Layout
 device = Machine.here(device="cpu").device
 print(device.total_bytes, device.free_bytes, device.name, device.limit, sep="|")

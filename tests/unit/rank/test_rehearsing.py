@@ -17,7 +17,7 @@ from anybatch.compute import Replica
 from anybatch.engine import Rehearsed
 from anybatch.errors import NoPlanFits
 from anybatch.planner import kernel_rule
-from anybatch.planner.reserve import reserve_of
+from anybatch.planner.ranks import reserve_of
 from anybatch.plans import KernelChoices, Prediction, Recompute
 from anybatch.rank.rehearsing import Rehearsing
 

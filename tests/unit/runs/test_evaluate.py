@@ -24,7 +24,7 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.events import Event, OutOfMemory, Replanned
-from anybatch.planner.reserve import budget_for
+from anybatch.planner.ranks import budget_for
 from anybatch.recipes import resolve
 from anybatch.report import read
 from anybatch.runs.evaluate import held_still
