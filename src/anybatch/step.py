@@ -513,7 +513,7 @@ class Step:
 
         self._replica = together(group, make)
         self._replica.keeps_gradients = self._keep_grad
-        with self._limit.lifted():  # a compiler is no part of training
+        with uncounted():  # a compiler is no part of training
             together(group, self._replica.rehearse)
         undo.callback(group.close)
         together(group, lambda: group.adopt(self._replica))
@@ -565,7 +565,7 @@ class Step:
         def planned() -> Plan | None:
             if self._own is None:
                 return None
-            with self._limit.lifted(), self._meter.aside():  # planning is not part of training
+            with uncounted(), self._meter.aside():  # planning is not part of training
                 return self._planned(batch, size)
 
         self._own = together(group, planned)
@@ -822,7 +822,7 @@ class Step:
         # Batches that become larger little by little are not planned for each time.
         self._planned_for = max(self._largest, 2 * self._planned_for)
         try:
-            with self._limit.lifted(), self._meter.aside():  # planning is no part of training
+            with uncounted(), self._meter.aside():  # planning is no part of training
                 plan = self._planned(batch, self._planned_for)
         except (NoPlanFits, InputError):  # what there is has worked so far
             return self._own

@@ -335,7 +335,7 @@ class Evaluation:
         scores.reset()
         with evaluating(model), torch.no_grad():
             for batch, num_samples in batches(plan.choice.evaluation_batch):
-                with self._limit.first_pass("evaluation", batch):
+                with self._limit.watched("evaluation", batch):
                     with self._replica.region():
                         one = self._evaluate(loss, batch, num_samples, encodings)
                         sums = _sums(functions, model, batch)
@@ -373,7 +373,7 @@ class Evaluation:
         with (
             evaluating(model),
             torch.no_grad(),
-            self._limit.first_pass("prediction", batch),
+            self._limit.watched("prediction", batch),
             self._replica.region(),
         ):
             return to_device(output(model, batch), "cpu")
@@ -408,7 +408,7 @@ class Evaluation:
         size = plan.choice.evaluation_batch
         mine = everyone[self._group.rank if len(everyone) > 1 else 0].failure
         if mine is not None:
-            self._thread.recover(mine, self._limit)
+            self._thread.recover(mine)
         found = (ladder or self._ladder).down(size)
         then = "" if found is None else f"evaluation batch {found[0]}"
         for event in memory_events(everyone, step, size, plan, then):

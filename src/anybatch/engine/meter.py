@@ -6,12 +6,12 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import final
 
 import psutil
 import torch
 
 from anybatch.engine.process import filled_addresses, free_in_heap, reset_peak, status
-from anybatch.engine.script_bytes import ScriptBytes
 from anybatch.process.cuda_driver import beside_bytes, release_unused, release_workspaces
 
 
@@ -87,7 +87,7 @@ class CpuMeter(Meter):
         self._baseline = there - counted_bytes
         self._script = ScriptBytes(self._filled())
         self._highest = 0
-        self._lap_start = there
+        self._after_last_pass = there
 
     def peak_bytes(self) -> int:
         """See `Meter`. Without the kernel's peak: the largest value seen at a call."""
@@ -97,13 +97,23 @@ class CpuMeter(Meter):
 
     def rest(self) -> None:
         """From now on the process is its script's: what is taken, and kept, does not count."""
-        self.peak_bytes()
-        self._script.rest(self._filled())
+        if not self._script.rests:
+            self.peak_bytes()
+            self._script.rest(self._filled())
 
     def resume(self) -> None:
         """It is no more."""
-        self._script.resume(self._filled())
-        reset_peak()
+        if self._script.rests:
+            self._script.resume(self._filled())
+            reset_peak()
+
+    def after_pass(self) -> tuple[int, int, int]:
+        """Most bytes in use in the last pass, those in use now, and by how many they rose in it."""
+        before = self._after_last_pass
+        most, now = self._most_own_bytes(), self._own_bytes()
+        self._after_last_pass = now
+        base = self._baseline + self._script.num_bytes
+        return max(0, most - base), max(0, now - base), max(0, most - before)
 
     def used_bytes(self) -> int:
         """See `Meter`."""
@@ -117,7 +127,6 @@ class CpuMeter(Meter):
         """See `Meter`."""
         self.peak_bytes()
         reset_peak()
-        self._lap_start = self._own_bytes()
 
     def drop_lap(self) -> None:
         """See `Meter`."""
@@ -132,11 +141,6 @@ class CpuMeter(Meter):
 
     def _forget_since(self, highest: Mapping[str, int]) -> None:
         self._highest = highest["total"]
-
-    def lap_growth(self) -> int:
-        """Most bytes since the lap began beyond those of its begin. These may be fewer than the
-        baseline: what was in the process before, and is given back, is no part of this."""
-        return max(0, self._most_own_bytes() - self._lap_start)
 
     def _most_own_bytes(self) -> int:
         """Since the lap began; without the kernel's peak those of now."""
@@ -153,6 +157,48 @@ class CpuMeter(Meter):
         """Pages of program files that were touched since: the kernel may drop them at any time, so
         they are not memory that training holds."""
         return status("RssFile") - self._files if self._exact else 0
+
+
+@final
+class ScriptBytes:
+    """What the script of a process has taken between two steps, and keeps.
+
+    What the process grows by while the script has it is the script's. But either side may free what the
+    other took (a batch that is made between two steps and dropped in one), and a plain sum would drift
+    by so much with each step. So what was the script's once stays so, and it is never more than the
+    process has grown by since the beginning.
+
+    Args:
+        start: what the process holds when its budget begins to count.
+
+    Attributes:
+        num_bytes: that the script keeps.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.num_bytes: int = 0
+        self._start = start
+        self._now = self._most = 0
+        self._begun: int | None = None
+
+    @property
+    def rests(self) -> bool:
+        """Whether the process is the script's now."""
+        return self._begun is not None
+
+    def rest(self, there: int) -> None:
+        """The process, which holds so many bytes, is the script's from now on."""
+        self._begun = there
+
+    def resume(self, there: int) -> None:
+        """It is the script's no more, if it was, and holds so many."""
+        if self._begun is None:
+            return
+        grown = max(0, there - self._start)
+        self._now = min(max(0, self._now + there - self._begun), grown)
+        self._most = max(self._most, self._now)
+        self.num_bytes = min(self._most, grown)
+        self._begun = None
 
 
 class CudaMeter(Meter):

@@ -110,7 +110,7 @@ class Rehearsal:
             self._limit.follow(after.freed_memory)
             trim()
         if isinstance(found, MemoryFailure):
-            self._thread.recover(found, self._limit)
+            self._thread.recover(found)
             return None
         return found
 
@@ -150,7 +150,7 @@ class Rehearsal:
                     micro = next(passes, None)
                     if micro is None or not micro.num_samples:
                         break
-                    with self._limit.first_pass(choice.kind, micro.batch):
+                    with self._limit.watched(choice.kind, micro.batch):
                         stopwatch = Stopwatch()
                         self._pass(micro, source)
                         idle = stopwatch.idle_seconds() if self._alone_on_cpu else 0.0

@@ -38,7 +38,7 @@ from anybatch.engine.growth import Growth
 from anybatch.engine.headroom import Crossing, Headroom
 from anybatch.engine.joint import JointPasses
 from anybatch.engine.ladder import Ladder
-from anybatch.engine.limit import Limit
+from anybatch.engine.limit import Limit, uncounted
 from anybatch.engine.meter import Meter
 from anybatch.engine.nonfinite_policy import NonfinitePolicy, Staged, not_applied
 from anybatch.engine.outcome import Again, Committed, PassedOver, by_rank
@@ -132,7 +132,7 @@ class Transactions:
         self._skips = skips
         self._buffers = SavedBuffers(replica.model, replica.loss_as_given, replica.parameter_writes)
         self._headroom = Headroom(device)
-        self.crossing: Crossing = Crossing(group, limit, device)
+        self.crossing: Crossing = Crossing(group, device)
         self._joint = JointPasses(
             replica,
             group,
@@ -328,7 +328,7 @@ class Transactions:
                     if accepted:
                         self._group.accepted(agreed)
                 if accepted:
-                    with self._limit.waived(), self._headroom.opened():
+                    with self._headroom.opened():
                         done = self._commit(means, before_update, agreed)
                 if isinstance(done, Committed):
                     self._ladder.committed()
@@ -390,7 +390,7 @@ class Transactions:
                     self._randomness.begin_grain(self._index, micro.grain)
                 with (
                     self._naming(staged, number),
-                    self._limit.first_pass(choice.kind, micro.batch),
+                    self._limit.watched(choice.kind, micro.batch),
                     group.last_pass(measured) if micro.last else nullcontext(),
                 ):
                     size, whole = micro.num_samples, alone and micro.last and not number
@@ -426,7 +426,7 @@ class Transactions:
         others = [self._device] if self._device.type == "cuda" else []
         try:
             with (
-                self._limit.lifted(),
+                uncounted(),
                 self._meter.aside(),
                 torch.random.fork_rng(others, enabled=bool(others)),
                 Borrowed(),
@@ -470,7 +470,7 @@ class Transactions:
         except DataError as error:
             raise _of_its_sample(error, staged.source, number) from error
         except Exception as error:
-            with suppress(Exception), self._limit.waived():  # what is to be told is the error
+            with suppress(Exception):  # what is to be told is the error
                 self._judge.raised(error, number, staged)
             raise
 
@@ -536,11 +536,10 @@ class Transactions:
             # shall gradients keep what lies around them. So the second step begins with parameters
             # and states alone. After the first steps no more, since the device waits for it.
             release_unused(self._device)
-        if self._limit.is_ours:  # then it is waived while the update runs, and only has to be kept
-            torch.empty(need, dtype=torch.uint8, device=self._device)
-        elif need or is_limited():
+        self._limit.reserve(need)
+        on_host = self._device.type == "cpu"
+        if is_limited() if on_host else need:
             about, generously = self._replica.update_bytes()
-            on_host = self._device.type == "cpu"
             pieces = self._replica.part_bytes()
             self._headroom.take(need or (about if on_host else 0), generously, pieces)
 
@@ -560,7 +559,7 @@ class Transactions:
         """Go on in `step` under the next leaner plan, on all ranks alike."""
         mine = everyone[self._group.rank].failure
         if mine is not None:
-            self.thread.recover(mine, self._limit)
+            self.thread.recover(mine)
         before = self.plan
         found = self._ladder.down(before)
         then = "" if found is None else found[0].choice.describe()

@@ -51,6 +51,7 @@ from anybatch.engine import (
     at_work,
     make_limit,
     to_reserve,
+    uncounted,
 )
 from anybatch.errors import InputError, PeerLost
 from anybatch.events import (
@@ -349,7 +350,7 @@ class Rank:
 
         Raises `InputError` as `load_weights` does; `PeerFailed` where another rank could not.
         """
-        with self._limit.lifted(), self._meter.aside():
+        with uncounted(), self._meter.aside():
             together(self._group, lambda: load_weights(self.model, path))
         self._group.restored()
         self._position.step, self._position.epoch = step, epoch
@@ -437,7 +438,7 @@ class Rank:
         self._replica = build(task, plan, group, device, undo, frozen if keeps else None)
         self.model: nn.Module = self._replica.model
         self.pulse.follow(self._replica)
-        with self._limit.lifted():  # a compiler is no part of training
+        with uncounted():  # a compiler is no part of training
             together(group, self._replica.rehearse)
         undo.callback(group.close)
         together(group, lambda: group.adopt(self._replica))
@@ -454,7 +455,6 @@ class Rank:
             task,
             pin_memory=device.type == "cuda",
             by_length=plan.task.ghost_batch is None,
-            beside=self._limit.beside,
         )
         undo.callback(self._loader.close)
         epoch = None if self._steps.num_samples is None else self._steps.epoch_samples
@@ -478,9 +478,7 @@ class Rank:
         undo.callback(self._engine.close)
         self._reads = isinstance(self._loader, StreamLoader)
         self._alone_on_cpu = device.type == "cpu" and group.size == 1
-        self._batches = Batches(
-            task, plan.task.longest, group, device, self.pulse, self._limit.beside
-        )
+        self._batches = Batches(task, plan.task.longest, group, device, self.pulse)
         self._evaluation = Evaluation(
             self._replica,
             group,
@@ -507,7 +505,6 @@ class Rank:
                 self._position,
                 self._skips,
                 group,
-                self._limit,
                 self._meter,
                 # A copy on the device that trains would be taken from the budget of training.
                 stages=device.type != "cpu" or not plan.enforced,
