@@ -276,8 +276,10 @@ def rates_of(model: catalogue.Model) -> Rates:
 
 
 def can_enforce(kind: DeviceKind) -> bool:
-    """Whether a budget on this kind of device can be enforced: CUDA's caching allocator refuses what goes
-    beyond it, and Linux measures the peak of each pass."""
+    """Whether a budget on this kind of device can be enforced.
+
+    CUDA's caching allocator refuses what goes beyond it, and Linux measures the peak of each pass.
+    """
     return kind == "cuda" or sys.platform == "linux"
 
 

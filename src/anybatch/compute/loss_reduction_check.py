@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
 from anybatch.compute.ghost_norm import depends_on_cut, depends_on_writes
 from anybatch.task import Loss, LossFunction
@@ -261,35 +260,6 @@ _UNEQUAL = (
     " samples, so the update depends on how the step is cut. Return anybatch.Loss(sum, weight) with the"
     " number of elements."
 )
-
-
-def warn_of_no_proportion(function: LossFunction, total: Tensor) -> None:
-    """Warn that twice the loss has not twice the gradient. `total`: what was returned, in a graph."""
-    named = ", ".join(repr(name) for name in dict.fromkeys(_own_functions(total)))
-    warn_of(
-        function,
-        "has a gradient that is not proportional to it: in backward something is added to the gradient"
-        " (an auxiliary loss that is attached), or clamps or normalises it"
-        + (f" (look at {named})" if named else "")
-        + ". Micro-batches add up gradients of sums, which are divided by the weight in the end, so the"
-        " update depends on how the step is cut. Return an auxiliary loss as a part of the whole:"
-        " anybatch.Loss(sum + auxiliary * weight, weight); clip_norm clips the mean.",
-    )
-
-
-def _own_functions(total: Tensor) -> Iterator[str]:
-    """Names of the user's autograd functions in the graph of `total`."""
-    nodes, seen = [total.grad_fn], set()
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes.extend(before for before, _ in node.next_functions)
-        if isinstance(node, BackwardCFunction):
-            kind = node._forward_cls  # pyright: ignore[reportAttributeAccessIssue]
-            if str(kind.__module__).partition(".")[0] not in ("torch", "anybatch"):
-                yield kind.__qualname__
 
 
 def warn_of_hooks(model: nn.Module, function: LossFunction) -> None:

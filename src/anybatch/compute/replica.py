@@ -15,7 +15,7 @@ that no micro-batch used has none, so that the optimizer passes it over as in a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,14 +43,12 @@ from anybatch.compute.loss_reduction_check import (
     CountedMeans,
     warn_of,
     warn_of_hooks,
-    warn_of_no_proportion,
     warn_of_reduction,
 )
 from anybatch.compute.low_bit_optimizers import check_whole, rehearse
 from anybatch.compute.modes import with_modes
 from anybatch.compute.optimizer_update import Updater
 from anybatch.compute.outside_gradients import OutsideGradients
-from anybatch.compute.outside_norms import NormsOutside
 from anybatch.compute.parameter_writes import ParameterWrites
 from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised_norm import Exchange
@@ -59,12 +57,6 @@ from anybatch.data.microbatch import map_leaves, samples_left
 from anybatch.plans import Choice, KernelChoices
 from anybatch.side_effects import code_of, untouched
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
-
-_FEW = 4
-"""Samples by which it is seen whether the gradient is proportional to the loss."""
-
-_LARGER, _PROPORTIONAL = 2.0**10, 1e-4
-"""A factor that changes no digit of what is multiplied by it, and what is equal: relative."""
 
 
 class Replica:
@@ -107,7 +99,6 @@ class Replica:
         self._is_told = self.is_joint  # that it does not add up, or need not
         self._means = CountedMeans()
         self._derives = False  # whether the loss needs gradients in evaluation
-        self._outside = NormsOutside(model, loss)
         self.parameter_writes: ParameterWrites = ParameterWrites(model)
         self._device = device
         self._host = host or torch.device("cpu")
@@ -352,7 +343,6 @@ class Replica:
                 naming_ids(self.model),
                 self._numerics.region(),
                 recompute.keeping(self._recompute, self.model, self._host),
-                self._outside.watched(),
                 self._watched_writes(),
             ):
                 returned = self._loss(self.model, batch)
@@ -426,8 +416,8 @@ class Replica:
         own = self.loss_as_given
         ours = (getattr(own, "__module__", None) or "").startswith("anybatch.")
         compiled = self._kernels.compile or kernel_choices.is_compiled(self.model)
-        # Each new shape would be compiled. Norms beside the model are told of by themselves.
-        if self._joint is not None or ours or compiled or self._outside.are_there():
+        # Each new shape would be compiled.
+        if self._joint is not None or ours or compiled:
             return True
         plain = False
 
@@ -458,31 +448,7 @@ class Replica:
             told = check_adds_up(own, evaluate, explained, take, num_samples, cut, close)
             self._is_loss_known |= bool(told)
             self._is_told |= bool(told)
-            if told is False:
-                self._check_proportional(partial(take, 0, min(num_samples, _FEW)))
             return told is not None
-
-    def _check_proportional(self, take: Callable[[], Any]) -> None:
-        """Warn if a larger loss of a few samples has not a gradient that is larger in proportion."""
-        if self._numerics.scaler is not None or (dist.is_available() and dist.is_initialized()):
-            return  # float16 has no range for it; an autograd function may meet other ranks
-        params = [param for param in self.model.parameters() if param.requires_grad]
-        if any(param._backward_hooks for param in params):
-            return  # which is said by itself
-        with suppress(Exception), torch.enable_grad():  # the step itself meets what is wrong
-            few = take()
-            found: list[Tensor] = []
-            for factor in (1.0, _LARGER):
-                with self._numerics.region(), chunked_loss.active(self._chunked):
-                    total = read_loss(self.loss_as_given(self.model, copied(few)), lambda: 1).sum
-                seed = torch.full_like(total, factor)
-                gradients = torch.autograd.grad(total, params, seed, allow_unused=True)
-                prints = [_fingerprint(one) for one in gradients if one is not None]
-                found.append(torch.tensor(prints, dtype=torch.float64) / factor)
-            norms = found[0][:, :1]
-            rounding = _PROPORTIONAL * norms + _PROPORTIONAL**1.5 * norms.max()
-            if ((found[1] - found[0]).abs() > rounding).any():
-                warn_of_no_proportion(self.loss_as_given, total)
 
     def gradient_is_finite(self, loss: LossFunction, batch: Any) -> bool:
         """Whether that of one batch by itself is. The model is in evaluation mode already; the sums of
@@ -609,7 +575,6 @@ class Replica:
 
     def begin_step(self) -> None:
         """The next pass is the first of a step, as far as warnings of further ones go."""
-        self._outside.begin_step()
         self._means.begin()
 
     def drop(self) -> None:
@@ -641,14 +606,6 @@ class Replica:
         squares = norm.square()  # of this rank's parts: one sum over the ranks, not one for each
         dist.all_reduce(squares, group=first.device_mesh.get_group())
         return squares.sqrt()
-
-
-def _fingerprint(gradient: Tensor) -> tuple[float, float]:
-    """Its 2-norm and its sum, both of which are proportional to it."""
-    (values,) = _values([gradient])
-    values = torch.view_as_real(values) if values.is_complex() else values
-    wide = values.double()
-    return float(wide.norm()), float(wide.sum())
 
 
 def _own(gradient: Tensor) -> Tensor:
