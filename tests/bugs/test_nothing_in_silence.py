@@ -390,11 +390,6 @@ ROWS = {
     "gradients by frequency": Row(
         mean, "scale_grad_by_freq", build=embedded(scale_grad_by_freq=True), data=(IDS, Y)
     ),
-    "collate subtracts a mean": Row(
-        mean,
-        by_train="collate makes something else of a sample",
-        collate=lambda numbers: (X[numbers] - X[numbers].mean(0), Y[numbers]),
-    ),
     "BatchNorm": Row(
         mean, "BatchNorm normalises over 5 samples", "would cut a ghost batch", build=batch_norm
     ),

@@ -94,16 +94,6 @@ def warn_of_no_gradient(function: LossFunction, step: int) -> None:
     )
 
 
-def warn_of_collate(function: LossFunction) -> None:
-    """Warn that samples are others when they are collated with others."""
-    sentence = (
-        "collate makes something else of a sample when others are beside it (it subtracts a mean of the"
-        " batch, say). A task collates each micro-batch by itself, so the update depends on how the"
-        " step is cut: compute it from the whole data set before."
-    )
-    _warn(sentence, *_place_of(function))
-
-
 def _sum_of(returned: Any) -> Any:
     if isinstance(returned, Loss):
         return returned.sum

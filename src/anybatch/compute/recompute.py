@@ -49,11 +49,6 @@ from anybatch.errors import InputError, listed
 from anybatch.plans import Recompute
 from anybatch.side_effects import generators_in
 
-_HELD_NAMES = ("tensor", "is_output", "is_inplace_on_view")
-"""Arguments of C++ that a checkpoint calls for each tensor it keeps. Each call interns their names; if
-nobody holds them they are dropped again, and CPython makes its table of names anew after some 75,000
-checkpoints, 7 MiB at a time."""
-
 _KEPT_BYTES = 64 << 10
 """Copies of buffers up to this size are kept for the second run in any case."""
 

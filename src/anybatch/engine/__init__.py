@@ -27,6 +27,5 @@ from anybatch.engine.straggler import Stragglers as Stragglers
 from anybatch.engine.transaction import Transactions as Transactions
 from anybatch.engine.transaction import to_reserve as to_reserve
 from anybatch.engine.trial import Trial as Trial
-from anybatch.engine.waiting import Waiting as Waiting
 from anybatch.engine.watchdog import Watchdog as Watchdog
 from anybatch.engine.watchdog import checked_seconds as checked_seconds

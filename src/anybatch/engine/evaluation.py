@@ -23,12 +23,11 @@ from anybatch.compute.modes import evaluating
 from anybatch.data import Bad, BadSamples, to_device
 from anybatch.data.evaluation import join, turns
 from anybatch.engine.headroom import Crossing
-from anybatch.engine.ladder import BatchLadder
+from anybatch.engine.ladder import BatchLadder, nothing_leaner
 from anybatch.engine.limit import Limit
 from anybatch.engine.meter import Meter
 from anybatch.engine.outcome import by_rank
 from anybatch.engine.scores import Scores
-from anybatch.engine.sentences import nothing_leaner
 from anybatch.engine.step_thread import StepThread
 from anybatch.engine.totals import Means, Names, Totals
 from anybatch.errors import AnybatchError, LossError, NoPlanFits

@@ -70,11 +70,6 @@ class Source(Protocol):
         take from, at most `most`. `batch`: its first micro-batch."""
         ...
 
-    def is_coupled(self, batch: Any) -> bool:
-        """Whether samples are made into batches in a way by which those of its first micro-batch,
-        `batch`, would be others alone."""
-        ...
-
     def describe(self, number: int) -> str:
         """The samples of micro-batch `number` of the last attempt, in words."""
         ...

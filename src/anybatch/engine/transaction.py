@@ -29,15 +29,14 @@ import torch
 from anybatch.compute import Replica
 from anybatch.compute.joint import Ask
 from anybatch.compute.loss_check import LOOKED_AT
-from anybatch.compute.loss_reduction_check import warn_of_collate, warn_of_no_gradient
+from anybatch.compute.loss_reduction_check import warn_of_no_gradient
 from anybatch.data import Bad, BadSamples, to_device, told_samples
 from anybatch.data.evaluation import join
 from anybatch.data.generators import Borrowed
 from anybatch.engine.compute_timer import ComputeTimer
-from anybatch.engine.growth import Growth
 from anybatch.engine.headroom import Crossing, Headroom
 from anybatch.engine.joint import JointPasses
-from anybatch.engine.ladder import Ladder
+from anybatch.engine.ladder import Ladder, Leak, nothing_leaner
 from anybatch.engine.limit import Limit, uncounted
 from anybatch.engine.meter import Meter
 from anybatch.engine.nonfinite_policy import NonfinitePolicy, Staged, not_applied
@@ -45,7 +44,6 @@ from anybatch.engine.outcome import Again, Committed, PassedOver, by_rank
 from anybatch.engine.randomness import Randomness
 from anybatch.engine.rehearsal import Rehearsal
 from anybatch.engine.rollback import SavedBuffers
-from anybatch.engine.sentences import nothing_leaner, too_late
 from anybatch.engine.skips import Skips
 from anybatch.engine.source import Blame, MicroBatch, Source
 from anybatch.engine.step_thread import StepThread
@@ -65,6 +63,10 @@ do so of themselves, not because they were scaled up."""
 
 ALL_MEASURED, MEASURED_EVERY = 256, 4
 """The noise of gradients is measured in each of so many steps at first, then in one of so many."""
+
+
+_SETTLED_AFTER = 3
+"""Steps after which memory in use grows no more, unless the task's code keeps something of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ class Transactions:
         )
         self._judge = NonfinitePolicy(group, self.crossing, blame, skips is not None)
         self._ladder = Ladder()
-        self._growth = Growth()
+        self._settled: tuple[int, int] | None = None  # a step, and bytes in use after it
         self.thread: StepThread = StepThread()
         replica.guard_outside_gradients()
         self._names = Names(group)
@@ -332,8 +334,8 @@ class Transactions:
                         done = self._commit(means, before_update, agreed)
                 if isinstance(done, Committed):
                     self._ladder.committed()
-                    if self._growth.is_due():
-                        self._growth.add(self._step, self._meter.kept_bytes())
+                    if self._settled is None and self._index >= _SETTLED_AFTER:
+                        self._settled = self._step, self._meter.kept_bytes()
                     self._committed = replace(
                         done, agreed_seconds=agreed_seconds, outputs=staged.outputs
                     )
@@ -355,7 +357,12 @@ class Transactions:
             self.failed_together = together and isinstance(error, Exception) and not alone
             if failure is None:
                 raise
-            raise RankLost(too_late(self._step, voted, failure)) from error
+            where = "in the update of" if voted else "while ranks spoke to each other in"
+            raise RankLost(
+                f"memory ran out {where} step {self._step}, where there is no way back"
+                f" ({failure.message}): the run goes on from its last checkpoint when it is started"
+                " again; a plan made by anybatch, or more memory, keeps this from happening."
+            ) from error
 
     def _is_common(self, error: Exception) -> bool:
         """Whether all ranks have met `error`, a lack of memory, at the same place: then they can still
@@ -438,8 +445,6 @@ class Transactions:
                     take, size = source.first_samples(most, micro.batch)
                     if self._replica.check_loss(take, size, min(cut, size - 1)):
                         break
-                if source.is_coupled(micro.batch):
-                    warn_of_collate(self._replica.loss_as_given)
         finally:
             self._buffers.put_back()
 
@@ -569,7 +574,7 @@ class Transactions:
         assert worst.failure is not None
         if found is None:
             self.failed_together = not self._group.diverges
-            leak = self._growth.leak()
+            leak = self._settled and Leak(*self._settled, step - 1, self._meter.kept_bytes())
             raise NoPlanFits(nothing_leaner(before, worst.phase, worst.failure, leak))
         leaner, seconds = found
         if leaner is before:

@@ -12,7 +12,6 @@ as the plan says. In a reproducible run micro-batches are grains, and shares who
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -29,7 +28,6 @@ from anybatch.data import (
     Place,
     StepData,
     StreamLoader,
-    differs,
     divided_ghosts,
     ghosts,
     micro_batches,
@@ -45,9 +43,6 @@ from anybatch.data import (
 from anybatch.engine import MicroBatch, Pulse
 from anybatch.parallel import Group
 from anybatch.plans import Choice, Plan
-
-_ALONE = 2
-"""Samples that are collated by themselves, to see whether they are then as they are among others."""
 
 
 class Cutting:
@@ -233,21 +228,6 @@ class GlobalStep:
         for part in parts[1:]:
             stop = part.stop if part.start == stop else stop
         return partial(self._together, start), min(most, stop - start)
-
-    def is_coupled(self, batch: Any) -> bool:
-        """See `engine.Source`. Two of the samples are collated by themselves."""
-        part = next(part for part in self._given.parts if part)
-        if len(part) <= _ALONE or not self._loader.has_collate:
-            return False
-        try:
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                alone, again = (self._together(part.start, 0, _ALONE) for _ in range(2))
-            if told:  # that it draws random numbers, say
-                return False
-            return differs(slice_batch(batch, 0, _ALONE), alone) and not differs(again, alone)
-        except Exception:  # the step itself meets what is wrong
-            return False
 
     def _together(self, first: int, start: int, stop: int) -> Any:
         """Samples by position, counted from the first one, collated by themselves."""
