@@ -458,8 +458,8 @@ class Step:
             sys.stderr.write(
                 f"anybatch: rank {self._group.rank} of {self._group.size} has been in step"
                 f" {step_number(self._num_steps)} for {_WAIT_SECONDS:.0f} s. Perhaps it waits for a"
-                " rank that hangs, is busy with something else, or has ended its loop: every rank calls Step"
-                " equally often, with None where it has no samples left.\n"
+                " rank that hangs, is busy with something else, or has ended its loop: every rank calls"
+                " Step equally often, with None where it has no samples left.\n"
             )
             sys.stderr.flush()
 

@@ -17,7 +17,6 @@ import torch
 
 from anybatch.compute import Replica
 from anybatch.compute.joint import Ask, nobody
-from anybatch.engine.compute_timer import ComputeTimer
 from anybatch.engine.joint import is_encoded_first
 from anybatch.engine.limit import Limit, OverBudget
 from anybatch.engine.meter import Meter
@@ -50,6 +49,45 @@ class Rehearsed:
     seconds: float
     peak_bytes: int
     fits: bool = True
+
+
+class ComputeTimer:
+    """Seconds between begin and end of `running`. On CUDA they are those of the device, and known one
+    step late: reading them at once would wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        self._marks: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around what is timed."""
+        if self._cuda is None:
+            begun = time.perf_counter()
+            yield
+            self._seconds = time.perf_counter() - begun
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(torch.cuda.current_stream(self._cuda))
+        yield
+        end.record(torch.cuda.current_stream(self._cuda))
+        self._marks = begin, end
+
+    @property
+    def last_seconds(self) -> float:
+        """The last time that is known; 0 before there is one."""
+        if self._marks is not None and self._marks[1].query():
+            begin, end = self._marks
+            self._seconds = begin.elapsed_time(end) / 1e3
+            self._marks = None
+        return self._seconds
+
+    def wait(self) -> float:
+        """The last time; waits for the device."""
+        if self._marks is not None:
+            self._marks[1].synchronize()
+        return self.last_seconds
 
 
 @final

@@ -33,7 +33,6 @@ from anybatch.compute.loss_reduction_check import warn_of_no_gradient
 from anybatch.data import Bad, BadSamples, to_device, told_samples
 from anybatch.data.evaluation import join
 from anybatch.data.generators import Borrowed
-from anybatch.engine.compute_timer import ComputeTimer
 from anybatch.engine.headroom import Crossing, Headroom
 from anybatch.engine.joint import JointPasses
 from anybatch.engine.ladder import Ladder, Leak, nothing_leaner
@@ -42,7 +41,7 @@ from anybatch.engine.meter import Meter
 from anybatch.engine.nonfinite_policy import NonfinitePolicy, Staged, not_applied
 from anybatch.engine.outcome import Again, Committed, PassedOver, by_rank
 from anybatch.engine.randomness import Randomness
-from anybatch.engine.rehearsal import Rehearsal
+from anybatch.engine.rehearsal import ComputeTimer, Rehearsal
 from anybatch.engine.rollback import SavedBuffers
 from anybatch.engine.skips import Skips
 from anybatch.engine.source import Blame, MicroBatch, Source
