@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
