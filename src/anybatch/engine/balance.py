@@ -5,8 +5,8 @@ from how much each rank does in a second, so shares in proportion to that make a
 The result of training does not depend on shares; they are changed only when it pays for several steps
 in a row, since every change is a new cut of the data.
 
-One slow step is no slow rank: a page that was not cached, a neighbour on the machine. A rank is reported
-once it has been slow in many steps in a row, and the others have lost some time by it.
+One slow step is no slow rank: a page that was not cached, a neighbour on the machine. A rank is
+reported once it has been slow in many steps in a row, and the others have lost some time by it.
 """
 
 from __future__ import annotations

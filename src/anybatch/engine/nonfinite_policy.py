@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from torch import Tensor
+
 from anybatch.compute.lm_loss import wrong_target
 from anybatch.data import Bad, told_samples
 from anybatch.engine.headroom import Crossing
@@ -38,6 +40,8 @@ class Staged:
         empty: what is wrong with a mean over nothing, in words, if the loss has one.
         outputs: of each of these micro-batches, if the loss hands any out, with its number of samples;
             when all are done, those of the whole part.
+        sums: the totals as the ranks add them up; None: the passes have not all been made.
+        seconds: from the beginning of the attempt to the end of the vote.
     """
 
     step: int
@@ -47,6 +51,8 @@ class Staged:
     empty: str = ""
     outputs: Any = None
     numbers: array[int] = field(default_factory=lambda: array("q"))
+    sums: Tensor | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

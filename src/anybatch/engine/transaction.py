@@ -1,7 +1,7 @@
 """The global step as a transaction: it commits whole or leaves no trace.
 
     stage    micro-batch by micro-batch: forward, backward; gradients, losses, weights are sums
-    agree    all ranks learn whether all succeeded, and the totals
+    vote     all ranks learn whether all succeeded, and the totals
     commit   divide by the total weight, unscale, clip, update
 
 Whatever fails before commit, on whichever rank, recovery is the same move on all of them: drop what is
@@ -167,7 +167,7 @@ class Transactions:
         self._index = 0
         self._step = 0  # the number of the step that was run last; 0: none was
         self._has_updated = False
-        self._is_applied = False  # the update of the attempt that is under way
+        self._has_voted = self._is_applied = False  # in the attempt that is under way
         self._is_loss_checked = False
         self._committed: Committed | None = None  # what came of the step that was run last
         self._is_tidy = device.type != "cuda"  # see `_reserve`
@@ -268,67 +268,18 @@ class Transactions:
     ) -> Committed | PassedOver | Again:
         """One try: the committed step, or nothing changed and what is to be done about it."""
         staged = Staged(self._step, source, Totals(self._device, self._group.num_parts))
-        told = RankReport()
-        mine: torch.Tensor | None = None
-        wrong: Exception | None = None
-        begun = time.perf_counter()
-        self._buffers.forget()  # until this attempt has saved them, they are as they should be
-        self._is_applied = False
-        self._joint.begin()
-        try:
-            self.crossing.reserve()
-            self._group.expect(source.num_samples)
-            self._group.begin()
-            self._buffers.save()
-            self._stage(staged)
-            mine = staged.totals.tensor()
-            self._replica.phase = "reduction"
-            self._group.staged(self._buffers.held)
-            self._reserve()
-        except PassAbandoned:  # another rank failed, and will say so in the vote
-            mine = None
-        except Exception as error:
-            told = RankReport.of(error, self._replica.phase, self._meter)
-            if self._skips is not None and isinstance(error, BadSamples):
-                told = replace(told, bad=error.bad)
-            wrong = None if told.can_be_mended else error
-        except BaseException:  # stopped by hand: nobody waits for a vote
-            self._put_back()
-            raise
+        told, wrong = self._stage(staged)
         # The error is gone here, and with its traceback the tensors that the failed pass held.
-        voted = False
         if told.failed:
             self._clear()
         try:
-            if mine is None:
-                self._joint.fail()
-            done: Committed | Again | _Steep | None = None
             with ExitStack() as sure:  # no rank is interrupted when others go on to commit
-                with self.crossing.open():
-                    try:
-                        self._group.gather(failed=told.failed)
-                        sure.enter_context(self.thread.sure())
-                        wish = self.wish | Wish.STOP if self.stops else self.wish
-                        agreed = self._group.agree(
-                            None if told.failed else mine, self._timer.last_seconds, wish
-                        )
-                    except Exception as error:
-                        if not self._is_common(error):
-                            raise
-                        agreed, told = None, RankReport.of(error, "reduction", self._meter)
-                    voted = True
-                    agreed_seconds = time.perf_counter() - begun
-                    if agreed is None:
-                        self._put_back()
-                        everyone = self._group.exchange(told)
-                        first_error(wrong, everyone, self._step)
-                        return Again(everyone, by_rank(told.bad for told in everyone))
-                    agreed = over_parts(agreed, self._group.num_parts)
-                    means = Means(agreed.totals, self._names.common(staged.totals.names, agreed))
-                    accepted = self._judge.accepts(means)
-                    if accepted:
-                        self._group.accepted(agreed)
-                if accepted:
+                voted = self._vote(staged, told, wrong, sure)
+                if isinstance(voted, Again):
+                    return voted
+                means, agreed = voted
+                done: Committed | Again | _Steep | None = None
+                if self._judge.accepts(means):
                     with self._headroom.opened():
                         done = self._commit(means, before_update, agreed)
                 if isinstance(done, Committed):
@@ -336,39 +287,102 @@ class Transactions:
                     if self._settled is None and self._index >= _SETTLED_AFTER:
                         self._settled = self._step, self._meter.kept_bytes()
                     self._committed = replace(
-                        done, agreed_seconds=agreed_seconds, outputs=staged.outputs
+                        done, agreed_seconds=staged.seconds, outputs=staged.outputs
                     )
                     whole.push(sure.pop_all())
                     return self._committed
+            if isinstance(done, Again):
+                return done
+            staged.empty = self._replica.empty_mean()
+            self._put_back()
             if done is None:
-                staged.empty = self._replica.empty_mean()
-                self._put_back()
                 return self._judge.totals(means, staged)
-            if isinstance(done, _Steep):
-                self._put_back()
-                return self._judge.gradient(done.norm, means.loss, staged)
-            return done
+            return self._judge.gradient(done.norm, means.loss, staged)
         except BaseException as error:
             self._put_back()
             failure = as_memory_failure(error)
             alone = self._group.diverges or isinstance(error, PeerLost) or failure is not None
-            together = voted and not self._is_applied
+            together = self._has_voted and not self._is_applied
             self.failed_together = together and isinstance(error, Exception) and not alone
             if failure is None:
                 raise
-            where = "in the update of" if voted else "while ranks spoke to each other in"
+            where = "in the update of" if self._has_voted else "while ranks spoke to each other in"
             raise RankLost(
                 f"memory ran out {where} step {self._step}, where there is no way back"
                 f" ({failure.message}): the run goes on from its last checkpoint when it is started"
                 " again; a plan made by anybatch, or more memory, keeps this from happening."
             ) from error
 
+    def _stage(self, staged: Staged) -> tuple[RankReport, Exception | None]:
+        """Run the passes, and make sure that the update will have room. What this rank has to tell of
+        that, and its error if no plan mends it."""
+        begun = time.perf_counter()
+        self._buffers.forget()  # until this attempt has saved them, they are as they should be
+        self._is_applied = self._has_voted = False
+        self._joint.begin()
+        try:
+            self.crossing.reserve()
+            self._group.expect(staged.source.num_samples)
+            self._group.begin()
+            self._buffers.save()
+            self._accumulate(staged)
+            staged.sums = staged.totals.tensor()
+            self._replica.phase = "reduction"
+            self._group.staged(self._buffers.held)
+            self._reserve()
+        except PassAbandoned:  # another rank failed, and will say so in the vote
+            staged.sums = None
+        except Exception as error:
+            told = RankReport.of(error, self._replica.phase, self._meter)
+            if self._skips is not None and isinstance(error, BadSamples):
+                told = replace(told, bad=error.bad)
+            return told, None if told.can_be_mended else error
+        except BaseException:  # stopped by hand: nobody waits for a vote
+            self._put_back()
+            raise
+        finally:
+            staged.seconds = time.perf_counter() - begun
+        return RankReport(), None
+
+    def _vote(
+        self, staged: Staged, told: RankReport, wrong: Exception | None, sure: ExitStack
+    ) -> tuple[Means, Agreed] | Again:
+        """What the ranks agree on, if all have staged their parts; else what each has to tell, with
+        nothing left of this one's. Raises `wrong`, this rank's error that no plan mends."""
+        begun = time.perf_counter()
+        if staged.sums is None:
+            self._joint.fail()
+        with self.crossing.open():
+            try:
+                self._group.gather(failed=told.failed)
+                sure.enter_context(self.thread.sure())
+                wish = self.wish | Wish.STOP if self.stops else self.wish
+                sums = None if told.failed else staged.sums
+                agreed = self._group.agree(sums, self._timer.last_seconds, wish)
+            except Exception as error:
+                if not self._is_common(error):
+                    raise
+                agreed, told = None, RankReport.of(error, "reduction", self._meter)
+            self._has_voted = True
+            staged.seconds += time.perf_counter() - begun
+            if agreed is None:
+                self._put_back()
+                everyone = self._group.exchange(told)
+                first_error(wrong, everyone, self._step)
+                return Again(everyone, by_rank(told.bad for told in everyone))
+            agreed = over_parts(agreed, self._group.num_parts)
+            means = Means(agreed.totals, self._names.common(staged.totals.names, agreed))
+            if self._judge.accepts(means):
+                self._group.accepted(agreed)
+            return means, agreed
+
     def _is_common(self, error: Exception) -> bool:
         """Whether all ranks have met `error`, a lack of memory, at the same place: then they can still
         tell each other, and do the step again."""
         return self._group.size == 1 and as_memory_failure(error) is not None
 
-    def _stage(self, staged: Staged) -> None:
+    def _accumulate(self, staged: Staged) -> None:
+        """The passes of this rank, whose gradients are added up."""
         replica, group = self._replica, self._group
         if replica.is_outdated:  # their gradients would be neither divided nor added up over ranks
             raise Outdated(
