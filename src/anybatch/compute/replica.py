@@ -570,7 +570,6 @@ class Replica:
         self.updater.reserve()
 
     def empty_mean(self) -> str:
-        """See `CountedMeans.empty`."""
         return self._means.empty()
 
     def begin_step(self) -> None:

@@ -147,7 +147,6 @@ class BatchLadder:
         self._waits.succeeded()
 
     def down(self, size: int) -> tuple[int, float] | None:
-        """See `Ladder`."""
         self._patience.failed()
         if size == 1:
             seconds = self._waits.seconds()
@@ -157,7 +156,6 @@ class BatchLadder:
         return size // 2, 0.0
 
     def up(self, size: int) -> tuple[int, int] | None:
-        """See `Ladder`."""
         waited = self._patience.waited
         self._above = [above for above in self._above if above > size]
         if not self._above or waited is None:

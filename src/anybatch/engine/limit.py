@@ -97,7 +97,6 @@ class CpuLimit(Limit):
         self._meter: CpuMeter | None = None
 
     def enter(self) -> Meter:
-        """See `Limit`."""
         if self._budget is None:
             with uncounted():
                 _warm_up_once()
@@ -113,18 +112,15 @@ class CpuLimit(Limit):
         return self._meter
 
     def leave(self) -> None:
-        """See `Limit`."""
         if _WORK.meters.pop(self, None) is not None:
             keep_freed_memory()
 
     def follow(self, freed_memory: FreedMemory) -> None:
-        """See `Limit`."""
         if self._budget is not None:
             return_freed_memory() if freed_memory == "returned" else keep_freed_memory()
 
     @contextmanager
     def watched(self, kind: object, batch: Any) -> Iterator[None]:
-        """See `Limit`."""
         yield
         if self._budget is None or self._meter is None:
             return
@@ -136,7 +132,6 @@ class CpuLimit(Limit):
             trim()
 
     def reserve(self, num_bytes: int) -> None:
-        """See `Limit`."""
         if self._budget is None or self._meter is None:
             return
         if self._meter.used_bytes() + num_bytes > self._budget:
@@ -181,7 +176,6 @@ class CudaLimit(Limit):
         return meter
 
     def leave(self) -> None:
-        """See `Limit`."""
         if self._budget is not None:
             _fraction_of(_index(self._device)).give_up(self)
 

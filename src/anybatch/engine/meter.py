@@ -116,7 +116,6 @@ class CpuMeter(Meter):
         return max(0, most - base), max(0, now - base), max(0, most - before)
 
     def used_bytes(self) -> int:
-        """See `Meter`."""
         return max(0, self._own_bytes() - self._baseline - self._script.num_bytes)
 
     def fragmented_bytes(self) -> int | None:
@@ -124,16 +123,13 @@ class CpuMeter(Meter):
         return free_in_heap()
 
     def begin_lap(self) -> None:
-        """See `Meter`."""
         self.peak_bytes()
         reset_peak()
 
     def drop_lap(self) -> None:
-        """See `Meter`."""
         reset_peak()
 
     def lap_bytes(self) -> int:
-        """See `Meter`."""
         return max(0, self._most_own_bytes() - self._baseline - self._script.num_bytes)
 
     def _highest_so_far(self) -> Mapping[str, int]:
@@ -215,22 +211,18 @@ class CudaMeter(Meter):
         torch.cuda.reset_peak_memory_stats(device)
 
     def peak_bytes(self) -> int:
-        """See `Meter`."""
         return self.totals()["total"]
 
     def totals(self) -> dict[str, int]:
-        """See `Meter`."""
         kept = torch.cuda.memory_stats(self._device)
         for name, most in self._most.items():
             self._most[name] = max(most, kept.get(f"{name}_bytes.all.peak", 0))
         return {**self._most, "total": self.beside_bytes + self._most["reserved"]}
 
     def used_bytes(self) -> int:
-        """See `Meter`."""
         return self.beside_bytes + torch.cuda.memory_reserved(self._device)
 
     def kept_bytes(self) -> int:
-        """See `Meter`."""
         return torch.cuda.memory_allocated(self._device)
 
     def begin_lap(self) -> None:
@@ -247,7 +239,6 @@ class CudaMeter(Meter):
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def lap_bytes(self) -> int:
-        """See `Meter`."""
         return self.beside_bytes + torch.cuda.max_memory_reserved(self._device)
 
     def _highest_so_far(self) -> Mapping[str, int]:

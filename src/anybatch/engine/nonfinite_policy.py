@@ -18,9 +18,10 @@ from torch import Tensor
 
 from anybatch.compute.lm_loss import wrong_target
 from anybatch.data import Bad, told_samples
+from anybatch.engine.bad_sample_search import OneByOne
 from anybatch.engine.headroom import Crossing
 from anybatch.engine.outcome import Again, PassedOver, by_rank
-from anybatch.engine.source import Blame, Source
+from anybatch.engine.source import Source
 from anybatch.engine.totals import Means, Totals
 from anybatch.errors import AnybatchError, LossError
 from anybatch.oom import is_memory_error
@@ -79,7 +80,9 @@ class NonfinitePolicy:
         skips: whether bad data is skipped.
     """
 
-    def __init__(self, group: Group, crossing: Crossing, blame: Blame | None, skips: bool) -> None:
+    def __init__(
+        self, group: Group, crossing: Crossing, blame: OneByOne | None, skips: bool
+    ) -> None:
         self._group = group
         self._crossing = crossing
         self._blame = blame

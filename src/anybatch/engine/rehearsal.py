@@ -176,7 +176,6 @@ class Rehearsal:
         return settles and len(seconds) < _CUDA_PASSES and sum(seconds) < _CUDA_SECONDS
 
     def _passes(self, source: Source, choice: Choice, most: int) -> Rehearsed | MemoryFailure:
-        """See `run`."""
         self._buffers.forget()
         each: list[tuple[float, float]] = []
         try:

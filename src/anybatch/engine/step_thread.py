@@ -160,12 +160,10 @@ class _Helper:
             del task  # it holds the error, and that this frame
 
     def look(self) -> None:
-        """See `StepThread`."""
         if self._current is not None and self._current.decided.locked():
             raise KeyboardInterrupt
 
     def be_sure(self) -> None:
-        """See `StepThread.sure`."""
         if self._current is not None and not self._current.decided.acquire(blocking=False):
             raise KeyboardInterrupt
 

@@ -33,6 +33,7 @@ from anybatch.compute.loss_reduction_check import warn_of_no_gradient
 from anybatch.data import Bad, BadSamples, to_device, told_samples
 from anybatch.data.evaluation import join
 from anybatch.data.generators import Borrowed
+from anybatch.engine.bad_sample_search import OneByOne
 from anybatch.engine.headroom import Crossing, Headroom
 from anybatch.engine.joint import JointPasses
 from anybatch.engine.ladder import Ladder, Leak, nothing_leaner
@@ -44,7 +45,7 @@ from anybatch.engine.randomness import Randomness
 from anybatch.engine.rehearsal import ComputeTimer, Rehearsal
 from anybatch.engine.rollback import SavedBuffers
 from anybatch.engine.skips import Skips
-from anybatch.engine.source import Blame, MicroBatch, Source
+from anybatch.engine.source import MicroBatch, Source
 from anybatch.engine.step_thread import StepThread
 from anybatch.engine.totals import Means, Names, Totals, over_parts
 from anybatch.errors import DataError, LossError, NoPlanFits, PeerLost, RankLost
@@ -116,7 +117,7 @@ class Transactions:
         sink: Sink,
         clip_norm: float | None = None,
         commit_bytes: tuple[int, int] = (0, 0),
-        blame: Blame | None = None,
+        blame: OneByOne | None = None,
         skips: Skips | None = None,
     ) -> None:
         self.plan: Plan = plan
