@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import final
 
@@ -17,6 +17,8 @@ from anybatch.process.cuda_driver import beside_bytes, release_unused, release_w
 
 class Meter(ABC):
     """Bytes on one device, above a baseline taken when the meter was made."""
+
+    _most: dict[str, int]  # the peaks of the laps before this one, by account
 
     @abstractmethod
     def peak_bytes(self) -> int:
@@ -47,24 +49,16 @@ class Meter(ABC):
     def aside(self) -> Iterator[None]:
         """The peak of what is done inside does not count; what it leaves behind does."""
         self.peak_bytes()
-        before = self._highest_so_far()
+        before = dict(self._most)
         try:
             yield
         finally:
             self.drop_lap()
-            self._forget_since(before)
+            self._most = before
 
     @abstractmethod
     def lap_bytes(self) -> int:
         """Most bytes in use since the lap began."""
-
-    @abstractmethod
-    def _highest_so_far(self) -> Mapping[str, int]:
-        """The peaks of the laps before this one, by account."""
-
-    @abstractmethod
-    def _forget_since(self, highest: Mapping[str, int]) -> None:
-        """Have these peaks again."""
 
     @abstractmethod
     def fragmented_bytes(self) -> int | None:
@@ -86,14 +80,14 @@ class CpuMeter(Meter):
         there = self._process.memory_info().rss
         self._baseline = there - counted_bytes
         self._script = ScriptBytes(self._filled())
-        self._highest = 0
+        self._most = {"total": 0}
         self._after_last_pass = there
 
     def peak_bytes(self) -> int:
         """See `Meter`. Without the kernel's peak: the largest value seen at a call."""
         if not self._script.rests:
-            self._highest = max(self._highest, self.lap_bytes())
-        return self._highest
+            self._most["total"] = max(self._most["total"], self.lap_bytes())
+        return self._most["total"]
 
     def rest(self) -> None:
         """From now on the process is its script's: what is taken, and kept, does not count."""
@@ -131,12 +125,6 @@ class CpuMeter(Meter):
 
     def lap_bytes(self) -> int:
         return max(0, self._most_own_bytes() - self._baseline - self._script.num_bytes)
-
-    def _highest_so_far(self) -> Mapping[str, int]:
-        return {"total": self._highest}
-
-    def _forget_since(self, highest: Mapping[str, int]) -> None:
-        self._highest = highest["total"]
 
     def _most_own_bytes(self) -> int:
         """Since the lap began; without the kernel's peak those of now."""
@@ -240,12 +228,6 @@ class CudaMeter(Meter):
 
     def lap_bytes(self) -> int:
         return self.beside_bytes + torch.cuda.max_memory_reserved(self._device)
-
-    def _highest_so_far(self) -> Mapping[str, int]:
-        return dict(self._most)
-
-    def _forget_since(self, highest: Mapping[str, int]) -> None:
-        self._most = dict(highest)
 
     def fragmented_bytes(self) -> int | None:
         """See `Meter`: what is reserved and not allocated."""
