@@ -203,12 +203,12 @@ class _Fraction:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._before = 1.0
+        self._before: float | None = None  # as it was before anyone held it
         # A limit that was dropped without being left holds nothing any more.
         self._held: WeakKeyDictionary[CudaLimit, float] = WeakKeyDictionary()
 
     def hold(self, holder: CudaLimit, fraction: float) -> None:
-        if not self._held:
+        if self._before is None:
             self._before = torch.cuda.get_per_process_memory_fraction(self._index)
         self._held[holder] = fraction
         self._write()
@@ -219,7 +219,10 @@ class _Fraction:
 
     def _write(self) -> None:
         fraction = min(self._held.values(), default=self._before)
-        torch.cuda.set_per_process_memory_fraction(fraction, self._index)
+        if fraction is not None:
+            torch.cuda.set_per_process_memory_fraction(fraction, self._index)
+        if not self._held:
+            self._before = None
 
 
 _fraction_of = functools.cache(_Fraction)
