@@ -276,10 +276,9 @@ def rates_of(model: catalogue.Model) -> Rates:
 
 
 def can_enforce(kind: DeviceKind) -> bool:
-    """Whether a budget on this kind of device is held by something stronger than good will.
+    """Whether a budget on this kind of device can be enforced.
 
-    CUDA's caching allocator refuses; on Linux the kernel does (`RLIMIT_DATA`, which counts private
-    writable mappings since 4.7). Other systems accept the limit and ignore it.
+    CUDA's caching allocator refuses what goes beyond it, and Linux measures the peak of each pass.
     """
     return kind == "cuda" or sys.platform == "linux"
 

@@ -16,13 +16,14 @@ calls `step` with its own part of the global batch. The parts may be of any and 
 
 Each column is one step of the same model: the gradient is the sum over all ranks divided by the total
 weight. So every rank calls equally often; one that has no samples says so with None, since the others
-would wait for it: after five minutes they say so on standard error, and at the process group's time-out
-raise `PeerLost`.
+would wait for it: a step that takes five minutes says so on standard error, and at the process group's
+time-out it raises `PeerLost`.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -77,7 +78,6 @@ from anybatch.engine import (
     Rehearsed,
     Together,
     Transactions,
-    Waiting,
     at_work,
     held_bytes,
     make_limit,
@@ -123,6 +123,10 @@ _LEAST_QUARTERED = 8
 
 _FAR = 2
 """What is estimated to need so many times the room is not tried in one piece."""
+
+
+_WAIT_SECONDS = 300.0
+"""Of a step with several ranks, after which it says that it may be waiting for another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +312,7 @@ class Step:
         self._planned_for = 0  # samples of this rank
         self._largest = 0  # batch of this rank so far
         self._is_outgrown = False  # the plan of some rank
-        self._waiting = Waiting()
+        self._has_waited = False  # and has said so
         self._copies = BatchCopies()
 
     @at_work()
@@ -330,7 +334,7 @@ class Step:
         (Ctrl-C) that comes during the update is raised when the step is done.
         """
         begun = time.perf_counter()
-        with self._waiting.at(step_number(self._num_steps)):
+        with self._telling_of_a_wait():
             self._check_joined()
             if self._engine is None:
                 self._begin(batch)
@@ -441,6 +445,33 @@ class Step:
             warn_of_statistics(self._model, self._loss, [*self._written])
         return done, len(source.ranges)
 
+    @contextmanager
+    def _telling_of_a_wait(self) -> Iterator[None]:
+        """Around a step: with several ranks, one that takes very long is told to people, once. Nothing
+        is ended: what the others do between two steps is the script's own."""
+        if self._group.size == 1 or self._has_waited:
+            yield
+            return
+
+        def tell() -> None:
+            self._has_waited = True
+            sys.stderr.write(
+                f"anybatch: rank {self._group.rank} of {self._group.size} has been in step"
+                f" {step_number(self._num_steps)} for {_WAIT_SECONDS:.0f} s. Perhaps it waits for a"
+                " rank that hangs, is busy with something else, or has ended its loop: every rank calls"
+                " Step equally often, with None where it has no samples left.\n"
+            )
+            sys.stderr.flush()
+
+        timer = threading.Timer(_WAIT_SECONDS, tell)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
     def _check_joined(self) -> None:
         """Raises `InputError` if there are other ranks than when the step was set up."""
         size = _num_joined()
@@ -453,7 +484,6 @@ class Step:
     def _check_up_to_date(self) -> None:
         """Raises `Outdated` if what this rank trains is not what was set up for. The optimizer's
         parameters are looked at by the engine."""
-        self._waiting.here()
         if self._normalising() != self._cut:
             raise Outdated("other BatchNorm layers are in training mode than before.")
 
@@ -462,7 +492,6 @@ class Step:
         group = self._group = self._joined()
         with ExitStack() as undo:  # what was done so far is undone if the rest fails
             undo.callback(setattr, self, "_engine", None)
-            undo.enter_context(self._waiting.among(group.rank, group.size))
             self._norms = tuple(batch_norms(self._model).values())
             self._cut = self._normalising()
             self._ghost = self._ghost_batch or self._wishes.micro_batch if any(self._cut) else None
@@ -513,7 +542,7 @@ class Step:
 
         self._replica = together(group, make)
         self._replica.keeps_gradients = self._keep_grad
-        with self._limit.lifted():  # a compiler is no part of training
+        with uncounted():  # a compiler is no part of training
             together(group, self._replica.rehearse)
         undo.callback(group.close)
         together(group, lambda: group.adopt(self._replica))
@@ -565,7 +594,7 @@ class Step:
         def planned() -> Plan | None:
             if self._own is None:
                 return None
-            with self._limit.lifted(), self._meter.aside():  # planning is not part of training
+            with uncounted(), self._meter.aside():  # planning is not part of training
                 return self._planned(batch, size)
 
         self._own = together(group, planned)
@@ -822,7 +851,7 @@ class Step:
         # Batches that become larger little by little are not planned for each time.
         self._planned_for = max(self._largest, 2 * self._planned_for)
         try:
-            with self._limit.lifted(), self._meter.aside():  # planning is no part of training
+            with uncounted(), self._meter.aside():  # planning is no part of training
                 plan = self._planned(batch, self._planned_for)
         except (NoPlanFits, InputError):  # what there is has worked so far
             return self._own

@@ -16,7 +16,6 @@ import pytest
 SCRIPT = """
 import torch
 from anybatch.engine.step_thread import StepThread
-from anybatch.engine.limit import Unlimited
 from anybatch.engine.process import return_freed_memory, status
 from anybatch.oom import MemoryFailure
 
@@ -30,7 +29,7 @@ last = small[-1]
 del small
 held = status("RssAnon") - before
 assert held > 24 * MIB, held
-thread.recover(MemoryFailure("refused", None), Unlimited(torch.device("cpu")))
+thread.recover(MemoryFailure("refused", None))
 left = status("RssAnon") - before
 assert left < 4 * MIB, left
 """

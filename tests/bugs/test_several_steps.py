@@ -1,9 +1,5 @@
 """Several `ab.Step`s at once, closed in any order.
 
-Symptom (0.1): of two budgets, closing the first step left the process without any, and closing the
-second left the first one's limit on it for good. Mechanism: each saved the limit that it found, and put
-that back.
-
 Symptom (0.1): of two steps on one model with BatchNorm, closing the first took the ghost batches of the
 second, and closing that raised AttributeError; while a step was open, the model could not be pickled or
 saved ("Can't pickle local object"). Mechanism: each deleted the `forward` in the module's dict and
@@ -11,112 +7,16 @@ put back what it had found there; and this dict, with the closures that undo, wa
 """
 
 import copy
-import gc
 import io
 import itertools
-import mmap
 import pickle
-import resource
-import sys
 
 import pytest
 import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.engine.limit import ProcessLimit
 from anybatch.plans import Recompute
-
-MIB = 1 << 20
-
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is held by Linux only")
-
-
-def limit():
-    return resource.getrlimit(resource.RLIMIT_DATA)[0]
-
-
-def step(memory=None):
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def loss(model, x):
-        limits.append(limit())
-        return model(x).square().mean()
-
-    limits: list[int] = []
-    one = ab.Step(model, optimizer, loss, memory=memory)
-    return one, limits
-
-
-def limit_in(one):
-    """What holds in the third call of a step: the first two passes of a shape are measured instead."""
-    called, limits = one
-    for _ in range(3):
-        called(X)
-    return limits[-1]
-
-
-X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-
-
-@on_linux
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_budgets_of_two_steps_last_until_each_is_closed(order):
-    before = limit()
-    steps = [step("256MiB"), step("64MiB")]
-    alone = [limit_in(one) for one in steps]
-    assert alone[1] < alone[0]
-    for one in steps:
-        assert abs(limit_in(one) - alone[1]) < 4 * MIB  # the strictest, whoever's turn it is
-    first, last = order
-    steps[first][0].close()
-    assert abs(limit_in(steps[last]) - alone[last]) < 8 * MIB
-    steps[last][0].close()
-    assert limit() == before
-
-
-@on_linux
-def test_a_step_without_a_budget_leaves_that_of_another():
-    held, free = step("64MiB"), step()
-    alone = limit_in(held)
-    assert abs(limit_in(free) - alone) < 4 * MIB
-    free[0].close()
-    assert abs(limit_in(held) - alone) < 4 * MIB
-    held[0].close()
-
-
-@on_linux
-def test_a_step_that_was_dropped_without_closing_it_holds_nothing():
-    before = limit()
-    dropped = step("32MiB")
-    strict = limit_in(dropped)
-    other = step("256MiB")
-    assert abs(limit_in(other) - strict) < 4 * MIB
-    del dropped
-    gc.collect()
-    assert limit_in(other) > strict + 128 * MIB
-    other[0].close()
-    assert limit() == before
-
-
-@on_linux
-def test_what_is_taken_while_one_budget_is_lifted_counts_for_neither():
-    wide, strict = ProcessLimit(256 * MIB), ProcessLimit(64 * MIB)
-    wide.enter()
-    wide_alone = limit()
-    strict.enter()
-    both = limit()
-    with wide.lifted(), strict.lifted():
-        assert limit() > both + 128 * MIB
-        held = mmap.mmap(-1, 128 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    assert abs(limit() - both - 128 * MIB) < 4 * MIB
-    with strict.waived():
-        assert limit() > both + 256 * MIB
-    strict.leave()
-    assert abs(limit() - wide_alone - 128 * MIB) < 4 * MIB
-    wide.leave()
-    held.close()
 
 
 class Net(nn.Module):

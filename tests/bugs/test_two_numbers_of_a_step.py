@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
-from anybatch.engine.pulse import Word
+from anybatch.engine.watchdog import Word
 from anybatch.events import (
     CheckpointSaved,
     Evaluated,

@@ -69,7 +69,7 @@ def test_it_says_what_it_needs():
             step.evaluate(iter([(X, Y)]))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is held by Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux only")
 @alone
 def test_it_is_held_to_the_budget_and_the_scripts_own_is_not():
     model = nn.Sequential(nn.Linear(6, 4000), nn.ReLU(), nn.Linear(4000, 2))

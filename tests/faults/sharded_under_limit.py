@@ -1,6 +1,6 @@
 """A model too large for one rank, each rank under a real limit: `python -m ... SIZE BUDGET_MIB`.
 
-Prints one line of JSON: the losses, or that memory ran out. The limit is the operating system's.
+Prints one line of JSON: the losses, or that memory ran out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.equivalence.decoder import Decoder, next_word
 from torch import multiprocessing
 
 from anybatch.compute import Replica
-from anybatch.engine.limit import ProcessLimit
+from anybatch.engine.limit import CpuLimit
 from anybatch.estimate.sharding import parts_of, sharded_bytes
 from anybatch.oom import as_memory_failure
 from anybatch.parallel import SingleDevice
@@ -33,7 +33,7 @@ BUILD = partial(Decoder, 512, 6, WORDS, torch.float32)
 def train(rank, size, budget):
     """Losses of a few steps, and the peak of memory."""
     group = Shard((1.0,) * size, CPU) if size > 1 else SingleDevice()
-    limit = ProcessLimit(budget)
+    limit = CpuLimit(budget)
     meter = limit.enter()
     limit.follow("returned")  # what is gathered comes and goes
     try:
@@ -55,7 +55,7 @@ def train(rank, size, budget):
             group.begin()
             totals = torch.zeros(2, dtype=torch.float64)
             for batch in mine.split(1):
-                with limit.first_pass("pass", batch):
+                with limit.watched("pass", batch):
                     loss = replica.accumulate((batch,), 1)
                 totals += torch.tensor([float(loss.sum), float(loss.weight)])
             group.gather(failed=False)

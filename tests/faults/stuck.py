@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import anybatch as ab
-from anybatch.engine import stall, watchdog
+from anybatch.engine import watchdog
 from anybatch.launch import find
 from anybatch.runs.session import joined
 
@@ -58,7 +58,7 @@ def train(how: str, bad_rank: int, epochs: int = 1000) -> tuple[int, int]:
 
     Returns the number of the attempt, and the steps done in it.
     """
-    stall.LEAST_SECONDS, stall.TIMES_LONGEST, stall.FIRST_SECONDS = 3.0, 1.0, 60.0
+    watchdog.LEAST_SECONDS, watchdog.TIMES_LONGEST, watchdog.FIRST_SECONDS = 3.0, 1.0, 60.0
     if how != "held":  # the last resort counts on while the machine stands still
         watchdog._HELD = 20
     member = find()
@@ -66,7 +66,7 @@ def train(how: str, bad_rank: int, epochs: int = 1000) -> tuple[int, int]:
     torch.set_num_threads(1)
     bad = member.rank == bad_rank and member.attempt == 0
     if how == "held" and not bad:  # the rank that is held is to speak for itself, on any machine
-        stall.LEAST_SECONDS = 60.0
+        watchdog.LEAST_SECONDS = 60.0
     passes = [0]
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -148,8 +148,8 @@ def task_of(train: Dataset[Tensor]) -> ab.Task:
 
 
 def test_the_users_own_process_is_told_and_goes_on(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("anybatch.engine.stall.LEAST_SECONDS", 0.5)
-    monkeypatch.setattr("anybatch.engine.stall.TIMES_LONGEST", 1.0)
+    monkeypatch.setattr("anybatch.engine.watchdog.LEAST_SECONDS", 0.5)
+    monkeypatch.setattr("anybatch.engine.watchdog.TIMES_LONGEST", 1.0)
     heard = Listens()
     monkeypatch.setattr("sys.stderr", heard)
     task = task_of(Slow(heard.said))

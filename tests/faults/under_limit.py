@@ -1,7 +1,6 @@
-"""Runs under a real memory limit, in a process of their own: `python -m tests.faults.under_limit NAME`.
+"""Runs under a budget, in a process of their own: `python -m tests.faults.under_limit NAME`.
 
-Prints what happened as one line of JSON. The limit is the operating system's (RLIMIT_DATA), so that a
-process that broke it is no loss.
+Prints what happened as one line of JSON.
 """
 
 from __future__ import annotations
@@ -143,8 +142,8 @@ def digits_pinned():
 
 
 def spikes(where):
-    """Memory that the operating system refuses in the middle of a pass over a known shape."""
-    at = range(5, 1000, 3)  # the first two passes over a shape are measured instead
+    """Memory that passes over a known shape take now and then."""
+    at = range(5, 1000, 3)
     spike = {"at": at, where: 8 * MIB}
     task, budget = mlp(256, spike, steps=7), 40 * MIB
     return compared(task, mlp(256, steps=7), plan=by_hand(task, 128, budget))

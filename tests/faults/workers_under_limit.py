@@ -18,8 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import anybatch as ab
-from anybatch.data import Loader, Steps, evaluation_batches
-from anybatch.engine.limit import ProcessLimit
+from anybatch.data import Loader, Steps
 from anybatch.engine.process import status
 from anybatch.errors import DataError
 from anybatch.events import Evaluated, Event, OutOfMemory, StepDone
@@ -57,36 +56,6 @@ def loaded(loader: Loader) -> list[int]:
     data = loader.next_step()
     assert data is not None
     return [index for batch in data.micro_batches for index in batch.tolist()]
-
-
-def limit() -> int:
-    return resource.getrlimit(resource.RLIMIT_DATA)[0]
-
-
-def budget() -> dict:
-    """Of 4 MiB, half the stack of a thread."""
-    held = ProcessLimit(4 * MIB)
-    held.enter()
-    loader = Loader(
-        Large(), Steps(32, 8, epochs=2), shuffle=False, num_workers=4, beside=held.beside
-    )
-    loader.begin(0, whole)
-    samples, limits = loaded(loader), []
-    for _ in range(4):
-        batches = evaluation_batches(Large(), None, 16, num_workers=3, beside=held.beside)
-        samples += next(batches)[0].tolist()
-        batches.close()
-        limits.append(limit())
-    loader.begin(2, whole)
-    samples += loaded(loader)
-    try:
-        refused = not bytearray(64 * MIB)
-    except MemoryError:
-        refused = True
-    room = limit() - status("VmData")
-    loader.close()
-    held.leave()
-    return {"samples": samples, "limits": limits, "refused": refused, "room": room}
 
 
 def of_somebody_else() -> dict:
@@ -153,7 +122,7 @@ def run() -> dict:
     return found
 
 
-RUNS = {"budget": budget, "of somebody else": of_somebody_else, "run": run}
+RUNS = {"of somebody else": of_somebody_else, "run": run}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

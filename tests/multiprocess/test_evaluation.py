@@ -20,7 +20,7 @@ from anybatch.compute import Replica
 from anybatch.data import evaluation_batches
 from anybatch.engine import Evaluation
 from anybatch.engine.headroom import Crossing
-from anybatch.engine.limit import Unlimited
+from anybatch.engine.limit import CpuLimit
 from anybatch.engine.step_thread import StepThread
 from anybatch.events import Evaluated, OutOfMemory, Replanned
 from anybatch.metrics import Metrics
@@ -228,9 +228,9 @@ def evaluate_sharded(rank, size, kind, counts, bad_rank, most):
         group,
         device=CPU,
         thread=StepThread(),
-        crossing=Crossing(group, Unlimited(CPU), CPU),
-        limit=Unlimited(CPU),
-        meter=Unlimited(CPU).enter(),
+        crossing=Crossing(group, CPU),
+        limit=CpuLimit(),
+        meter=CpuLimit().enter(),
         sink=events.append,
     )
     plan = plan_for(task, 4, evaluation_batch=8)

@@ -417,7 +417,7 @@ class Listens:
 
     def write(self, text):
         self.text += text
-        if "has waited" in text:
+        if "has been in step 3" in text:
             self.said.set()
 
     def flush(self):
@@ -430,8 +430,7 @@ def coming_late(rank, size):
     store = dist.distributed_c10d._get_default_store()
     heard = Listens()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("anybatch.engine.waiting.LEAST_SECONDS", 0.3)
-        patch.setattr("anybatch.engine.waiting._TICK_SECONDS", 0.05)
+        patch.setattr("anybatch.step._WAIT_SECONDS", 0.3)
         patch.setattr("sys.stderr", heard)
         step = ab.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
         for number in range(2):
@@ -450,8 +449,8 @@ def coming_late(rank, size):
 def test_a_step_that_waits_for_a_rank_says_so(crew):
     told, other = crew(2, coming_late)
     assert re.search(
-        r"anybatch: rank 0 of 2 has waited for \d+ s in step 3 for another rank, which hangs, is busy"
-        r" with something else, or has ended its loop: .* with None where .*\.\n",
+        r"anybatch: rank 0 of 2 has been in step 3 for \d+ s. Perhaps it waits for a rank that hangs,"
+        r" is busy with something else, or has ended its loop: .* with None where .*\.\n",
         told,
     )
     assert not other

@@ -16,7 +16,7 @@ here is zeros rather than None: `used` tells which ones were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any, final
@@ -245,3 +245,24 @@ def check_dense(model: nn.Module) -> None:
                 f"the embedding {name!r} makes sparse gradients, which cannot be added up over several"
                 " ranks: build it with sparse=False, or train on one device."
             )
+
+
+def check_divisible(model: nn.Module) -> None:
+    """Raises `InputError` if the parameters of `model`, which may be fake, cannot be divided."""
+    check_dense(model)
+    for name, param in model.named_parameters():
+        if param.dim() == 0:
+            raise InputError(
+                f"the parameter {name!r} is a single number without a dim, which cannot be divided over"
+                " ranks: give it the shape (1,), or replicate the model."
+            )
+    dtypes = _dtypes(model.parameters())
+    if len(dtypes) > 1:
+        raise InputError(
+            f"the model has trainable parameters in {' and '.join(dtypes)}, and those of a sharded one"
+            " must be in one dtype: build it in one, and choose how it computes by the precision."
+        )
+
+
+def _dtypes(params: Iterable[nn.Parameter]) -> list[str]:
+    return sorted({str(p.dtype).removeprefix("torch.") for p in params if p.requires_grad})

@@ -1,24 +1,31 @@
 """Chunked loss: the logits of a head are never all there, in code that knows nothing of it.
 
-While a plan says so, the product of a head is left out, and what it returns are `Logits`:
+While a plan says so, the product of a head (an `nn.Linear`) is left out, and what it returns are
+`Logits`, a tensor with the shape, dtype and place in the graph of a product that was not computed:
 
     hidden [8, 128, 256]  -- head -->  Logits [8, 128, 40000]      nothing is computed
                                        .float().flatten(0, 1)      of hidden: [1024, 256]
                                        F.cross_entropy(_, y)       in chunks; see `lm_loss`
 
-A head is an `nn.Linear`, or an `nn.Embedding` by whose weight the model multiplies (`hidden @
-embed.weight.T`, `F.linear(hidden, embed.weight)`). While a loss is computed its forward is another, or
-what its attribute `weight` gives. What that gains shows in a trace, which runs the same code: code that
-does something else with its logits is right, and gains nothing.
+What a loss function does to logits before it asks for their cross-entropy is done to what the product
+is of; the cross-entropy is computed in chunks. Whatever else is asked of them computes the product and
+goes on with a plain tensor: each time anew, since a tensor that is made once, and remembered, would be
+missing where a checkpoint runs the same code again. Only where something is to stay with the logits (a
+value written to them, a hook) they are computed once, and are that tensor from then on. So code that
+does something else with its logits is right, and gains nothing, which shows in a trace.
+
+Where gradients are off in the midst of a pass that has them, as in the forward of a function of
+autograd, everything is computed: what goes past such a function would go past its backward.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -26,30 +33,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from anybatch.compute.blocks import modules_of
-from anybatch.compute.lm_loss import PLAIN_LOGITS, in_compute_dtype
-from anybatch.compute.logits import Product, StandIn, logits_of
+from anybatch.compute.lm_loss import PLAIN_LOGITS, chunked_cross_entropy, in_compute_dtype
 from anybatch.compute.patch import replace_forward
 from anybatch.errors import InputError
 
 _LEAST: ContextVar[int] = ContextVar("least", default=PLAIN_LOGITS)
 """Up to so many logits are computed as ever; see `PLAIN_LOGITS`."""
 
-
-class ChunkedHead(ABC):
-    """A head whose product can be left out."""
-
-    @contextmanager
-    @abstractmethod
-    def active(self) -> Iterator[None]:
-        """Leave it out inside. Outside, the head computes as ever."""
-        yield
+_NOTED: ContextVar[list[tuple[int, ...]] | None] = ContextVar("noted", default=None)
 
 
 def can_be_chunked(head: nn.Module | None) -> bool:
     """Whether the product of `head` can be left out: it multiplies by its weight, adds its bias, and
     nobody waits for its gradients."""
-    if isinstance(head, nn.Embedding):
-        return isinstance(head._parameters.get("weight"), nn.Parameter)
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return False
     return not (head._backward_hooks or head._backward_pre_hooks)
@@ -62,19 +58,17 @@ def install(model: nn.Module, name: str) -> tuple[ChunkedHead, Callable[[], None
     Raises `InputError` if it cannot.
     """
     head = modules_of(model).get(name)
-    if not can_be_chunked(head):
+    if not isinstance(head, nn.Linear) or not can_be_chunked(head):
         is_what = (
             "no module of the model" if head is None else f"of the class {type(head).__name__}"
         )
         raise InputError(
             f"chunked_head is {name!r}, which is {is_what}: name the nn.Linear that makes the logits"
-            " (without backward hooks), or the nn.Embedding whose weight does, or leave it empty."
+            " (without backward hooks), or leave it empty. Where the model multiplies by an"
+            " embedding's weight in its own code, compute its loss by anybatch.lm_loss."
         )
-    if isinstance(head, nn.Linear):
-        layer = _Layer(head)
-        return layer, replace_forward(head, layer.over)
-    assert isinstance(head, nn.Embedding)
-    return _Weight(model, head.weight), lambda: None
+    layer = ChunkedHead(head)
+    return layer, replace_forward(head, layer.over)
 
 
 @contextmanager
@@ -97,23 +91,9 @@ def however_few() -> Iterator[None]:
         _LEAST.reset(token)
 
 
-def _left_out(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, with_grad: bool
-) -> Tensor | None:
-    """The product, not computed; None if it is to be. `with_grad`: whether gradients are on in the pass
-    (see `logits`)."""
-    if hidden.dim() < 2 or torch.compiler.is_compiling() or torch.is_grad_enabled() != with_grad:
-        return None
-    if hidden.numel() // max(1, weight.size(1)) * weight.size(0) <= _LEAST.get():
-        return None
-    kind, own = hidden.device.type, weight
-    if torch.is_autocast_enabled(kind) and weight.dtype != torch.float64:
-        hidden, weight, bias = in_compute_dtype(hidden, weight, bias)
-    return logits_of(Product(hidden, weight, bias, own._version, own, with_grad))
-
-
-class _Layer(ChunkedHead):
-    """The `forward` of a linear layer."""
+@final
+class ChunkedHead:
+    """The `forward` of a linear layer whose product can be left out."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self._layer = layer
@@ -121,131 +101,401 @@ class _Layer(ChunkedHead):
         self._active: tuple[bool, ...] = ()  # of the pass around: whether gradients are on
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        found = None
-        if self._active:
-            found = _left_out(hidden, self._layer.weight, self._layer.bias, *self._active)
+        found = self._left_out(hidden, *self._active) if self._active else None
         return self._run(hidden) if found is None else found
 
-    def over(self, run: Callable[[Tensor], Tensor]) -> _Layer:
+    def over(self, run: Callable[[Tensor], Tensor]) -> ChunkedHead:
         """This one, with `run` where the product is not left out."""
         self._run = run
         return self
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """See `ChunkedHead`."""
+        """Leave the product out inside. Outside, the head computes as ever."""
         before, self._active = self._active, (torch.is_grad_enabled(),)
         try:
             yield
         finally:
             self._active = before
 
-
-class _Weight(ChunkedHead):
-    """A weight that a model multiplies by in its own code. While active, the attributes of modules that
-    give it give a tensor that stands for it."""
-
-    def __init__(self, model: nn.Module, weight: Tensor) -> None:
-        self._weight = weight
-        self._places = [
-            (module, name)
-            for module in model.modules()
-            for name, param in module._parameters.items()
-            if param is weight
-        ]
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """See `ChunkedHead`."""
-        stands = _Standing.apply(self._weight)
-        stands.with_grad = torch.is_grad_enabled()
-        for module, name in self._places:  # found before what `_parameters` holds
-            vars(module)[name] = stands
-        try:
-            yield
-        finally:
-            for module, name in self._places:
-                vars(module).pop(name, None)
+    def _left_out(self, hidden: Tensor, with_grad: bool) -> Tensor | None:
+        """The product, not computed; None if it is to be."""
+        weight, bias = self._layer.weight, self._layer.bias
+        if hidden.dim() < 2 or torch.compiler.is_compiling():
+            return None
+        if torch.is_grad_enabled() != with_grad:
+            return None
+        if hidden.numel() // max(1, weight.size(1)) * weight.size(0) <= _LEAST.get():
+            return None
+        kind, own = hidden.device.type, weight
+        if torch.is_autocast_enabled(kind) and weight.dtype != torch.float64:
+            hidden, weight, bias = in_compute_dtype(hidden, weight, bias)
+        return logits_of(Product(hidden, weight, bias, own._version, own, with_grad))
 
 
-class _Standing(torch.autograd.Function):
-    """A weight, in a place of the graph from which its gradient comes back."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, is_turned: bool = False) -> Tensor:
-        ctx.is_turned = is_turned
-        return HeadWeight(weight, is_turned)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].t() if ctx.is_turned else gradients[0], None
+@contextmanager
+def noting() -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of logits that are computed inside after all."""
+    noted: list[tuple[int, ...]] = []
+    token = _NOTED.set(noted)
+    try:
+        yield noted
+    finally:
+        _NOTED.reset(token)
 
 
-class HeadWeight(StandIn):
-    """Stands for a weight `[V, H]`, or for it turned. To multiply by it makes logits that are left out;
-    everything else is done to the weight itself."""
+@dataclass(frozen=True)
+class Product:
+    """Logits that were not computed.
 
+    Attributes:
+        hidden: `[..., H]`, in the dtype of the product; so are `weight` `[V, H]` and `bias` `[V]`.
+        version: of `own`, the parameter, when the head ran.
+        with_grad: whether gradients were on.
+        dtype: to which the logits were converted, if they were.
+        classes_second: `[B, V, T]`, as `cross_entropy` takes it; else the words come last.
+    """
+
+    hidden: Tensor
     weight: Tensor
-    is_turned: bool
+    bias: Tensor | None
+    version: int
+    own: Tensor
     with_grad: bool
+    dtype: torch.dtype | None = None
+    classes_second: bool = False
+
+    @property
+    def words(self) -> int:
+        return self.weight.size(0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        leading = tuple(self.hidden.shape[:-1])
+        return (
+            (leading[0], self.words, leading[1]) if self.classes_second else (*leading, self.words)
+        )
+
+    def whole(self) -> Tensor:
+        """The logits, computed. Raises `RuntimeError` if the weights are others by now."""
+        if (noted := _NOTED.get()) is not None:
+            noted.append(self.shape)
+        if self.own._version != self.version:
+            raise RuntimeError(
+                "logits that were kept from a pass are asked for after the weights have changed: with"
+                " the loss in chunks they are not computed before. Use them, or a .clone(), in the loss"
+                " function."
+            )
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            logits = F.linear(self.hidden, self.weight, self.bias)
+        logits = logits if self.dtype is None else logits.to(self.dtype)
+        return logits.transpose(1, 2) if self.classes_second else logits
+
+
+class _AsComputed(torch.autograd.Function):
+    """`Logits` in the place that the product has in the graph, for what goes on with them unseen: the
+    gradient that comes back is that of logits."""
 
     @staticmethod
-    def __new__(cls: type[HeadWeight], weight: Tensor, is_turned: bool = False) -> HeadWeight:
-        """Of its shape."""
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, product: Product
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.classes_second = product.classes_second
+        return Logits(product)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        gradient = gradients[0].transpose(1, 2) if ctx.classes_second else gradients[0]
+        rows = gradient.to(weight.dtype).flatten(0, -2)
+        to_hidden, to_weight, to_bias, _ = ctx.needs_input_grad
+        return (
+            (rows @ weight).view_as(hidden) if to_hidden else None,
+            rows.t() @ hidden.flatten(0, -2) if to_weight else None,
+            rows.sum(0) if to_bias else None,
+            None,
+        )
+
+
+def logits_of(product: Product) -> Tensor:
+    found = _AsComputed.apply(product.hidden, product.weight, product.bias, product)
+    assert isinstance(found, Logits)
+    found.product = product  # that forward was given has no graph
+    return found
+
+
+class Logits(Tensor):
+    """A tensor of logits that were not computed; see the module.
+
+    Attributes:
+        product: what they are.
+        base, way: the logits that these were made of, and by what call; None: by the head.
+        pinned: the tensor that they are from now on, if something is to stay with it.
+    """
+
+    product: Product
+    base: Logits | None
+    way: tuple[Any, tuple[Any, ...], dict[str, Any]]
+    pinned: Tensor | None
+
+    @staticmethod
+    def __new__(cls: type[Logits], product: Product) -> Logits:
+        """Of the shape and dtype that they would have."""
+        hidden = product.hidden
         made = Tensor._make_wrapper_subclass(
             cls,
-            weight.shape[::-1] if is_turned else weight.shape,
-            dtype=weight.dtype,
-            device=weight.device,
+            product.shape,
+            dtype=product.dtype or hidden.dtype,
+            device=hidden.device,
             requires_grad=False,
         )
-        made.weight, made.is_turned = weight, is_turned
+        made.product, made.base, made.pinned = product, None, None
         return made
 
-    def turned(self) -> Tensor:
-        """The other way round."""
-        found = _Standing.apply(self.weight, not self.is_turned)
-        found.with_grad = self.with_grad
-        return found
+    @property
+    def head(self) -> Logits:
+        """Those that the head made, of which these are a view or a copy."""
+        return self if self.base is None else self.base.head
 
     def computed(self) -> Tensor:
-        """The weight, in the graph."""
-        return self.weight.t() if self.is_turned else self.weight
+        """All of them, as a plain tensor in the graph."""
+        if self.pinned is not None:
+            return self.pinned
+        if self.base is None or self.head.pinned is None:
+            return self.product.whole()
+        func, args, kwargs = self.way
+        return func(self.base.computed(), *args, **kwargs)
+
+    def pin(self) -> Tensor:
+        """The same, once and for all."""
+        head = self.head
+        if head.pinned is None:
+            head.pinned = head.product.whole()
+        self.pinned = self.computed()
+        return self.pinned
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """What consists of other tensors is passed by where operations are recorded; see the trace."""
+        return [], None
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Compute them, for what comes here unseen, below autograd."""
+        with torch.no_grad():
+            args, kwargs = tree_map_only(Logits, Logits.computed, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Multiply, turn, or go on with the weight."""
+        """Leave them out, or compute them and go on."""
         kwargs = kwargs or {}
-        found = None
-        if func in _TURNS and isinstance(args[0], HeadWeight) and not kwargs:
-            if {dim % 2 for dim in args[1:]} in (set(), {0, 1}):
-                return args[0].turned()
-        elif func is F.linear and _is_standing(args, 1, is_turned=False) and len(args) == 2:
-            if set(kwargs) <= {"bias"}:
-                found = _left_out(args[0], args[1].weight, kwargs.get("bias"), args[1].with_grad)
-        elif func in _PRODUCTS and _is_standing(args, 1, is_turned=True) and not kwargs:
-            found = _left_out(args[0], args[1].weight, None, args[1].with_grad)
-        if found is not None:
-            return found
-        args, kwargs = tree_map_only(HeadWeight, HeadWeight.computed, (args, kwargs))
+        if func in _ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        rule = _RULES.get(func)
+        if rule is not None and isinstance(args[0], Logits) and _can_wait(args[0]):
+            with torch._C.DisableTorchFunctionSubclass():
+                found = rule(args[0], *args[1:], **kwargs)
+            if isinstance(found, Logits) and found is not args[0]:
+                found.base, found.way = args[0], (func, args[1:], kwargs)
+            if found is not None:
+                return found
+        compute = Logits.pin if _stays(func, kwargs) else Logits.computed
+        args, kwargs = tree_map_only(Logits, compute, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _is_standing(args: tuple[Any, ...], place: int, is_turned: bool) -> bool:
-    """Whether the argument at `place` stands for a weight, turned or not, and the first is plain."""
-    standing = args[place] if len(args) > place else None
-    return (
-        isinstance(standing, HeadWeight)
-        and standing.is_turned == is_turned
-        and isinstance(args[0], Tensor)
-        and not isinstance(args[0], HeadWeight)
+def _can_wait(logits: Logits) -> bool:
+    """Whether a rule may go on with the product."""
+    return logits.head.pinned is None and torch.is_grad_enabled() == logits.product.with_grad
+
+
+def _stays(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether `func` leaves something with the tensors that it is given."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return func == _DATA or name in _WRITES or name == "__set__"
+    named = bool(kwargs.get("inplace")) or kwargs.get("out") is not None
+    return named or name.endswith("_") or name in ("register_hook", "retain_grad")
+
+
+_DATA: Any = getattr(Tensor, "data").__get__  # noqa: B009 - the getter, not a value
+_WRITES = {"__setitem__", "__ior__", "__iand__", "__ixor__", "__ilshift__", "__irshift__"} | {
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow")
+}
+
+_ABOUT: frozenset[Any] = frozenset(
+    {
+        getattr(Tensor, name).__get__
+        for name in (
+            "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf",
+            "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta", "is_nested",
+            "_version", "retains_grad", "output_nr", "_base", "_backward_hooks",
+        )
+    }
+    | {
+        Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.get_device,
+        Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.__len__,
+        Tensor.__hash__, Tensor.is_contiguous, Tensor.stride, Tensor.untyped_storage, Tensor._is_view,
+        torch.is_floating_point, torch.is_complex, torch.numel,
+    }
+)  # fmt: skip
+"""What asks for no values."""
+
+
+# ------------------------------------------------------------------- what is done to hidden instead
+
+Rule = Callable[..., Tensor | None]
+"""`(logits, *args, **kwargs)` as the function takes them: its result, or None if they are needed."""
+
+
+def _same(logits: Logits, *args: Any, **kwargs: Any) -> Tensor | None:
+    return logits if not kwargs and not args else None
+
+
+def _reshape(logits: Logits, *shape: Any, **kwargs: Any) -> Tensor | None:
+    product = logits.product
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+    if product.classes_second or kwargs or not sizes or not all(type(s) is int for s in sizes):
+        return None
+    *leading, words = sizes
+    tokens = product.hidden.shape[:-1].numel()
+    known = prod(size for size in leading if size >= 0)
+    if words == -1:
+        words = product.words if known == tokens else 0
+    fits = known == tokens or (-1 in leading and known and tokens % known == 0)
+    if words != product.words or not fits:
+        return None
+    return _with(product, hidden=product.hidden.reshape(*leading, product.hidden.size(-1)))
+
+
+def _flatten(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Tensor | None:
+    product, dims = logits.product, logits.product.hidden.dim()
+    if product.classes_second or end_dim % dims >= dims - 1:
+        return None
+    return _with(product, hidden=product.hidden.flatten(start_dim, end_dim % dims))
+
+
+def _index(logits: Logits, index: Any) -> Tensor | None:
+    """Some of the tokens, all of their words."""
+    product = logits.product
+    parts = index if isinstance(index, tuple) else (index,)
+    if product.classes_second or not _leaves_words(parts, product.hidden.dim()):
+        return None
+    return _with(product, hidden=product.hidden[index])
+
+
+def _leaves_words(parts: tuple[Any, ...], dims: int) -> bool:
+    taken = 0
+    for part in parts:
+        if part is None or part is Ellipsis:
+            continue
+        if isinstance(part, Tensor):
+            taken += part.dim() if part.dtype in (torch.bool, torch.uint8) else 1
+        elif isinstance(part, slice) or type(part) is int:
+            taken += 1
+        else:
+            return False
+    last = parts[-1] if parts else None
+    ends_whole = isinstance(last, slice) and last == slice(None)
+    if Ellipsis in [part for part in parts if not isinstance(part, Tensor)]:
+        return ends_whole
+    return taken < dims or (taken == dims and ends_whole)
+
+
+def _convert(logits: Logits, *args: Any, **kwargs: Any) -> Tensor | None:
+    """To a wider dtype. The sums of the loss are no narrower in any case."""
+    product = logits.product
+    values = [*args, *kwargs.values()]
+    if len(values) != 1 or not set(kwargs) <= {"dtype"}:
+        return None
+    if values[0] == logits.dtype or values[0] == logits.device:
+        return logits
+    wide = torch.float64 if product.hidden.dtype == torch.float64 else torch.float32
+    return _with(product, dtype=wide) if values[0] is wide else None
+
+
+def _float(logits: Logits, **kwargs: Any) -> Tensor | None:
+    return None if kwargs else _convert(logits, torch.float32)
+
+
+def _transpose(logits: Logits, one: int, other: int) -> Tensor | None:
+    dims = logits.dim()
+    if dims != 3 or {one % dims, other % dims} != {1, 2}:
+        return None
+    return _with(logits.product, classes_second=not logits.product.classes_second)
+
+
+def _permute(logits: Logits, *dims: Any) -> Tensor | None:
+    order = dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
+    if logits.dim() != 3 or [dim % 3 for dim in order] != [0, 2, 1]:
+        return None
+    return _transpose(logits, 1, 2)
+
+
+def _turn(logits: Logits, *_type: Any) -> Tensor | None:
+    return _transpose(logits, 1, 2)
+
+
+def _cross_entropy(
+    logits: Logits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: Any = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    product, hidden = logits.product, logits.product.hidden
+    if weight is not None or size_average is not None or reduce is not None:
+        return None
+    plain = isinstance(target, Tensor) and not isinstance(target, Logits)
+    in_rows = hidden.dim() == 2 or (hidden.dim() == 3 and product.classes_second)
+    if not plain or not in_rows or reduction not in ("sum", "mean", "none"):
+        return None
+    if target.dtype != torch.int64 or target.shape != hidden.shape[:-1]:
+        return None
+    found = chunked_cross_entropy(
+        hidden.flatten(0, -2),
+        product.weight,
+        product.bias,
+        target.reshape(-1),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
     )
+    if not torch.is_autocast_enabled(hidden.device.type):  # which computes losses in float32
+        found = found.to(logits.dtype)
+    return found.view(target.shape) if reduction == "none" else found
 
 
-_TURNS: frozenset[Any] = frozenset(
-    {getattr(Tensor, name).__get__ for name in ("T", "mT")}
-    | {Tensor.t, torch.t, Tensor.transpose, torch.transpose, Tensor.swapaxes, Tensor.swapdims}
-)
-_PRODUCTS: frozenset[Any] = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
+def _with(product: Product, **changes: Any) -> Tensor:
+    return logits_of(replace(product, **changes))
+
+
+_RULES: dict[Any, Rule] = {
+    Tensor.contiguous: _same,
+    Tensor.view: _reshape,
+    Tensor.reshape: _reshape,
+    torch.reshape: _reshape,
+    Tensor.flatten: _flatten,
+    torch.flatten: _flatten,
+    Tensor.__getitem__: _index,
+    Tensor.float: _float,
+    Tensor.to: _convert,
+    Tensor.type: _convert,
+    Tensor.transpose: _transpose,
+    Tensor.swapaxes: _transpose,
+    Tensor.swapdims: _transpose,
+    torch.transpose: _transpose,
+    Tensor.permute: _permute,
+    torch.permute: _permute,
+    getattr(Tensor, "mT").__get__: _turn,  # noqa: B009 - the getter, not a value
+    F.cross_entropy: _cross_entropy,
+}

@@ -85,7 +85,6 @@ class _Handed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *tensors: Tensor) -> Tensor:
-        """See the class."""
         ctx.gradients = gradients
         ctx.dtypes = [tensor.dtype for tensor in tensors]
         return value.clone()

@@ -17,12 +17,11 @@ is needed, and the loss scale of float16 is applied before numbers are rounded, 
 
 torch has the first of the two from 2.13 on (`functional.linear_cross_entropy`): without smoothing,
 z-loss or weights, with sums rounded to the dtype of its input, and as one operation that a trace on
-fake tensors cannot look into. It can be asked for, and in a trace ours stands for it.
+fake tensors cannot look into. So it is not used.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from anybatch.errors import DataError, InputError, listed
 from anybatch.task import Loss
 
-Backend: TypeAlias = Literal["auto", "plain", "tokens", "vocabulary", "torch", "liger", "cce"]
+Backend: TypeAlias = Literal["auto", "plain", "tokens", "vocabulary"]
 
 PLAIN_LOGITS = 1 << 20
 """Up to so many logits `auto` is plain: chunks would save less than 12 MiB (three times the logits in
@@ -97,16 +96,13 @@ def lm_loss(
         weights: importance of each token, `[..., tokens]`, not below zero; the weight of the loss is
             their sum over the tokens that are not ignored.
         chunk: tokens per chunk, or words per chunk by vocabulary; chosen by size where not given.
-        backend: `plain` (all logits at once), `tokens`, `vocabulary`, or the kernels of others:
-            `torch` (2.13 and newer), `liger` (liger-kernel) and `cce` (cut-cross-entropy), the two
-            latter on CUDA. `auto`: plain up to `PLAIN_LOGITS` logits, else by tokens, or by vocabulary
-            in half precision.
+        backend: `plain` (all logits at once), `tokens` or `vocabulary`; `auto`: plain up to
+            `PLAIN_LOGITS` logits, else by tokens, or by vocabulary in half precision.
 
     Raises:
         DataError: a target is no word of the vocabulary. On an accelerator, where looking would stop
             the step, the loss is NaN instead; a step refuses that, and `wrong_target` tells which.
-        InputError: shapes that do not fit, a head with a forward of its own, an option that the
-            backend does not have.
+        InputError: shapes that do not fit, a head with a forward of its own.
     """
     weight, bias = _weight_of(head, bias)
     _check_shapes(hidden, weight, bias, targets, weights)
@@ -284,11 +280,6 @@ class _Job:
         """The backend that suits its dtype."""
         return "vocabulary" if self.is_half else "tokens"
 
-    @property
-    def targets(self) -> Tensor:
-        """As cross-entropy functions take them."""
-        return self.aims.words.where(self.aims.counted, -100)
-
     def precise(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden, weight and bias in the dtype of the sums."""
         to = self.aims.scale.dtype
@@ -316,42 +307,7 @@ def _chosen(backend: Backend, job: _Job) -> Backend:
     if backend == "auto":
         small = job.hidden.size(0) * job.weight.size(0) <= PLAIN_LOGITS
         return "plain" if small else job.in_chunks
-    if backend in ("torch", "liger", "cce"):
-        _check_kernel(backend, job)
-        if isinstance(job.hidden, FakeTensor):
-            return "tokens" if backend == "torch" else job.in_chunks
     return backend
-
-
-def _check_kernel(backend: Backend, job: _Job) -> None:
-    lacks: dict[str, bool] = {"weights": job.aims.weighed}
-    if backend != "liger":
-        lacks |= {"label_smoothing": job.options.smoothing > 0, "z_loss": job.options.z_loss > 0}
-    if backend == "torch":
-        lacks["softcap"] = job.options.softcap is not None
-    if backend == "cce":
-        lacks["float32"] = not job.is_half
-        lacks["weights"] = False
-    if asked := [name for name, is_asked in lacks.items() if is_asked]:
-        raise InputError(
-            f"backend {backend!r} does not do {listed(asked)}: use 'tokens', 'vocabulary' or 'auto'."
-        )
-    if backend == "torch":
-        if not hasattr(nn, "LinearCrossEntropyOptions"):
-            raise InputError(
-                f"backend 'torch' needs torch 2.13, and this is {torch.__version__}: use 'tokens'."
-            )
-        return
-    module, package = _PACKAGES[backend]
-    if importlib.util.find_spec(module) is None:
-        raise InputError(
-            f"backend {backend!r} needs {package}: pip install {package}, or use 'auto'."
-        )
-    if job.hidden.device.type != "cuda":
-        raise InputError(
-            f"backend {backend!r} runs on CUDA, and these tensors are on {job.hidden.device}:"
-            " use 'auto'."
-        )
 
 
 def _sum_of(job: _Job, backend: Backend, chunk: int | None) -> Tensor:
@@ -410,64 +366,10 @@ def _each_by_vocabulary(job: _Job, chunk: int) -> Tensor:
     return apply(job.hidden, job.weight, job.bias, job.aims, job.options, size)
 
 
-def _torch(job: _Job, chunk: int | None) -> Tensor:
-    """In float32 whatever the precision: its sums have the dtype of its input, and the loss of a few
-    thousand tokens is out of the range of float16."""
-    hidden, weight, bias = job.precise()
-    options: Any = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk or job.tokens_per_chunk())
-    return F.linear_cross_entropy(
-        hidden, weight, job.targets, linear_bias=bias, reduction="sum", options=options
-    )
-
-
-def _liger(job: _Job, _chunk: int | None) -> Tensor:
-    from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
-        functional as liger,
-    )
-
-    return liger.liger_fused_linear_cross_entropy(
-        job.hidden,
-        job.weight,
-        job.targets,
-        bias=job.bias,
-        ignore_index=-100,
-        lse_square_scale=job.options.z_loss,
-        label_smoothing=job.options.smoothing,
-        reduction="sum",
-        softcap=job.options.softcap,
-    ).to(job.aims.scale.dtype)
-
-
-def _cce(job: _Job, _chunk: int | None) -> Tensor:
-    """Without its filter, which leaves out small gradients: a plan must not change the mathematics."""
-    from cut_cross_entropy import (  # pyright: ignore[reportMissingImports]
-        linear_cross_entropy,
-    )
-
-    losses = linear_cross_entropy(
-        job.hidden,
-        job.weight,
-        job.targets,
-        bias=job.bias,
-        ignore_index=-100,
-        softcap=job.options.softcap,
-        reduction="none",
-        filter_eps=None,
-    )
-    return (losses.to(job.aims.scale.dtype) * job.aims.scale).sum()
-
-
-_PACKAGES = {
-    "liger": ("liger_kernel", "liger-kernel"),
-    "cce": ("cut_cross_entropy", "cut-cross-entropy"),
-}
 _BACKENDS: dict[str, Callable[[_Job, int | None], Tensor]] = {
     "plain": _plain,
     "tokens": _by_tokens,
     "vocabulary": _by_vocabulary,
-    "torch": _torch,
-    "liger": _liger,
-    "cce": _cce,
 }
 
 

@@ -287,7 +287,6 @@ def _can_fuse(optimizer: Optimizer, group: dict[str, Any], kind: str) -> bool:
 
 
 def _trains_nothing(optimizer: Optimizer, group: dict[str, Any], kind: str) -> bool:
-    """See `_FUSED_WRONG_IN_HALF`."""
     is_half = any(param.dtype.itemsize == 2 for param in group["params"])
     return kind == "cpu" and is_half and isinstance(optimizer, _FUSED_WRONG_IN_HALF)
 

@@ -42,7 +42,6 @@ class _Forwards:
         vars(module)[_KEY] = self
 
     def add(self, make: Callable[[Forward], Forward]) -> Callable[[], None]:
-        """See `replace_forward`."""
         maker = _Maker(make)
         self._makers.append(maker)
         try:

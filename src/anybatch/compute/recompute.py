@@ -35,13 +35,13 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from anybatch.compute.along_time import run_along_time
 from anybatch.compute.blocks import match_blocks
-from anybatch.compute.host_memory import InHostMemory
 from anybatch.compute.module_state import ModuleState
 from anybatch.compute.patch import replace_forward
 from anybatch.data.generators import PythonAndNumpy
@@ -49,10 +49,8 @@ from anybatch.errors import InputError, listed
 from anybatch.plans import Recompute
 from anybatch.side_effects import generators_in
 
-_HELD_NAMES = ("tensor", "is_output", "is_inplace_on_view")
-"""Arguments of C++ that a checkpoint calls for each tensor it keeps. Each call interns their names; if
-nobody holds them they are dropped again, and CPython makes its table of names anew after some 75,000
-checkpoints, 7 MiB at a time."""
+_LEAST_BYTES = 64 << 10
+"""What is smaller stays on the device."""
 
 _KEPT_BYTES = 64 << 10
 """Copies of buffers up to this size are kept for the second run in any case."""
@@ -117,7 +115,44 @@ def keeping(
     """Where forward keeps what it keeps: on the device, or (`to_host`) on `host`."""
     if not recompute.to_host:
         return nullcontext()
-    return InHostMemory(chain(model.parameters(), model.buffers()), host)
+    return _InHostMemory(chain(model.parameters(), model.buffers()), host)
+
+
+class _InHostMemory(saved_tensors_hooks):
+    """What is saved inside lies in host memory.
+
+    torch's `save_on_cpu` moves everything. Here parameters and buffers stay, which are on the device
+    anyway, and what is small. Copies are queued behind the kernels that write and before those that
+    read, so the host never waits.
+
+    Args:
+        staying: tensors that are not moved, nor views of them.
+        host: where to. The device `meta` stands for the host's memory in a trace, which counts only
+            the device's.
+    """
+
+    def __init__(self, staying: Iterable[Tensor], host: torch.device) -> None:
+        self._staying = {tensor.untyped_storage()._cdata for tensor in staying}
+        self._host = host
+        super().__init__(self._put, self._fetch)
+
+    def _put(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
+        stays = (
+            tensor.device == self._host
+            or tensor.nbytes < _LEAST_BYTES
+            or tensor.untyped_storage()._cdata in self._staying
+        )
+        if stays:
+            return tensor.device, tensor
+        pinned = tensor.is_cuda and self._host.type == "cpu"
+        held = torch.empty_like(tensor, device=self._host, pin_memory=pinned)
+        return tensor.device, held.copy_(tensor, non_blocking=pinned)
+
+    def _fetch(self, held: tuple[torch.device, Tensor]) -> Tensor:
+        device, tensor = held
+        if tensor.device == device:
+            return tensor
+        return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
 
 
 @contextmanager

@@ -27,10 +27,9 @@ from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from anybatch.compute import chunked_loss, kernel_choices, no_cache, recompute
+from anybatch.compute import chunked_loss, kernel_choices, recompute
 from anybatch.compute.buckets import Buckets, check_dense, norm_of
 from anybatch.compute.ghost_norm import GhostBatches, batch_norms
-from anybatch.compute.indices import naming_ids
 from anybatch.compute.joint import Ask, Comparison, Joint, naming_divided
 from anybatch.compute.loss import (
     leaving_gradients_alone,
@@ -50,12 +49,12 @@ from anybatch.compute.low_bit_optimizers import check_whole, rehearse
 from anybatch.compute.modes import with_modes
 from anybatch.compute.optimizer_update import Updater
 from anybatch.compute.outside_gradients import OutsideGradients
-from anybatch.compute.outside_norms import NormsOutside
 from anybatch.compute.parameter_writes import ParameterWrites
 from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised_norm import Exchange
 from anybatch.data.batch_copies import copied
 from anybatch.data.microbatch import map_leaves, samples_left
+from anybatch.errors import DataError
 from anybatch.plans import Choice, KernelChoices
 from anybatch.side_effects import code_of, untouched
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
@@ -107,7 +106,6 @@ class Replica:
         self._is_told = self.is_joint  # that it does not add up, or need not
         self._means = CountedMeans()
         self._derives = False  # whether the loss needs gradients in evaluation
-        self._outside = NormsOutside(model, loss)
         self.parameter_writes: ParameterWrites = ParameterWrites(model)
         self._device = device
         self._host = host or torch.device("cpu")
@@ -119,7 +117,7 @@ class Replica:
             self.loss_scale: float | None = None if scaler is None else scaler.get_scale()
             self._ghosts = GhostBatches(model)
             undo.callback(self._ghosts.undo)
-            undo.callback(no_cache.install(model))
+            undo.callback(_without_cache(model))
             self._kernels = kernels or KernelChoices()
             undo.callback(kernel_choices.install(model, self._kernels))
             self._install(choice)
@@ -282,7 +280,7 @@ class Replica:
         """
         assert self._joint is not None
         self.phase = "encoding"
-        with naming_ids(self.model), self._ghosts.cut(ghosts), self._numerics.region():
+        with _naming_ids(self.model), self._ghosts.cut(ghosts), self._numerics.region():
             return self._joint.encode(self.model, batch, num_samples)
 
     def compare(self, encoded: Any, num_samples: int) -> Comparison:
@@ -349,10 +347,9 @@ class Replica:
             nullcontext() if self._joint is None else self._joint.asking(ask, num_samples),
         ):
             with (
-                naming_ids(self.model),
+                _naming_ids(self.model),
                 self._numerics.region(),
                 recompute.keeping(self._recompute, self.model, self._host),
-                self._outside.watched(),
                 self._watched_writes(),
             ):
                 returned = self._loss(self.model, batch)
@@ -399,7 +396,7 @@ class Replica:
         are derived from an energy). The model is in evaluation mode already."""
         self.phase = "evaluation"
         with (
-            naming_ids(self.model),
+            _naming_ids(self.model),
             self._numerics.region(),
             chunked_loss.active(self._chunked),
         ):
@@ -426,8 +423,8 @@ class Replica:
         own = self.loss_as_given
         ours = (getattr(own, "__module__", None) or "").startswith("anybatch.")
         compiled = self._kernels.compile or kernel_choices.is_compiled(self.model)
-        # Each new shape would be compiled. Norms beside the model are told of by themselves.
-        if self._joint is not None or ours or compiled or self._outside.are_there():
+        # Each new shape would be compiled.
+        if self._joint is not None or ours or compiled:
             return True
         plain = False
 
@@ -608,12 +605,10 @@ class Replica:
         self.updater.reserve()
 
     def empty_mean(self) -> str:
-        """See `CountedMeans.empty`."""
         return self._means.empty()
 
     def begin_step(self) -> None:
         """The next pass is the first of a step, as far as warnings of further ones go."""
-        self._outside.begin_step()
         self._means.begin()
 
     def drop(self) -> None:
@@ -647,14 +642,6 @@ class Replica:
         return squares.sqrt()
 
 
-def _fingerprint(gradient: Tensor) -> tuple[float, float]:
-    """Its 2-norm and its sum, both of which are proportional to it."""
-    (values,) = _values([gradient])
-    values = torch.view_as_real(values) if values.is_complex() else values
-    wide = values.double()
-    return float(wide.norm()), float(wide.sum())
-
-
 def _own(gradient: Tensor) -> Tensor:
     """This rank's part of it, where it is divided over ranks."""
     if not isinstance(gradient, DTensor):
@@ -670,3 +657,69 @@ def _values(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _without_cache(model: nn.Module) -> Callable[[], None]:
+    """Let models of transformers keep no keys and values for the next token: in training nobody reads
+    them, and a block that is recomputed would add to them again. Returns what undoes it."""
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            configs[id(config)] = config
+    for config in configs.values():
+        config.use_cache = False
+
+    def undo() -> None:
+        for config in configs.values():
+            config.use_cache = True
+
+    return undo
+
+
+@contextmanager
+def _naming_ids(model: nn.Module) -> Iterator[None]:
+    """Around a forward pass. Raises `DataError` in place of the `IndexError` of an embedding, which
+    names neither the id nor the embedding."""
+    try:
+        yield
+    except IndexError as error:
+        wrong = _wrong_id(error, model)
+        if wrong is not None:
+            raise wrong from error
+        raise
+
+
+def _wrong_id(error: IndexError, model: nn.Module) -> DataError | None:
+    """What was asked of which embedding; None if the error is another's."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code is nn.Embedding.forward.__code__:
+            return _told_of_id(frame.f_locals["self"], frame.f_locals["input"], model)
+        trace = trace.tb_next
+    return None
+
+
+def _fingerprint(gradient: Tensor) -> tuple[float, float]:
+    """Its 2-norm and its sum, both of which are proportional to it."""
+    (values,) = _values([gradient])
+    values = torch.view_as_real(values) if values.is_complex() else values
+    wide = values.double()
+    return float(wide.norm()), float(wide.sum())
+
+
+def _told_of_id(embedding: nn.Embedding, ids: Tensor, model: nn.Module) -> DataError | None:
+    rows = embedding.weight.size(0)
+    places = ((ids < 0) | (ids >= rows)).nonzero()
+    if not len(places):
+        return None
+    place = places[0].tolist()
+    wrong = int(ids[tuple(place)])
+    name = next((name for name, module in model.named_modules() if module is embedding), "")
+    return DataError(
+        f"the embedding {name!r} has {rows} rows, 0 to {rows - 1}, and was given {wrong} at {place} of"
+        " a micro-batch: a tokenizer with more words than the model needs a larger embedding, and a"
+        " sequence no more tokens than there are positions.",
+        row=place[0] if len(place) > 1 else None,
+    )

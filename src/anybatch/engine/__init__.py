@@ -2,6 +2,7 @@
 
 from anybatch.engine.bad_sample_search import OneByOne as OneByOne
 from anybatch.engine.balance import Balance as Balance
+from anybatch.engine.balance import Stragglers as Stragglers
 from anybatch.engine.compile_trial import CompileTrial as CompileTrial
 from anybatch.engine.evaluation import Evaluation as Evaluation
 from anybatch.engine.evaluation import Measured as Measured
@@ -16,17 +17,15 @@ from anybatch.engine.limit import uncounted as uncounted
 from anybatch.engine.meter import Meter as Meter
 from anybatch.engine.outcome import Committed as Committed
 from anybatch.engine.outcome import PassedOver as PassedOver
-from anybatch.engine.pulse import Pulse as Pulse
 from anybatch.engine.randomness import Ambient as Ambient
 from anybatch.engine.randomness import Keyed as Keyed
 from anybatch.engine.randomness import KeyedByGrain as KeyedByGrain
 from anybatch.engine.rehearsal import Rehearsed as Rehearsed
 from anybatch.engine.skips import Skips as Skips
 from anybatch.engine.source import MicroBatch as MicroBatch
-from anybatch.engine.straggler import Stragglers as Stragglers
 from anybatch.engine.transaction import Transactions as Transactions
 from anybatch.engine.transaction import to_reserve as to_reserve
 from anybatch.engine.trial import Trial as Trial
-from anybatch.engine.waiting import Waiting as Waiting
+from anybatch.engine.watchdog import Pulse as Pulse
 from anybatch.engine.watchdog import Watchdog as Watchdog
 from anybatch.engine.watchdog import checked_seconds as checked_seconds

@@ -1,15 +1,20 @@
-"""Shares that follow the ranks' measured speed.
+"""Ranks of unequal speed: shares that follow it, and a word on one that has become slow.
 
 Ranks wait for the slowest one at the end of every step. What a step costs under other shares follows
 from how much each rank does in a second, so shares in proportion to that make all ranks end together.
 The result of training does not depend on shares; they are changed only when it pays for several steps
 in a row, since every change is a new cut of the data.
+
+One slow step is no slow rank: a page that was not cached, a neighbour on the machine. A rank is
+reported once it has been slow in many steps in a row, and the others have lost some time by it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import final
 
 _APART = 1.1
 """The slowest rank has to take this much longer than the fastest before shares are changed."""
@@ -20,6 +25,15 @@ batches) round."""
 
 _PATIENCE = 5
 """Steps in a row in which it has to be so: one slow step is no slow rank."""
+
+_SLOW = 1.5
+"""Times the median of the other ranks."""
+
+_SLOW_STEPS = 20
+"""Steps in a row."""
+
+_LOST_SECONDS = 1.0
+"""That the others have waited for it in these steps, together: less is not worth a word."""
 
 Cut = Callable[[Sequence[float]], Sequence[int]]
 """From shares to what each rank has to do of the step at hand: samples, or their total length."""
@@ -77,3 +91,34 @@ class Balance:
 def _seconds(amounts: Sequence[int], speeds: Sequence[float]) -> tuple[float, ...]:
     """Of each rank."""
     return tuple(n / speed if speed else 0.0 for n, speed in zip(amounts, speeds, strict=True))
+
+
+@final
+class Stragglers:
+    """Watches the times of `size` ranks."""
+
+    def __init__(self, size: int) -> None:
+        self._num_slow = [0] * size
+        self._lost = [0.0] * size
+        self._told: set[int] = set()
+
+    def observe(self, seconds: Sequence[float]) -> list[tuple[int, float, float]]:
+        """Take in one step; the ranks to tell of now, each once: (rank, its seconds, the others').
+
+        Args:
+            seconds: that each rank computed; 0: it had nothing to compute, or it is not known.
+        """
+        found: list[tuple[int, float, float]] = []
+        for rank, mine in enumerate(seconds):
+            others = [s for other, s in enumerate(seconds) if other != rank and s > 0]
+            usual = median(others) if others else 0.0
+            if not others or mine < _SLOW * usual:
+                self._num_slow[rank], self._lost[rank] = 0, 0.0
+                continue
+            self._num_slow[rank] += 1
+            self._lost[rank] += mine - usual
+            enough = self._num_slow[rank] >= _SLOW_STEPS and self._lost[rank] >= _LOST_SECONDS
+            if enough and rank not in self._told:
+                self._told.add(rank)
+                found.append((rank, mine, usual))
+        return found

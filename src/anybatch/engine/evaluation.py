@@ -23,12 +23,11 @@ from anybatch.compute.modes import evaluating
 from anybatch.data import Bad, BadSamples, to_device
 from anybatch.data.evaluation import join, turns
 from anybatch.engine.headroom import Crossing
-from anybatch.engine.ladder import BatchLadder
+from anybatch.engine.ladder import BatchLadder, nothing_leaner
 from anybatch.engine.limit import Limit
 from anybatch.engine.meter import Meter
 from anybatch.engine.outcome import by_rank
 from anybatch.engine.scores import Scores
-from anybatch.engine.sentences import nothing_leaner
 from anybatch.engine.step_thread import StepThread
 from anybatch.engine.totals import Means, Names, Totals
 from anybatch.errors import AnybatchError, LossError, NoPlanFits
@@ -335,7 +334,7 @@ class Evaluation:
         scores.reset()
         with evaluating(model), torch.no_grad():
             for batch, num_samples in batches(plan.choice.evaluation_batch):
-                with self._limit.first_pass("evaluation", batch):
+                with self._limit.watched("evaluation", batch):
                     with self._replica.region():
                         one = self._evaluate(loss, batch, num_samples, encodings)
                         sums = _sums(functions, model, batch)
@@ -373,7 +372,7 @@ class Evaluation:
         with (
             evaluating(model),
             torch.no_grad(),
-            self._limit.first_pass("prediction", batch),
+            self._limit.watched("prediction", batch),
             self._replica.region(),
         ):
             return to_device(output(model, batch), "cpu")
@@ -408,7 +407,7 @@ class Evaluation:
         size = plan.choice.evaluation_batch
         mine = everyone[self._group.rank if len(everyone) > 1 else 0].failure
         if mine is not None:
-            self._thread.recover(mine, self._limit)
+            self._thread.recover(mine)
         found = (ladder or self._ladder).down(size)
         then = "" if found is None else f"evaluation batch {found[0]}"
         for event in memory_events(everyone, step, size, plan, then):

@@ -24,7 +24,6 @@ from typing import final
 
 import torch
 
-from anybatch.engine.limit import Limit
 from anybatch.engine.process import HeapBlock, has_glibc
 from anybatch.oom import is_limited
 from anybatch.parallel import Group
@@ -97,32 +96,26 @@ class Crossing:
     """Around what ranks do together. What it takes is the network's, and short-lived; a rank that were
     refused it could not even vote.
 
-    So a budget of ours does not hold there. Under a limit of somebody else's the memory is set aside:
-    a rank that has run out of memory in a pass may have nothing else to speak with.
+    So where the operating system may refuse it (`ulimit`) it is set aside: a rank that has run out of
+    memory in a pass may have nothing else to speak with.
     """
 
-    def __init__(self, group: Group, limit: Limit, device: torch.device) -> None:
-        self._limit = limit
-        self._several = group.size > 1
-        self._by_gloo = self._several and device.type == "cpu"
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._by_gloo = group.size > 1 and device.type == "cpu"
         self._headroom = Headroom(torch.device("cpu"))
 
     def reserve(self) -> None:
         """While failing is harmless: have what speaking will take. Raises `MemoryError`."""
-        if self._by_gloo and not self._headroom and not self._limit.is_ours and is_limited():
+        if self._by_gloo and not self._headroom and is_limited():
             self._headroom.take(LEAST_BYTES, MOST_BYTES)
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Speak."""
-        if not self._several:
+        if self._by_gloo and not self._headroom and is_limited():
+            self._headroom.take(0, MOST_BYTES)
+        with self._headroom.opened():
             yield
-            return
-        with self._limit.lifted():
-            if self._by_gloo and not self._headroom and is_limited():
-                self._headroom.take(0, MOST_BYTES)
-            with self._headroom.opened():
-                yield
         with suppress(MemoryError):
             self.reserve()
 

@@ -98,7 +98,7 @@ class JointPasses:
             if micro.grain is not None:
                 self._randomness.begin_grain(index, micro.grain)
             self._randomness.begin_pass(index, number)
-            with naming(number), self._limit.first_pass(("encoding", choice.kind), micro.batch):
+            with naming(number), self._limit.watched(("encoding", choice.kind), micro.batch):
                 encoded = self._replica.encode(micro.batch, micro.num_samples, micro.ghosts)
                 rows.add(encoded, micro.num_samples)
                 del encoded

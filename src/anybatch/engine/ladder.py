@@ -17,7 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+from anybatch.oom import MemoryFailure
 from anybatch.plans import Plan
+from anybatch.units import format_bytes, format_count
 
 STEPS = 64
 """Steps after which a plan that failed is tried again for the first time."""
@@ -145,7 +147,6 @@ class BatchLadder:
         self._waits.succeeded()
 
     def down(self, size: int) -> tuple[int, float] | None:
-        """See `Ladder`."""
         self._patience.failed()
         if size == 1:
             seconds = self._waits.seconds()
@@ -155,10 +156,64 @@ class BatchLadder:
         return size // 2, 0.0
 
     def up(self, size: int) -> tuple[int, int] | None:
-        """See `Ladder`."""
         waited = self._patience.waited
         self._above = [above for above in self._above if above > size]
         if not self._above or waited is None:
             return None
         self._patience.begin()
         return self._above.pop(), waited
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """Memory in use between two steps, early in the run and late.
+
+    Attributes:
+        since, before: number of a step, and the bytes in use after it.
+        until, after: the same of a later one.
+    """
+
+    since: int
+    before: int
+    until: int
+    after: int
+
+    @property
+    def is_one(self) -> bool:
+        """Whether most of what is in use late has come with the steps."""
+        return self.until > self.since and self.after > 2 * self.before
+
+    @property
+    def bytes_per_step(self) -> int:
+        """On average."""
+        return round((self.after - self.before) / (self.until - self.since))
+
+
+def nothing_leaner(plan: Plan, phase: str, failure: MemoryFailure, leak: Leak | None = None) -> str:
+    """The sentence for the end of the ladder. `leak`: how memory in use has grown."""
+    if leak is not None and leak.is_one:
+        return (
+            f"memory ran out in {phase} even under the leanest plan ({plan.choice.describe()}), since"
+            f" memory in use has grown by {format_bytes(leak.bytes_per_step)} a step:"
+            f" {format_bytes(leak.before)} after step {format_count(leak.since)},"
+            f" {format_bytes(leak.after)} after step {format_count(leak.until)}. Code of the task keeps"
+            " something of each step, such as losses with their graphs in a list, or a cache in the"
+            " model or the data set: keep numbers (loss.item()) or detached tensors, or empty it."
+        )
+    budget = "" if plan.budget_bytes is None else f" of {format_bytes(plan.budget_bytes)}"
+    # Samples need not be loaded in this process: the failure itself says where memory was refused.
+    why = (
+        failure.message
+        if failure.requested_bytes is None or phase == "loading"
+        else f"{format_bytes(failure.requested_bytes)} more were asked for"
+    )
+    ghost = plan.task.ghost_batch
+    remedy = (
+        f"give it more memory, a smaller ghost batch than {ghost}, or lower precision"
+        if ghost and plan.choice.micro_batch <= ghost
+        else "give it more memory, or lower precision"
+    )
+    return (
+        f"the budget{budget} is too small even for the leanest plan ({plan.choice.describe()}):"
+        f" memory ran out in {phase} ({why}). To train this, {remedy}."
+    )

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import final
 
 import psutil
 import torch
 
 from anybatch.engine.process import filled_addresses, free_in_heap, reset_peak, status
-from anybatch.engine.script_bytes import ScriptBytes
 from anybatch.process.cuda_driver import beside_bytes, release_unused, release_workspaces
 
 
 class Meter(ABC):
     """Bytes on one device, above a baseline taken when the meter was made."""
+
+    _most: dict[str, int]  # the peaks of the laps before this one, by account
 
     @abstractmethod
     def peak_bytes(self) -> int:
@@ -47,24 +49,16 @@ class Meter(ABC):
     def aside(self) -> Iterator[None]:
         """The peak of what is done inside does not count; what it leaves behind does."""
         self.peak_bytes()
-        before = self._highest_so_far()
+        before = dict(self._most)
         try:
             yield
         finally:
             self.drop_lap()
-            self._forget_since(before)
+            self._most = before
 
     @abstractmethod
     def lap_bytes(self) -> int:
         """Most bytes in use since the lap began."""
-
-    @abstractmethod
-    def _highest_so_far(self) -> Mapping[str, int]:
-        """The peaks of the laps before this one, by account."""
-
-    @abstractmethod
-    def _forget_since(self, highest: Mapping[str, int]) -> None:
-        """Have these peaks again."""
 
     @abstractmethod
     def fragmented_bytes(self) -> int | None:
@@ -86,27 +80,36 @@ class CpuMeter(Meter):
         there = self._process.memory_info().rss
         self._baseline = there - counted_bytes
         self._script = ScriptBytes(self._filled())
-        self._highest = 0
-        self._lap_start = there
+        self._most = {"total": 0}
+        self._after_last_pass = there
 
     def peak_bytes(self) -> int:
         """See `Meter`. Without the kernel's peak: the largest value seen at a call."""
         if not self._script.rests:
-            self._highest = max(self._highest, self.lap_bytes())
-        return self._highest
+            self._most["total"] = max(self._most["total"], self.lap_bytes())
+        return self._most["total"]
 
     def rest(self) -> None:
         """From now on the process is its script's: what is taken, and kept, does not count."""
-        self.peak_bytes()
-        self._script.rest(self._filled())
+        if not self._script.rests:
+            self.peak_bytes()
+            self._script.rest(self._filled())
 
     def resume(self) -> None:
         """It is no more."""
-        self._script.resume(self._filled())
-        reset_peak()
+        if self._script.rests:
+            self._script.resume(self._filled())
+            reset_peak()
+
+    def after_pass(self) -> tuple[int, int, int]:
+        """Most bytes in use in the last pass, those in use now, and by how many they rose in it."""
+        before = self._after_last_pass
+        most, now = self._most_own_bytes(), self._own_bytes()
+        self._after_last_pass = now
+        base = self._baseline + self._script.num_bytes
+        return max(0, most - base), max(0, now - base), max(0, most - before)
 
     def used_bytes(self) -> int:
-        """See `Meter`."""
         return max(0, self._own_bytes() - self._baseline - self._script.num_bytes)
 
     def fragmented_bytes(self) -> int | None:
@@ -114,29 +117,14 @@ class CpuMeter(Meter):
         return free_in_heap()
 
     def begin_lap(self) -> None:
-        """See `Meter`."""
         self.peak_bytes()
         reset_peak()
-        self._lap_start = self._own_bytes()
 
     def drop_lap(self) -> None:
-        """See `Meter`."""
         reset_peak()
 
     def lap_bytes(self) -> int:
-        """See `Meter`."""
         return max(0, self._most_own_bytes() - self._baseline - self._script.num_bytes)
-
-    def _highest_so_far(self) -> Mapping[str, int]:
-        return {"total": self._highest}
-
-    def _forget_since(self, highest: Mapping[str, int]) -> None:
-        self._highest = highest["total"]
-
-    def lap_growth(self) -> int:
-        """Most bytes since the lap began beyond those of its begin. These may be fewer than the
-        baseline: what was in the process before, and is given back, is no part of this."""
-        return max(0, self._most_own_bytes() - self._lap_start)
 
     def _most_own_bytes(self) -> int:
         """Since the lap began; without the kernel's peak those of now."""
@@ -155,6 +143,48 @@ class CpuMeter(Meter):
         return status("RssFile") - self._files if self._exact else 0
 
 
+@final
+class ScriptBytes:
+    """What the script of a process has taken between two steps, and keeps.
+
+    What the process grows by while the script has it is the script's. But either side may free what the
+    other took (a batch that is made between two steps and dropped in one), and a plain sum would drift
+    by so much with each step. So what was the script's once stays so, and it is never more than the
+    process has grown by since the beginning.
+
+    Args:
+        start: what the process holds when its budget begins to count.
+
+    Attributes:
+        num_bytes: that the script keeps.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.num_bytes: int = 0
+        self._start = start
+        self._now = self._most = 0
+        self._begun: int | None = None
+
+    @property
+    def rests(self) -> bool:
+        """Whether the process is the script's now."""
+        return self._begun is not None
+
+    def rest(self, there: int) -> None:
+        """The process, which holds so many bytes, is the script's from now on."""
+        self._begun = there
+
+    def resume(self, there: int) -> None:
+        """It is the script's no more, if it was, and holds so many."""
+        if self._begun is None:
+            return
+        grown = max(0, there - self._start)
+        self._now = min(max(0, self._now + there - self._begun), grown)
+        self._most = max(self._most, self._now)
+        self.num_bytes = min(self._most, grown)
+        self._begun = None
+
+
 class CudaMeter(Meter):
     """What torch's allocator has reserved on a device, and what the process holds beside it (the
     context, the kernels, libraries)."""
@@ -169,22 +199,18 @@ class CudaMeter(Meter):
         torch.cuda.reset_peak_memory_stats(device)
 
     def peak_bytes(self) -> int:
-        """See `Meter`."""
         return self.totals()["total"]
 
     def totals(self) -> dict[str, int]:
-        """See `Meter`."""
         kept = torch.cuda.memory_stats(self._device)
         for name, most in self._most.items():
             self._most[name] = max(most, kept.get(f"{name}_bytes.all.peak", 0))
         return {**self._most, "total": self.beside_bytes + self._most["reserved"]}
 
     def used_bytes(self) -> int:
-        """See `Meter`."""
         return self.beside_bytes + torch.cuda.memory_reserved(self._device)
 
     def kept_bytes(self) -> int:
-        """See `Meter`."""
         return torch.cuda.memory_allocated(self._device)
 
     def begin_lap(self) -> None:
@@ -201,14 +227,7 @@ class CudaMeter(Meter):
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def lap_bytes(self) -> int:
-        """See `Meter`."""
         return self.beside_bytes + torch.cuda.max_memory_reserved(self._device)
-
-    def _highest_so_far(self) -> Mapping[str, int]:
-        return dict(self._most)
-
-    def _forget_since(self, highest: Mapping[str, int]) -> None:
-        self._most = dict(highest)
 
     def fragmented_bytes(self) -> int | None:
         """See `Meter`: what is reserved and not allocated."""

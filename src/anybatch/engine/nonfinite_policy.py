@@ -14,11 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from torch import Tensor
+
 from anybatch.compute.lm_loss import wrong_target
 from anybatch.data import Bad, told_samples
+from anybatch.engine.bad_sample_search import OneByOne
 from anybatch.engine.headroom import Crossing
 from anybatch.engine.outcome import Again, PassedOver, by_rank
-from anybatch.engine.source import Blame, Source
+from anybatch.engine.source import Source
 from anybatch.engine.totals import Means, Totals
 from anybatch.errors import AnybatchError, LossError
 from anybatch.oom import is_memory_error
@@ -38,6 +41,8 @@ class Staged:
         empty: what is wrong with a mean over nothing, in words, if the loss has one.
         outputs: of each of these micro-batches, if the loss hands any out, with its number of samples;
             when all are done, those of the whole part.
+        sums: the totals as the ranks add them up; None: the passes have not all been made.
+        seconds: from the beginning of the attempt to the end of the vote.
     """
 
     step: int
@@ -47,6 +52,8 @@ class Staged:
     empty: str = ""
     outputs: Any = None
     numbers: array[int] = field(default_factory=lambda: array("q"))
+    sums: Tensor | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,9 @@ class NonfinitePolicy:
         skips: whether bad data is skipped.
     """
 
-    def __init__(self, group: Group, crossing: Crossing, blame: Blame | None, skips: bool) -> None:
+    def __init__(
+        self, group: Group, crossing: Crossing, blame: OneByOne | None, skips: bool
+    ) -> None:
         self._group = group
         self._crossing = crossing
         self._blame = blame

@@ -9,12 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
-
-if sys.platform != "win32":
-    from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 _MMAP_MAX = 1 << 16  # glibc's own
@@ -158,17 +153,6 @@ def status(field: str) -> int:
             if line.startswith(f"{field}:"):
                 return int(line.split()[1]) << 10
     raise KeyError(field)
-
-
-@contextmanager
-def new_peak_of_addresses() -> Iterator[None]:
-    """Inside, whatever grows the addresses of this process grows their peak (`VmPeak`) too. That cannot
-    be reset, and planning alone may have driven it far up, so addresses that hold nothing, and count
-    for no limit on data, lead up to it (Linux)."""
-    distance = status("VmPeak") - status("VmSize")
-    empty = MAP_PRIVATE | MAP_ANONYMOUS
-    with mmap(-1, distance, empty, prot=0) if distance else nullcontext():
-        yield
 
 
 def reset_peak() -> bool:

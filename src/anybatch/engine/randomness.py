@@ -63,7 +63,6 @@ class Keyed(Randomness):
     redo = begin
 
     def begin_pass(self, index: int, number: int) -> None:
-        """See `Randomness`."""
         self._seed_by(mix(self._seed, index, self._rank, number))
 
     def close(self) -> None:
@@ -82,14 +81,12 @@ class KeyedByGrain(Keyed):
         super().__init__(seed, 0, device)
 
     def begin_grain(self, index: int, grain: int) -> None:
-        """See `Randomness`."""
         self._seed_by(mix(self._seed, index, 0, grain))
 
     def begin_pass(self, index: int, number: int) -> None:
         """See `Randomness`: it is seeded as a grain."""
 
     def begin_update(self, index: int) -> None:
-        """See `Randomness`."""
         self.begin(index)
 
 
@@ -120,7 +117,6 @@ class Ambient(Randomness):
         _seed(mix(self._key, number), self._cuda)
 
     def begin_update(self, index: int) -> None:
-        """See `Randomness`."""
         self._put_back(self._after)
         self._after = None
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
@@ -17,7 +19,6 @@ import torch
 
 from anybatch.compute import Replica
 from anybatch.compute.joint import Ask, nobody
-from anybatch.engine.compute_timer import ComputeTimer
 from anybatch.engine.joint import is_encoded_first
 from anybatch.engine.limit import Limit, OverBudget
 from anybatch.engine.meter import Meter
@@ -50,6 +51,45 @@ class Rehearsed:
     seconds: float
     peak_bytes: int
     fits: bool = True
+
+
+class ComputeTimer:
+    """Seconds between begin and end of `running`. On CUDA they are those of the device, and known one
+    step late: reading them at once would wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        self._marks: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around what is timed."""
+        if self._cuda is None:
+            begun = time.perf_counter()
+            yield
+            self._seconds = time.perf_counter() - begun
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(torch.cuda.current_stream(self._cuda))
+        yield
+        end.record(torch.cuda.current_stream(self._cuda))
+        self._marks = begin, end
+
+    @property
+    def last_seconds(self) -> float:
+        """The last time that is known; 0 before there is one."""
+        if self._marks is not None and self._marks[1].query():
+            begin, end = self._marks
+            self._seconds = begin.elapsed_time(end) / 1e3
+            self._marks = None
+        return self._seconds
+
+    def wait(self) -> float:
+        """The last time; waits for the device."""
+        if self._marks is not None:
+            self._marks[1].synchronize()
+        return self.last_seconds
 
 
 @final
@@ -110,7 +150,7 @@ class Rehearsal:
             self._limit.follow(after.freed_memory)
             trim()
         if isinstance(found, MemoryFailure):
-            self._thread.recover(found, self._limit)
+            self._thread.recover(found)
             return None
         return found
 
@@ -136,7 +176,6 @@ class Rehearsal:
         return settles and len(seconds) < _CUDA_PASSES and sum(seconds) < _CUDA_SECONDS
 
     def _passes(self, source: Source, choice: Choice, most: int) -> Rehearsed | MemoryFailure:
-        """See `run`."""
         self._buffers.forget()
         each: list[tuple[float, float]] = []
         try:
@@ -150,7 +189,7 @@ class Rehearsal:
                     micro = next(passes, None)
                     if micro is None or not micro.num_samples:
                         break
-                    with self._limit.first_pass(choice.kind, micro.batch):
+                    with self._limit.watched(choice.kind, micro.batch):
                         stopwatch = Stopwatch()
                         self._pass(micro, source)
                         idle = stopwatch.idle_seconds() if self._alone_on_cpu else 0.0

@@ -91,21 +91,3 @@ class Source(Protocol):
         """From the next attempt on the step is without these samples. How many are left, on all ranks
         together."""
         ...
-
-
-class Blame(Protocol):
-    """Finds, in micro-batches of this rank, given by number, the samples that make the step one that
-    cannot be learned from. All ranks call it at once, unless it says otherwise."""
-
-    def losses(self, numbers: Sequence[int], source: Source) -> Sequence[Bad]:
-        """Those whose loss is not finite."""
-        ...
-
-    def raising(self, number: int, source: Source) -> Sequence[Bad]:
-        """The one of micro-batch `number` for which the model or the loss raised an error, if one did.
-        Other ranks do not call it."""
-        ...
-
-    def gradients(self, numbers: Sequence[int], source: Source) -> Sequence[Bad]:
-        """Those whose gradient is not finite."""
-        ...

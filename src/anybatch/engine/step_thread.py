@@ -31,7 +31,6 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from anybatch.engine.limit import Limit
 from anybatch.engine.process import trim
 from anybatch.oom import MemoryFailure
 from anybatch.process.interrupts import held
@@ -81,7 +80,7 @@ class StepThread:
         if threading.get_ident() == self._home:
             torch.autograd.grad(self._oldest, self._leaf, retain_graph=True)
 
-    def recover(self, failure: MemoryFailure, limit: Limit) -> None:
+    def recover(self, failure: MemoryFailure) -> None:
         """Give back what the failed work held, and move to a fresh thread if this one was marked, or
         is itself one that was moved to (nothing else empties its queue).
 
@@ -91,8 +90,7 @@ class StepThread:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         if failure.marks_thread or self.moved:
-            with limit.lifted():
-                self.renew()
+            self.renew()
 
     def renew(self) -> None:
         """Compute in a fresh thread from now on. The one before it takes its queue along."""
@@ -162,12 +160,10 @@ class _Helper:
             del task  # it holds the error, and that this frame
 
     def look(self) -> None:
-        """See `StepThread`."""
         if self._current is not None and self._current.decided.locked():
             raise KeyboardInterrupt
 
     def be_sure(self) -> None:
-        """See `StepThread.sure`."""
         if self._current is not None and not self._current.decided.acquire(blocking=False):
             raise KeyboardInterrupt
 

@@ -200,7 +200,6 @@ class Means:
 
     @property
     def part_grad_norm(self) -> float | None:
-        """See `StepDone`."""
         if self.part_weight is None:
             return None
         return math.sqrt(self._squares / self._part_weights)

@@ -1,7 +1,7 @@
 """The global step as a transaction: it commits whole or leaves no trace.
 
     stage    micro-batch by micro-batch: forward, backward; gradients, losses, weights are sums
-    agree    all ranks learn whether all succeeded, and the totals
+    vote     all ranks learn whether all succeeded, and the totals
     commit   divide by the total weight, unscale, clip, update
 
 Whatever fails before commit, on whichever rank, recovery is the same move on all of them: drop what is
@@ -33,21 +33,19 @@ from anybatch.compute.loss_reduction_check import warn_of_collate, warn_of_no_gr
 from anybatch.data import Bad, BadSamples, to_device, told_samples
 from anybatch.data.evaluation import join
 from anybatch.data.generators import Borrowed
-from anybatch.engine.compute_timer import ComputeTimer
-from anybatch.engine.growth import Growth
+from anybatch.engine.bad_sample_search import OneByOne
 from anybatch.engine.headroom import Crossing, Headroom
 from anybatch.engine.joint import JointPasses
-from anybatch.engine.ladder import Ladder
-from anybatch.engine.limit import Limit
+from anybatch.engine.ladder import Ladder, Leak, nothing_leaner
+from anybatch.engine.limit import Limit, uncounted
 from anybatch.engine.meter import Meter
 from anybatch.engine.nonfinite_policy import NonfinitePolicy, Staged, not_applied
 from anybatch.engine.outcome import Again, Committed, PassedOver, by_rank
 from anybatch.engine.randomness import Randomness
-from anybatch.engine.rehearsal import Rehearsal
+from anybatch.engine.rehearsal import ComputeTimer, Rehearsal
 from anybatch.engine.rollback import SavedBuffers
-from anybatch.engine.sentences import nothing_leaner, too_late
 from anybatch.engine.skips import Skips
-from anybatch.engine.source import Blame, MicroBatch, Source
+from anybatch.engine.source import MicroBatch, Source
 from anybatch.engine.step_thread import StepThread
 from anybatch.engine.totals import Means, Names, Totals, over_parts
 from anybatch.errors import DataError, LossError, NoPlanFits, PeerLost, RankLost
@@ -65,6 +63,10 @@ do so of themselves, not because they were scaled up."""
 
 ALL_MEASURED, MEASURED_EVERY = 256, 4
 """The noise of gradients is measured in each of so many steps at first, then in one of so many."""
+
+
+_SETTLED_AFTER = 3
+"""Steps after which memory in use grows no more, unless the task's code keeps something of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class Transactions:
         sink: Sink,
         clip_norm: float | None = None,
         commit_bytes: tuple[int, int] = (0, 0),
-        blame: Blame | None = None,
+        blame: OneByOne | None = None,
         skips: Skips | None = None,
     ) -> None:
         self.plan: Plan = plan
@@ -132,7 +134,7 @@ class Transactions:
         self._skips = skips
         self._buffers = SavedBuffers(replica.model, replica.loss_as_given, replica.parameter_writes)
         self._headroom = Headroom(device)
-        self.crossing: Crossing = Crossing(group, limit, device)
+        self.crossing: Crossing = Crossing(group, device)
         self._joint = JointPasses(
             replica,
             group,
@@ -144,7 +146,7 @@ class Transactions:
         )
         self._judge = NonfinitePolicy(group, self.crossing, blame, skips is not None)
         self._ladder = Ladder()
-        self._growth = Growth()
+        self._settled: tuple[int, int] | None = None  # a step, and bytes in use after it
         self.thread: StepThread = StepThread()
         replica.guard_outside_gradients()
         self._names = Names(group)
@@ -166,7 +168,7 @@ class Transactions:
         self._index = 0
         self._step = 0  # the number of the step that was run last; 0: none was
         self._has_updated = False
-        self._is_applied = False  # the update of the attempt that is under way
+        self._has_voted = self._is_applied = False  # in the attempt that is under way
         self._is_loss_checked = False
         self._committed: Committed | None = None  # what came of the step that was run last
         self._is_tidy = device.type != "cuda"  # see `_reserve`
@@ -267,102 +269,121 @@ class Transactions:
     ) -> Committed | PassedOver | Again:
         """One try: the committed step, or nothing changed and what is to be done about it."""
         staged = Staged(self._step, source, Totals(self._device, self._group.num_parts))
-        told = RankReport()
-        mine: torch.Tensor | None = None
-        wrong: Exception | None = None
-        begun = time.perf_counter()
-        self._buffers.forget()  # until this attempt has saved them, they are as they should be
-        self._is_applied = False
-        self._joint.begin()
-        try:
-            self.crossing.reserve()
-            self._group.expect(source.num_samples)
-            self._group.begin()
-            self._buffers.save()
-            self._stage(staged)
-            mine = staged.totals.tensor()
-            self._replica.phase = "reduction"
-            self._group.staged(self._buffers.held)
-            self._reserve()
-        except PassAbandoned:  # another rank failed, and will say so in the vote
-            mine = None
-        except Exception as error:
-            told = RankReport.of(error, self._replica.phase, self._meter)
-            if self._skips is not None and isinstance(error, BadSamples):
-                told = replace(told, bad=error.bad)
-            wrong = None if told.can_be_mended else error
-        except BaseException:  # stopped by hand: nobody waits for a vote
-            self._put_back()
-            raise
+        told, wrong = self._stage(staged)
         # The error is gone here, and with its traceback the tensors that the failed pass held.
-        voted = False
         if told.failed:
             self._clear()
         try:
-            if mine is None:
-                self._joint.fail()
-            done: Committed | Again | _Steep | None = None
             with ExitStack() as sure:  # no rank is interrupted when others go on to commit
-                with self.crossing.open():
-                    try:
-                        self._group.gather(failed=told.failed)
-                        sure.enter_context(self.thread.sure())
-                        wish = self.wish | Wish.STOP if self.stops else self.wish
-                        agreed = self._group.agree(
-                            None if told.failed else mine, self._timer.last_seconds, wish
-                        )
-                    except Exception as error:
-                        if not self._is_common(error):
-                            raise
-                        agreed, told = None, RankReport.of(error, "reduction", self._meter)
-                    voted = True
-                    agreed_seconds = time.perf_counter() - begun
-                    if agreed is None:
-                        self._put_back()
-                        everyone = self._group.exchange(told)
-                        first_error(wrong, everyone, self._step)
-                        return Again(everyone, by_rank(told.bad for told in everyone))
-                    agreed = over_parts(agreed, self._group.num_parts)
-                    means = Means(agreed.totals, self._names.common(staged.totals.names, agreed))
-                    accepted = self._judge.accepts(means)
-                    if accepted:
-                        self._group.accepted(agreed)
-                if accepted:
-                    with self._limit.waived(), self._headroom.opened():
+                voted = self._vote(staged, told, wrong, sure)
+                if isinstance(voted, Again):
+                    return voted
+                means, agreed = voted
+                done: Committed | Again | _Steep | None = None
+                if self._judge.accepts(means):
+                    with self._headroom.opened():
                         done = self._commit(means, before_update, agreed)
                 if isinstance(done, Committed):
                     self._ladder.committed()
-                    if self._growth.is_due():
-                        self._growth.add(self._step, self._meter.kept_bytes())
+                    if self._settled is None and self._index >= _SETTLED_AFTER:
+                        self._settled = self._step, self._meter.kept_bytes()
                     self._committed = replace(
-                        done, agreed_seconds=agreed_seconds, outputs=staged.outputs
+                        done, agreed_seconds=staged.seconds, outputs=staged.outputs
                     )
                     whole.push(sure.pop_all())
                     return self._committed
+            if isinstance(done, Again):
+                return done
+            staged.empty = self._replica.empty_mean()
+            self._put_back()
             if done is None:
-                staged.empty = self._replica.empty_mean()
-                self._put_back()
                 return self._judge.totals(means, staged)
-            if isinstance(done, _Steep):
-                self._put_back()
-                return self._judge.gradient(done.norm, means.loss, staged)
-            return done
+            return self._judge.gradient(done.norm, means.loss, staged)
         except BaseException as error:
             self._put_back()
             failure = as_memory_failure(error)
             alone = self._group.diverges or isinstance(error, PeerLost) or failure is not None
-            together = voted and not self._is_applied
+            together = self._has_voted and not self._is_applied
             self.failed_together = together and isinstance(error, Exception) and not alone
             if failure is None:
                 raise
-            raise RankLost(too_late(self._step, voted, failure)) from error
+            where = "in the update of" if self._has_voted else "while ranks spoke to each other in"
+            raise RankLost(
+                f"memory ran out {where} step {self._step}, where there is no way back"
+                f" ({failure.message}): the run goes on from its last checkpoint when it is started"
+                " again; a plan made by anybatch, or more memory, keeps this from happening."
+            ) from error
+
+    def _stage(self, staged: Staged) -> tuple[RankReport, Exception | None]:
+        """Run the passes, and make sure that the update will have room. What this rank has to tell of
+        that, and its error if no plan mends it."""
+        begun = time.perf_counter()
+        self._buffers.forget()  # until this attempt has saved them, they are as they should be
+        self._is_applied = self._has_voted = False
+        self._joint.begin()
+        try:
+            self.crossing.reserve()
+            self._group.expect(staged.source.num_samples)
+            self._group.begin()
+            self._buffers.save()
+            self._accumulate(staged)
+            staged.sums = staged.totals.tensor()
+            self._replica.phase = "reduction"
+            self._group.staged(self._buffers.held)
+            self._reserve()
+        except PassAbandoned:  # another rank failed, and will say so in the vote
+            staged.sums = None
+        except Exception as error:
+            told = RankReport.of(error, self._replica.phase, self._meter)
+            if self._skips is not None and isinstance(error, BadSamples):
+                told = replace(told, bad=error.bad)
+            return told, None if told.can_be_mended else error
+        except BaseException:  # stopped by hand: nobody waits for a vote
+            self._put_back()
+            raise
+        finally:
+            staged.seconds = time.perf_counter() - begun
+        return RankReport(), None
+
+    def _vote(
+        self, staged: Staged, told: RankReport, wrong: Exception | None, sure: ExitStack
+    ) -> tuple[Means, Agreed] | Again:
+        """What the ranks agree on, if all have staged their parts; else what each has to tell, with
+        nothing left of this one's. Raises `wrong`, this rank's error that no plan mends."""
+        begun = time.perf_counter()
+        if staged.sums is None:
+            self._joint.fail()
+        with self.crossing.open():
+            try:
+                self._group.gather(failed=told.failed)
+                sure.enter_context(self.thread.sure())
+                wish = self.wish | Wish.STOP if self.stops else self.wish
+                sums = None if told.failed else staged.sums
+                agreed = self._group.agree(sums, self._timer.last_seconds, wish)
+            except Exception as error:
+                if not self._is_common(error):
+                    raise
+                agreed, told = None, RankReport.of(error, "reduction", self._meter)
+            self._has_voted = True
+            staged.seconds += time.perf_counter() - begun
+            if agreed is None:
+                self._put_back()
+                everyone = self._group.exchange(told)
+                first_error(wrong, everyone, self._step)
+                return Again(everyone, by_rank(told.bad for told in everyone))
+            agreed = over_parts(agreed, self._group.num_parts)
+            means = Means(agreed.totals, self._names.common(staged.totals.names, agreed))
+            if self._judge.accepts(means):
+                self._group.accepted(agreed)
+            return means, agreed
 
     def _is_common(self, error: Exception) -> bool:
         """Whether all ranks have met `error`, a lack of memory, at the same place: then they can still
         tell each other, and do the step again."""
         return self._group.size == 1 and as_memory_failure(error) is not None
 
-    def _stage(self, staged: Staged) -> None:
+    def _accumulate(self, staged: Staged) -> None:
+        """The passes of this rank, whose gradients are added up."""
         replica, group = self._replica, self._group
         if replica.is_outdated:  # their gradients would be neither divided nor added up over ranks
             raise Outdated(
@@ -390,7 +411,7 @@ class Transactions:
                     self._randomness.begin_grain(self._index, micro.grain)
                 with (
                     self._naming(staged, number),
-                    self._limit.first_pass(choice.kind, micro.batch),
+                    self._limit.watched(choice.kind, micro.batch),
                     group.last_pass(measured) if micro.last else nullcontext(),
                 ):
                     size, whole = micro.num_samples, alone and micro.last and not number
@@ -426,7 +447,7 @@ class Transactions:
         others = [self._device] if self._device.type == "cuda" else []
         try:
             with (
-                self._limit.lifted(),
+                uncounted(),
                 self._meter.aside(),
                 torch.random.fork_rng(others, enabled=bool(others)),
                 Borrowed(),
@@ -470,7 +491,7 @@ class Transactions:
         except DataError as error:
             raise _of_its_sample(error, staged.source, number) from error
         except Exception as error:
-            with suppress(Exception), self._limit.waived():  # what is to be told is the error
+            with suppress(Exception):  # what is to be told is the error
                 self._judge.raised(error, number, staged)
             raise
 
@@ -536,11 +557,10 @@ class Transactions:
             # shall gradients keep what lies around them. So the second step begins with parameters
             # and states alone. After the first steps no more, since the device waits for it.
             release_unused(self._device)
-        if self._limit.is_ours:  # then it is waived while the update runs, and only has to be kept
-            torch.empty(need, dtype=torch.uint8, device=self._device)
-        elif need or is_limited():
+        self._limit.reserve(need)
+        on_host = self._device.type == "cpu"
+        if is_limited() if on_host else need:
             about, generously = self._replica.update_bytes()
-            on_host = self._device.type == "cpu"
             pieces = self._replica.part_bytes()
             self._headroom.take(need or (about if on_host else 0), generously, pieces)
 
@@ -560,7 +580,7 @@ class Transactions:
         """Go on in `step` under the next leaner plan, on all ranks alike."""
         mine = everyone[self._group.rank].failure
         if mine is not None:
-            self.thread.recover(mine, self._limit)
+            self.thread.recover(mine)
         before = self.plan
         found = self._ladder.down(before)
         then = "" if found is None else found[0].choice.describe()
@@ -570,7 +590,7 @@ class Transactions:
         assert worst.failure is not None
         if found is None:
             self.failed_together = not self._group.diverges
-            leak = self._growth.leak()
+            leak = self._settled and Leak(*self._settled, step - 1, self._meter.kept_bytes())
             raise NoPlanFits(nothing_leaner(before, worst.phase, worst.failure, leak))
         leaner, seconds = found
         if leaner is before:

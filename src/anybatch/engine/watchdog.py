@@ -8,33 +8,46 @@ waits nothing is wrong, and the rank that hangs waits for nobody. Here every ran
              `beat` `beat`                           ^ deadline since the last beat
 
 The thread that trains says that it is alive by counting (`Pulse.beat`): no lock, no call into the
-system, no wait for the device. A thread beside it looks every few seconds whether anything has changed.
+system, no wait for the device. Another thread looks every few seconds whether anything has changed.
 Whether a rank is at work or waits for others is read off its stack: what waits for others stands in
 torch.distributed or in `anybatch.parallel`. So a pass that gathers weights needs no marks, and neither
 does a collective in the user's own loss.
 
-Each rank's watchdog also hangs out a word every few seconds, so that a rank whose whole process stands
-still, or whose machine is gone, is named by the others.
+Each rank's watchdog also publishes a `Word` every few seconds, so that a rank whose whole process
+stands still, or whose machine is gone, is named by the others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
+import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
+from textwrap import indent
+from types import FrameType, TracebackType
 from typing import Protocol, Self, final
 
-from anybatch.engine import stall
-from anybatch.engine.pulse import LEFT, Pulse, Word
-from anybatch.engine.stacks import stacks, waits_for_others
-from anybatch.engine.stall import PATIENCE, Heard, Stall, judged
 from anybatch.errors import AnybatchError, InputError, PeerLost, Stuck
-from anybatch.events import Stalled
+from anybatch.events import IN_STEP, Stalled, whereabouts
+
+LEAST_SECONDS = 300.0
+"""Without progress, before a rank is called stuck."""
+
+FIRST_SECONDS = 1800.0
+"""The same for what is done for the first time: compilation, downloads, caches that are filled."""
+
+TIMES_LONGEST = 20.0
+"""Nothing is called stuck before this many times the longest that it ever stood still and went on."""
+
+PATIENCE = 1.5
+"""How much longer than its own deadline a rank waits for another: who hangs is to tell it first."""
 
 _HELD = 1.1
 """How much longer than its deadline a rank gets before the last resort, which tells of one whose
@@ -46,50 +59,280 @@ _ANNOUNCE_SECONDS = 2.0
 _FELT_SECONDS = 5.0
 _CLOSE_SECONDS = 2.0
 
+_SILENT = ("saving", "resuming", "reading weights", "closing")
+"""What may take long without a sign of life: checkpoints are as large as disks are slow. It gets the
+time of what is done for the first time."""
+
+LEFT = "left"
+"""The phase of a rank that is done."""
+
+_WAITING_IN = ("torch.distributed", "anybatch.parallel")
+_OWN_THREADS = ("anybatch-watchdog", "anybatch-board")
+
+
+class HasPhase(Protocol):
+    """Says what is being done."""
+
+    phase: str
+
+
+@final
+class Pulse:
+    """What one rank is doing. Written by its own thread, read by the watchdog.
+
+    Attributes:
+        rank: whose it is.
+        step: number of the one that is under way, or else was done last.
+        num_beats: signs of life so far.
+    """
+
+    def __init__(
+        self, rank: int = 0, explain: Callable[[PeerLost], PeerLost] = lambda error: error
+    ) -> None:
+        self.rank: int = rank
+        self.step: int = 0
+        self.num_beats: int = 0
+        self._explain = explain
+        self._source: HasPhase | None = None
+        self._doing = self._work = ""
+        self._done: set[str] = set()
+        self._depth = 0
+        self._home = self._thread = threading.get_ident()
+
+    def follow(self, source: HasPhase) -> None:
+        """From now on `source` knows the phase."""
+        self._source = source
+
+    @contextlib.contextmanager
+    def at_work(self, what: str) -> Iterator[None]:
+        """Around what is watched; `what` names its beginning. Between such blocks a rank may rest as
+        long as it likes: the time is the script's own.
+
+        Where another rank is lost that has said why, that is raised instead.
+        """
+        outer = self._work
+        self._home = self._thread = threading.get_ident()
+        self._doing = self._work = what
+        self._depth += 1
+        self.num_beats += 1
+        try:
+            yield
+        except PeerLost as error:
+            explained = error if self._depth > 1 else self._explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+        finally:
+            self._depth -= 1
+            self._done.add(what)
+            self._doing, self._work = "", outer
+            self.num_beats += 1
+
+    def beat(self) -> None:
+        """A sign of life: a batch is there, or a pass is over."""
+        self.num_beats += 1
+        self._doing = ""
+        self._thread = threading.get_ident()  # steps may have moved to another
+
+    @property
+    def phase(self) -> str:
+        """What is being done; empty: nothing that is watched."""
+        if not self._depth:
+            return ""
+        return self._doing or (self._source.phase if self._source else "set-up")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether such a block was never left before, or shows no sign of life inside."""
+        return self._work not in self._done or self._work in _SILENT
+
+    @property
+    def threads(self) -> tuple[int, ...]:
+        """Of the rank: the one that computes, and the one that asked for it if that is another."""
+        return tuple(dict.fromkeys((self._thread, self._home)))
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a rank tells the others of itself.
+
+    Attributes:
+        number: of the word: it is another one each time.
+        step, phase: see `Pulse`.
+        waits: whether it waits for other ranks.
+        still: seconds without progress.
+        limit: seconds without progress after which it counts as stuck.
+        time: when it said so, in seconds since the epoch.
+    """
+
+    number: int = 0
+    step: int = 0
+    phase: str = ""
+    waits: bool = False
+    still: float = 0.0
+    limit: float = 0.0
+    time: float = 0.0
+
+    def dumps(self) -> str:
+        """As text, for `loads`."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> Word | None:
+        """What `dumps` has written; None: nothing yet."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
+            return None
+
+    @property
+    def where(self) -> str:
+        """Step and phase, in words."""
+        return whereabouts(self.step, self.phase)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether others may have to wait for it."""
+        return self.phase not in ("", LEFT) and not self.waits
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The last word of a rank, and for how many seconds, by the hearer's clock, it has said no other
+    although it was listened to."""
+
+    rank: int
+    word: Word | None
+    silent: float
+
+
+@final
+class Stall:
+    """How long a rank has made no progress, and how long it may.
+
+    Args:
+        given: the deadline in seconds; None: `LEAST_SECONDS` or `TIMES_LONGEST` times the longest so
+            far, and `FIRST_SECONDS` for what is done for the first time.
+    """
+
+    def __init__(self, given: float | None = None) -> None:
+        self.seconds: float = 0.0
+        self._given = given
+        self._longest = 0.0
+        self._is_first = True
+        self._last: tuple[int, str] = (-1, "")
+
+    def observe(self, elapsed: float, num_beats: int, phase: str, is_first: bool = False) -> float:
+        """Take in what is seen `elapsed` seconds after the last look. Returns the seconds that the rank
+        had stood still if it has gone on since, else 0."""
+        now = num_beats, phase
+        if now == self._last:
+            self.seconds += elapsed if phase else 0.0
+            return 0.0
+        ended, self.seconds, self._last = self.seconds, 0.0, now
+        if not self._is_first:
+            self._longest = max(self._longest, ended)
+        self._is_first = is_first
+        return ended
+
+    @property
+    def limit(self) -> float:
+        """Seconds that it may stand still."""
+        if self._given is not None:
+            return self._given
+        if self._is_first:
+            return FIRST_SECONDS
+        return max(LEAST_SECONDS, TIMES_LONGEST * self._longest)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.seconds >= self.limit
+
+
+def judged(
+    name: str, mine: Word, others: Sequence[Heard], silence: float, slack: float = 0.0
+) -> Stuck | PeerLost | None:
+    """What a rank that has made no progress for longer than its deadline makes of it: that it hangs
+    itself, which other rank does, or nothing yet.
+
+    Args:
+        name: of this rank, in words.
+        mine: the word of this rank.
+        others: what the other ranks have said.
+        silence: seconds without a new word after which a process does not run.
+        slack: how old words may be.
+    """
+    silent = [one for one in others if one.silent >= silence and not _has_left(one)]
+    stuck = [
+        one
+        for one in others
+        if one.word and one.word.is_busy and one.word.still >= one.word.limit - slack
+    ]
+    if not mine.waits and not any(_behind(one.word, mine) for one in (*silent, *stuck)):
+        return Stuck(
+            f"{name} has made no progress for {mine.still:.0f} s"
+            f" {mine.where}, where at most {mine.limit:.0f} s are allowed: see below where it hangs; if"
+            " it only needs longer, allow more (stall_seconds)."
+        )
+    if mine.still < PATIENCE * mine.limit:
+        return None  # who hangs is about to say so
+    waited = f"{name} has waited for {mine.still:.0f} s {mine.where}"
+    if silent:
+        names = " and ".join(map(_last_heard, silent))
+        return PeerLost(
+            f"{names}; {waited}: its process or its machine has stopped, or the network between."
+        )
+    if stuck:
+        names = " and ".join(
+            f"rank {one.rank} has made no progress for {one.word.still:.0f} s {one.word.where}"
+            for one in stuck
+            if one.word
+        )
+        return PeerLost(f"{names}; {waited}: its own output says where it hangs.")
+    if all(one.word and one.word.waits and one.word.still >= one.word.limit for one in others):
+        where = ", ".join(f"rank {one.rank} {one.word.where}" for one in others if one.word)
+        return Stuck(
+            f"all ranks wait for each other: {waited}, and so has {where}: a collective that not all of"
+            " them call (in the model or the loss), or a network that loses what it is given."
+        )
+    return None
+
+
+def _has_left(one: Heard) -> bool:
+    return one.word is not None and one.word.phase == LEFT
+
+
+def _behind(word: Word | None, mine: Word) -> bool:
+    """Whether a rank that said `word` is not as far as this one, which may so wait for it."""
+    return word is None or _place(word) < _place(mine)
+
+
+def _place(word: Word) -> tuple[int, int]:
+    """How far a rank is: what is no phase of a step comes after it."""
+    return word.step, IN_STEP.index(word.phase) if word.phase in IN_STEP else len(IN_STEP)
+
+
+def _last_heard(one: Heard) -> str:
+    if one.word is None:
+        return f"rank {one.rank} was never heard of"
+    ago = max(one.silent, time.time() - one.word.time)
+    return f"rank {one.rank} was last heard of {ago:.0f} s ago, {one.word.where}"
+
 
 class Board(Protocol):
-    """Where ranks hang out their words. See `launch.board`, which has one in a store."""
+    """Where ranks publish their words: `launch.board.Board`, which says what each member does."""
 
-    @property
-    def rank(self) -> int:
-        """This one."""
-        ...
+    rank: int
+    size: int
+    words: Sequence[str]
+    verdict: str
+    answered: float
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
-
-    @property
-    def words(self) -> Sequence[str]:
-        """Of every rank, the last that was heard; empty: none."""
-        ...
-
-    @property
-    def verdict(self) -> str:
-        """What a rank said on being ended; empty: none has."""
-        ...
-
-    @property
-    def answered(self) -> float:
-        """When the board was last reached, by the monotonic clock."""
-        ...
-
-    def tell(self, word: str, ask: bool = False) -> None:
-        """Hang out `word`, and hear the others' if `ask`. Does not wait."""
-        ...
-
-    def announce(self, verdict: str, seconds: float) -> None:
-        """Tell all ranks why this one ends. Waits at most `seconds`."""
-        ...
-
-    def refresh(self, seconds: float) -> None:
-        """Hear the others now. Waits at most `seconds`."""
-        ...
-
-    def close(self) -> None:
-        """The last word has been said."""
-        ...
+    def tell(self, word: str, ask: bool = False) -> None: ...
+    def announce(self, verdict: str, seconds: float) -> None: ...
+    def refresh(self, seconds: float) -> None: ...
+    def close(self) -> None: ...
 
 
 def checked_seconds(stall_seconds: float | None) -> float | None:
@@ -108,7 +351,7 @@ class Watchdog:
 
     Args:
         stall_seconds: without progress, after which a rank is stuck; None: see `Stall`.
-        board: where the other ranks' words hang; None: there are none in other processes.
+        board: where the other ranks' words are; None: there are none in other processes.
         end: ends this process with an error. None: it is the user's own, who is only told, on
             standard error and by `stalled`.
         last_resort: have a thread of C end the process if the interpreter is held, so that not even
@@ -131,9 +374,9 @@ class Watchdog:
         self._end = end
         self._last_resort = last_resort
         self._clock = clock
-        self._stillness = Stall(stall_seconds)
-        self._tick = min(_TICK_SECONDS, (stall_seconds or stall.LEAST_SECONDS) / _TICKS)
-        self._pulses: list[Pulse] = []
+        self._stall = Stall(stall_seconds)
+        self._tick = min(_TICK_SECONDS, (stall_seconds or LEAST_SECONDS) / _TICKS)
+        self._pulse = Pulse()
         self._looked = clock()
         self._number = 0
         self._heard: dict[int, tuple[str, float]] = {}
@@ -145,10 +388,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="anybatch-watchdog", daemon=True)
 
     def pulse(self, rank: int) -> Pulse:
-        """A pulse for `rank`, watched from now on."""
-        pulse = Pulse(rank, self._explained)
-        self._pulses.append(pulse)
-        return pulse
+        """That of `rank`, the one of this process."""
+        self._pulse = Pulse(rank, self._explained)
+        return self._pulse
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -188,22 +430,21 @@ class Watchdog:
         # Time in which this thread did not run either (a stopped process, a machine that slept) is
         # nobody's fault: no more of it counts than was meant to pass.
         elapsed, self._looked = min(now - self._looked, 2 * self._tick), now
-        still = self._stillness
-        num_beats = sum(pulse.num_beats for pulse in self._pulses)
-        culprit = self._culprit()
-        ended = still.observe(elapsed, num_beats, culprit.phase, culprit.is_first)
+        still, pulse = self._stall, self._pulse
+        ended = still.observe(elapsed, pulse.num_beats, pulse.phase, pulse.is_first)
         if ended and self._told is not None:
             self._told.seconds = ended
             self._told = None
-        mine = self._word(culprit)
+        mine = self._word()
         others = self._listen(mine, elapsed)
         self._arm(mine)
         error = self._sentenced(mine, elapsed)
         if error is None and still.is_over:
-            name, slack = self._name(culprit), 2 * self._tick
+            board, slack = self._board, 2 * self._tick
+            name = f"rank {pulse.rank} of {board.size}" if board and board.size > 1 else "training"
             error = self._unheard(mine) or judged(name, mine, others, still.limit / 4, slack)
         if error is not None:
-            self._act(error, culprit)
+            self._act(error)
 
     def _run(self) -> None:
         while not self._closing.wait(self._tick):
@@ -217,20 +458,9 @@ class Watchdog:
         said = self._board.verdict if self._board else ""
         return PeerLost(said) if said else error
 
-    def _culprit(self) -> Pulse:
-        """Whom the others wait for: the first rank here that is at work and waits for none."""
-        working = [pulse for pulse in self._pulses if pulse.phase]
-        busy = (pulse for pulse in working if not waits_for_others(pulse.threads))
-        return next(busy, (working or self._pulses or [_NOBODY])[0])
-
-    def _name(self, culprit: Pulse) -> str:
-        """The rank that stands still, in words."""
-        size = self._board.size if self._board else len(self._pulses)
-        return f"rank {culprit.rank} of {size}" if size > 1 else "training"
-
-    def _word(self, pulse: Pulse) -> Word:
+    def _word(self) -> Word:
         self._number += 1
-        still = self._stillness
+        still, pulse = self._stall, self._pulse
         waits = bool(pulse.phase) and waits_for_others(pulse.threads)
         return Word(
             self._number, pulse.step, pulse.phase, waits, still.seconds, still.limit, time.time()
@@ -292,13 +522,13 @@ class Watchdog:
         else:
             faulthandler.cancel_dump_traceback_later()
 
-    def _act(self, error: Stuck | PeerLost, culprit: Pulse) -> None:
+    def _act(self, error: Stuck | PeerLost) -> None:
         if self._told is not None:
             return
-        begun = self._looked - self._stillness.seconds
-        self._told = _Standstill(culprit.step, culprit.phase, begun)
+        pulse = self._pulse
+        self._told = _Standstill(pulse.step, pulse.phase, self._looked - self._stall.seconds)
         self._stalled.append(self._told)
-        shown = stacks(culprit.threads) if isinstance(error, Stuck) else ""
+        shown = stacks(pulse.threads) if isinstance(error, Stuck) else ""
         sentence = f"{error}\n{shown}".rstrip()
         if self._end is None:
             sys.stderr.write(f"anybatch: {sentence}\n")
@@ -319,4 +549,46 @@ class _Standstill:
     seconds: float | None = None
 
 
-_NOBODY = Pulse()
+# ------------------------------------------------------------------------- where threads are
+
+
+def waits_for_others(threads: Sequence[int]) -> bool:
+    """Whether one of these threads of this process stands in a collective. A backward pass on a GPU
+    runs in a thread of autograd's own, while the one that began it waits."""
+    with _frames() as frames:
+        modules = [_module(frames.get(thread)) for thread in threads]
+        if any(module.startswith("torch.autograd") for module in modules):
+            modules += map(_module, frames.values())
+    return any(module.startswith(_WAITING_IN) for module in modules)
+
+
+@contextmanager
+def _frames() -> Iterator[dict[int, FrameType]]:
+    """The innermost frame of every thread. They are let go at the end: this thread's own is among them
+    and would hold them all, in a cycle, with the tensors of the pass that they were in."""
+    frames = sys._current_frames()
+    try:
+        yield frames
+    finally:
+        frames.clear()
+
+
+def _module(frame: FrameType | None) -> str:
+    return str(frame.f_globals.get("__name__", "")) if frame else ""
+
+
+def stacks(threads: Sequence[int]) -> str:
+    """The stacks of `threads`, and then those of the other threads that run Python code, indented."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    rest = [
+        ident
+        for ident, name in names.items()
+        if ident not in threads and ident != threading.get_ident() and name not in _OWN_THREADS
+    ]
+    lines: list[str] = []
+    with _frames() as frames:
+        for ident in (*threads, *rest):
+            if ident in frames:
+                lines.append(f"thread {names.get(ident, ident)}, most recent call last:\n")
+                lines += traceback.format_stack(frames[ident])
+    return indent("".join(lines).rstrip(), "  ")

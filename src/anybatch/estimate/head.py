@@ -14,8 +14,8 @@ from torch import nn
 
 from anybatch.compute import chunked_loss
 from anybatch.compute.blocks import modules_of
+from anybatch.compute.chunked_loss import noting
 from anybatch.compute.lm_loss import PLAIN_LOGITS
-from anybatch.compute.logits import noting
 from anybatch.estimate.family import Traced
 from anybatch.estimate.footprint import traced_step
 from anybatch.estimate.stage import num_traced
@@ -96,31 +96,20 @@ def _found(subject: Subject, choice: Choice, device: Device) -> Head | None:
         return None
     made_in, numbers = found
     model: nn.Module = next(iter(subject.stages.values())).model
-    name, layer = _layer_of(model, made_in)
-    if layer is None or not chunked_loss.can_be_chunked(layer):
+    layer = modules_of(model).get(made_in)
+    if not isinstance(layer, nn.Linear) or not chunked_loss.can_be_chunked(layer):
         return None
     words, width = layer.weight.shape
     dtype = layer.weight.dtype
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(choice.precision.partition("-")[0])
     head = Head(
-        name=name,
+        name=made_in,
         words=words,
         width=width,
         tokens=numbers / words / choice.micro_batch,
         dtype=dtype if half is None or dtype == torch.float64 else half,
     )
     return head if head.is_left_out(subject.whole) else None
-
-
-def _layer_of(model: nn.Module, made_in: str) -> tuple[str, nn.Linear | nn.Embedding | None]:
-    """The layer whose weight makes the logits, and its name: the module in which that is done, or the
-    embedding of the most words, if the product is in other code."""
-    modules = modules_of(model)
-    module = modules.get(made_in)
-    if isinstance(module, nn.Linear):
-        return made_in, module
-    embeddings = [(name, m) for name, m in modules.items() if isinstance(m, nn.Embedding)]
-    return max(embeddings, key=lambda item: item[1].num_embeddings, default=("", None))
 
 
 def logits_of(traced: Traced) -> tuple[str, int] | None:

@@ -45,9 +45,8 @@ from torch.utils._pytree import tree_map_only
 
 from anybatch.compute import Replica, find_blocks
 from anybatch.compute.blocks import match_blocks
-from anybatch.compute.buckets import BUCKET_BYTES
+from anybatch.compute.buckets import BUCKET_BYTES, check_divisible
 from anybatch.compute.precision import FORMATS, NORMS
-from anybatch.compute.shardable import check_divisible
 from anybatch.errors import InputError, PeerFailed, PeerLost
 from anybatch.parallel.abortable_group import DEADLINE, AbortableGroup
 from anybatch.parallel.buffers import BuffersOverGroup

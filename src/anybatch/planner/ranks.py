@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from anybatch.compute.buckets import check_divisible
 from anybatch.compute.ghost_norm import cut_norms
 from anybatch.compute.low_bit_optimizers import check_whole
-from anybatch.compute.shardable import check_divisible
 from anybatch.data import divided_ghosts, ghosts, share
 from anybatch.errors import InputError
 from anybatch.estimate import Subject, sums_of

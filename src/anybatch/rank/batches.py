@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from anybatch.data import (
-    Beside,
     evaluation_batches,
     is_map_style,
     lengths_of,
@@ -31,7 +30,6 @@ class Batches:
         group: the ranks.
         device: of this rank.
         pulse: told of each batch.
-        beside: stands around the start and the end of worker processes.
 
     Raises `InputError` if the task's lengths of the held-out samples cannot be used.
     """
@@ -43,14 +41,12 @@ class Batches:
         group: Group,
         device: torch.device,
         pulse: Pulse,
-        beside: Beside,
     ) -> None:
         self._task = task
         self._longest = longest or 1
         self._group = group
         self._device = device
         self._pulse = pulse
-        self._beside = beside
         # Lengths by index are those of the training data alone.
         known = callable(task.lengths) and task.valid is not None and is_map_style(task.valid)
         self._lengths = lengths_of(task.lengths, task.valid, "held-out") if known else None
@@ -91,7 +87,6 @@ class Batches:
             lengths=self._lengths if data is task.valid else None,
             most=size * self._longest,
             endless=self._endless if data is task.valid else None,
-            beside=self._beside,
         )
         numbers: deque[int] = deque()  # a batch is copied ahead: its number waits for it here
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from anybatch.engine import Limit, Meter, Skips
+from anybatch.engine import Meter, Skips, uncounted
 from anybatch.errors import InputError
 from anybatch.events import CheckpointFailed, CheckpointSaved, Resumed, Sink
 from anybatch.parallel import Group
@@ -26,8 +26,7 @@ class CheckpointManager:
         position: saved with it, and set by `resume`.
         skips: of bad data, if there are any; likewise.
         group: the ranks.
-        limit: lifted meanwhile: the buffers of writing and reading are nobody's budget.
-        meter: of the memory in use, which does not count them either.
+        meter: of the memory in use, which does not count the buffers of writing and reading.
         stages: whether there is memory for a copy, so that training goes on while it is written.
         sink: is told what comes of it.
 
@@ -43,7 +42,6 @@ class CheckpointManager:
         position: Position,
         skips: Skips | None,
         group: Group,
-        limit: Limit,
         meter: Meter,
         stages: bool,
         sink: Sink,
@@ -53,7 +51,6 @@ class CheckpointManager:
         self._position = position
         self._skips = skips
         self._group = group
-        self._limit = limit
         self._meter = meter
         self._stages = stages
         self._sink = sink
@@ -147,5 +144,5 @@ class CheckpointManager:
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
-        with self._limit.lifted(), self._meter.aside():
+        with uncounted(), self._meter.aside():
             yield

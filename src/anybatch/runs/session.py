@@ -60,6 +60,7 @@ from anybatch.engine import (
     checked_seconds,
     make_limit,
     to_reserve,
+    uncounted,
 )
 from anybatch.engine.process import use_one_heap
 from anybatch.errors import InputError, PeerLost, StopTraining
@@ -429,7 +430,7 @@ class Session:
 
         Raises `InputError` if there is no such file, it is damaged, or it is for another model.
         """
-        with self._limit.lifted(), self._meter.aside():
+        with uncounted(), self._meter.aside():
             together(self._group, lambda: load_weights(self.model, Path(path)))
         self._group.restored()
         self._position.step, self._position.epoch = step, epoch
@@ -618,7 +619,7 @@ class Session:
         self._replica = self._build(undo, None if checkpoints is None else frozen)
         self._model = self._replica.model
         self._pulse.follow(self._replica)
-        with self._limit.lifted():  # a compiler is no part of training
+        with uncounted():  # a compiler is no part of training
             together(group, self._replica.rehearse)
         undo.callback(group.close)
         together(group, lambda: group.adopt(self._replica))
@@ -635,7 +636,6 @@ class Session:
             task,
             pin_memory=device.type == "cuda",
             by_length=plan.task.ghost_batch is None,
-            beside=self._limit.beside,
         )
         undo.callback(self._loader.close)
         epoch = None if self._steps.num_samples is None else self._steps.epoch_samples
@@ -659,9 +659,7 @@ class Session:
         undo.callback(self._engine.close)
         self._reads = isinstance(self._loader, StreamLoader)
         self._alone_on_cpu = device.type == "cpu" and group.size == 1
-        self._batches = Batches(
-            task, plan.task.longest, group, device, self._pulse, self._limit.beside
-        )
+        self._batches = Batches(task, plan.task.longest, group, device, self._pulse)
         self._evaluation = Evaluation(
             self._replica,
             group,
@@ -688,7 +686,6 @@ class Session:
                 self._position,
                 self._skips,
                 group,
-                self._limit,
                 self._meter,
                 # A copy on the device that trains would be taken from the budget of training.
                 stages=device.type != "cpu" or not plan.enforced,

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anybatch.compute import chunked_loss
-from anybatch.compute.chunked_loss import can_be_chunked
-from anybatch.compute.logits import Logits, noting
+from anybatch.compute.chunked_loss import Logits, can_be_chunked, noting
 from anybatch.errors import DataError, InputError
 
 WORDS, WIDTH, BATCH, LENGTH = 97, 8, 3, 10
@@ -296,7 +295,7 @@ def test_only_a_plain_product_can_be_left_out():
     hooked = nn.Linear(2, 2)
     hooked.register_full_backward_hook(lambda *_: None)
     assert can_be_chunked(nn.Linear(2, 2))
-    assert can_be_chunked(nn.Embedding(2, 2))
+    assert not can_be_chunked(nn.Embedding(2, 2))
     for head in (Scaled(2, 2), hooked, nn.Conv2d(2, 2, 1), None):
         assert not can_be_chunked(head)
 
@@ -316,78 +315,3 @@ def test_a_wrong_target_is_named():
     told = pytest.raises(DataError, match=f"is {WORDS}, and the head has {WORDS} words")
     with chunked_loss.active(head), chunked_loss.however_few(), told:
         F.cross_entropy(rows(model(IDS)), wrong)
-
-
-# ------------------------------------------------------------------------ by an embedding's weight
-
-
-class Tied(Language):
-    """Multiplies by the weight of its embedding in its own code."""
-
-    def __init__(self, product: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        del self.head
-        self.product = product
-
-    def forward(self, ids_bt: Tensor) -> Tensor:
-        hidden_btd = self.norm(F.gelu(self.mix(self.embed(ids_bt))))
-        return self.product(hidden_btd, self.embed.weight)
-
-
-MULTIPLIED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "@ T": lambda hidden, weight: hidden @ weight.T,
-    "matmul with t": lambda hidden, weight: torch.matmul(hidden, weight.t()),
-    "matmul with transpose": lambda hidden, weight: hidden.matmul(weight.transpose(0, 1)),
-    "linear": F.linear,
-    "linear with a bias": lambda h, weight: F.linear(h, weight, bias=torch.ones(WORDS).to(h.dtype)),
-}
-WORKED_ON: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "einsum": lambda hidden, weight: torch.einsum("btd,vd->btv", hidden, weight),
-    "a norm of the weight": lambda hidden, weight: hidden @ F.normalize(weight, dim=-1).T,
-    "turned twice": lambda hidden, weight: F.linear(hidden, weight.T.contiguous().T),
-    "the other way round": lambda hidden, weight: (weight @ hidden.mT).mT,
-    "another function of autograd": lambda hidden, weight: Multiplied.apply(hidden, weight),
-}
-
-
-class Multiplied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        return hidden @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, weight = ctx.saved_tensors
-        return gradients[0] @ weight, (gradients[0].flatten(0, 1).T @ hidden.flatten(0, 1))
-
-
-@pytest.mark.parametrize(
-    "product", [*MULTIPLIED.values(), *WORKED_ON.values()], ids=[*MULTIPLIED, *WORKED_ON]
-)
-def test_a_weight_that_a_model_multiplies_by_itself_gives_the_same(
-    product: Callable[[Tensor, Tensor], Tensor],
-):
-    def gradients(chunked: bool) -> tuple[bool, list[Tensor]]:
-        model = Tied(product).double()
-        head = chunked_loss.install(model, "embed")[0] if chunked else None
-        with chunked_loss.active(head), chunked_loss.however_few():
-            found = model(IDS)
-            F.cross_entropy(found.flatten(0, 1), TARGETS.flatten()).backward()
-        assert model.embed.weight is model.embed._parameters["weight"]
-        return isinstance(found, Logits), [p.grad for p in model.parameters() if p.grad is not None]
-
-    (left_out, found), (_, wanted) = gradients(chunked=True), gradients(chunked=False)
-    assert left_out == (product in MULTIPLIED.values())
-    assert len(found) == len(wanted)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_a_weight_is_itself_again_where_a_pass_fails():
-    model = Tied(F.linear)
-    head, _ = chunked_loss.install(model, "embed")
-    with pytest.raises(IndexError), chunked_loss.active(head):
-        model(IDS + WORDS)
-    assert model.embed.weight is model.embed._parameters["weight"]
-    assert "weight" not in vars(model.embed)

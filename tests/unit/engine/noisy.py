@@ -61,7 +61,7 @@ def told(seconds: float = 1.0) -> Prediction:
 def keep_time_by(patch, clock, idle=0.0):
     """`clock` tells the time in trials, and that other processes have the core for `idle` seconds of
     each pass: what the machine does besides is no part of a test."""
-    patch.setattr("anybatch.engine.compute_timer.time", SimpleNamespace(perf_counter=clock))
+    patch.setattr("anybatch.engine.rehearsal.time", SimpleNamespace(perf_counter=clock))
     patch.setattr(
         "anybatch.engine.rehearsal.Stopwatch", lambda: SimpleNamespace(idle_seconds=lambda: idle)
     )

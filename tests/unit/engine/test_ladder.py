@@ -10,9 +10,20 @@ from tests.equivalence.worlds import World, task_of
 
 import anybatch as ab
 from anybatch.engine import ladder
-from anybatch.engine.ladder import EVALUATIONS, STEPS, WAITS, BatchLadder, Ladder
+from anybatch.engine.ladder import (
+    EVALUATIONS,
+    STEPS,
+    WAITS,
+    BatchLadder,
+    Ladder,
+    Leak,
+    nothing_leaner,
+)
 from anybatch.events import Evaluated, OutOfMemory, Replanned, StepDone
-from anybatch.plans import Choice
+from anybatch.oom import MemoryFailure
+from anybatch.plans import Choice, Plan, TaskIdentity
+
+MIB = 1 << 20
 
 TASK = task_of(World(num_samples=64, global_batch=16))
 
@@ -190,3 +201,15 @@ def test_the_batch_of_evaluations_grows_back(monkeypatch):
     assert changes[:2] == [(1, "evaluation batch 8"), (1, "evaluation batch 4")]
     assert changes[2] == (3, "evaluation batch 8")
     assert changes[3] == (5, "evaluation batch 16")
+
+
+def test_the_sentence_tells_how_much_and_since_when():
+    choice = Choice(micro_batch=1, evaluation_batch=1, precision="fp32")
+    identity = TaskIdentity(name="t", global_batch=8, parameters=1, trainable_parameters=1)
+    plan = Plan(task=identity, device="cpu", budget_bytes=64 * MIB, enforced=True, choice=choice)
+    failure = MemoryFailure("refused", None)
+    told = nothing_leaner(plan, "forward", failure, Leak(10, 10 * MIB, 30, 50 * MIB))
+    for words in ("2.00 MiB a step", "10.0 MiB after step 10", "50.0 MiB after step 30", ".item()"):
+        assert words in told
+    for none in (None, Leak(10, 40 * MIB, 30, 50 * MIB), Leak(3, 1, 3, 5)):
+        assert "too small" in nothing_leaner(plan, "forward", failure, none)

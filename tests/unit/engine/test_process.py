@@ -18,9 +18,9 @@ torch.ones(4).sum()
 """
 
 FIRST_USES = """
-from anybatch.engine.limit import Unlimited
+from anybatch.engine.limit import CpuLimit
 
-meter = Unlimited(torch.device("cpu")).enter()
+meter = CpuLimit().enter()
 model = torch.nn.Sequential(
     torch.nn.Linear(20, 64), torch.nn.BatchNorm1d(64), torch.nn.GELU(), torch.nn.Linear(64, 3)
 )
@@ -43,7 +43,7 @@ assert 8 << 20 <= meter.peak_bytes() < 12 << 20, meter.peak_bytes()
 
 BUDGET = """
 import resource
-from anybatch.engine.limit import ProcessLimit
+from anybatch.engine.limit import CpuLimit
 
 
 def faults():
@@ -55,7 +55,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-limits = [ProcessLimit(64 << 20), ProcessLimit(32 << 20)]
+limits = [CpuLimit(64 << 20), CpuLimit(32 << 20)]
 for limit in limits:
     limit.enter()
 limits[1].leave()

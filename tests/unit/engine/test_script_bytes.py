@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anybatch.engine.script_bytes import ScriptBytes
+from anybatch.engine.meter import ScriptBytes
 
 
 def rounds(kept: ScriptBytes, there: int, script: int, step: int, num: int) -> int:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from anybatch.engine.stacks import stacks, waits_for_others
+from anybatch.engine.watchdog import stacks, waits_for_others
 
 
 class Batch:

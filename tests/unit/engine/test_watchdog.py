@@ -10,11 +10,19 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from anybatch.engine.pulse import Pulse, Word
-from anybatch.engine.stacks import stacks, waits_for_others
-from anybatch.engine.stall import FIRST_SECONDS, LEAST_SECONDS, Heard, Stall, judged
-from anybatch.engine.straggler import Stragglers
-from anybatch.engine.watchdog import Watchdog
+from anybatch.engine.balance import Stragglers
+from anybatch.engine.watchdog import (
+    FIRST_SECONDS,
+    LEAST_SECONDS,
+    Heard,
+    Pulse,
+    Stall,
+    Watchdog,
+    Word,
+    judged,
+    stacks,
+    waits_for_others,
+)
 from anybatch.errors import AnybatchError, InputError, PeerLost, Stuck
 
 # --------------------------------------------------------------------------------------- how long
@@ -357,22 +365,6 @@ def test_a_process_of_the_users_own_is_told_and_lives(
     told = capsys.readouterr().err
     assert told.count("anybatch: training has made no progress") == 1
     assert dog.stalled() == []
-
-
-def test_ranks_in_threads_are_told_apart(waiting: set[int], capsys: pytest.CaptureFixture[str]):
-    now = [0.0]
-    dog = Watchdog(20, clock=lambda: now[0])
-    pulses = [dog.pulse(rank) for rank in range(3)]
-    waiting.update((0, 2))
-    with (
-        pulses[0].at_work("forward"),
-        pulses[1].at_work("loading"),
-        pulses[2].at_work("forward"),
-    ):
-        for _ in range(30):
-            now[0] += 1
-            dog.look()
-    assert "rank 1 of 3 has made no progress" in capsys.readouterr().err
 
 
 def test_the_word_says_where_a_rank_is(waiting: set[int]):
