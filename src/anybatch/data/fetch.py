@@ -1,7 +1,7 @@
 """Indices to a collated batch: the same samples, whoever asks, however the step is cut.
 
 Two ways. Tensors in memory are indexed at once. Any other map-style set is asked sample by sample
-(or through its `__getitems__`) and collated, by torch's `default_collate` in groups.
+(or through its `__getitems__`) and collated.
 
 What a sample draws from the default random generators must be a function of (seed, epoch, index)
 alone. Seeding before every sample would ensure it at 12 us a sample; most data sets draw nothing.
@@ -22,14 +22,13 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from anybatch.data.collation import Collate, batch_of, collated
 from anybatch.data.failure import Bad, BadSamples, Place, told
 from anybatch.data.generators import Borrowed, seed_by
 from anybatch.data.microbatch import parts_of
 from anybatch.data.order import mix
-from anybatch.data.stacking import AT_ONCE, stacked
 from anybatch.errors import AnybatchError, DataError
 from anybatch.oom import is_memory_error
 
@@ -123,7 +122,6 @@ class SampleFetch:
         self._dataset = dataset
         self._source, self._subset = _unwrapped(dataset)
         self._collate: Collate = collate or default_collate
-        self._stackable = self._collate is default_collate
         self._seed = seed
         self._keyed = False  # a sample or the collate function has drawn random numbers
         self._epoch: int | None = None
@@ -139,7 +137,7 @@ class SampleFetch:
         if not self._keyed:
             with Borrowed() as generators:
                 try:
-                    batch = self._put_together(self._samples(request), request)
+                    batch = batch_of(self._collate, list(self._samples(request)))
                     if not generators.drawn():
                         return batch
                     self._keyed = True
@@ -148,32 +146,7 @@ class SampleFetch:
                         raise
             # Random, or failed: one by one shows which sample it is.
         with Borrowed():
-            return self._one_by_one(request)
-
-    @property
-    def stacks(self) -> bool:
-        """Whether samples are put into their batch a few at a time. Not in worker processes, which are
-        under no budget, and where torch collates into shared memory."""
-        return self._stackable and get_worker_info() is None
-
-    def _put_together(self, samples: Iterator[Any], request: Request) -> Any:
-        if self.stacks:
-            return stacked(samples, _num_samples(request))
-        return batch_of(self._collate, list(samples))
-
-    def _one_by_one(self, request: Request) -> Any:
-        if self.stacks:
-            try:
-                return self._put_together(self._samples_one_by_one(request), request)
-            except BadSamples:
-                raise
-            except Exception as error:
-                if is_memory_error(error):
-                    raise
-            # What does not go together is told of all samples; or they do, if all are there at once.
-        batch = self._collated(request, list(self._samples_one_by_one(request)))
-        self._stackable = False
-        return batch
+            return self._collated(request, list(self._samples_one_by_one(request)))
 
     def _samples(self, request: Request) -> Iterator[Any]:
         many = getattr(self._source, "__getitems__", None)
@@ -183,15 +156,12 @@ class SampleFetch:
                 for index in indices:  # not map(): a sample that raises StopIteration would end it
                     yield self._sample(index)
                 continue
-            at_once = AT_ONCE if self.stacks else len(indices)
-            for start in range(0, len(indices), at_once):
-                asked = indices[start : start + at_once]
-                samples = many(asked)
-                if len(samples) != len(asked):
-                    raise DataError(
-                        "__getitems__ returned another number of samples than it was asked for"
-                    )
-                yield from samples
+            samples = many(indices)
+            if len(samples) != len(indices):
+                raise DataError(
+                    "__getitems__ returned another number of samples than it was asked for"
+                )
+            yield from samples
 
     def _samples_one_by_one(self, request: Request) -> Iterator[Any]:
         """Each under a seed of its own. After a bad one none is given: its error comes at the end."""
@@ -252,10 +222,6 @@ class SampleFetch:
                 " right?"
             )
         return f"{what}; mend or leave out the sample, {kind}[{index}] shows the error."
-
-
-def _num_samples(request: Request) -> int:
-    return sum(len(piece.indices) for piece in request)
 
 
 def _unwrapped(dataset: Any) -> tuple[Any, Tensor | None]:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from anybatch.errors import InputError
 from anybatch.oom import is_limited
-from anybatch.parallel.compress import sums_in
 from anybatch.parallel.group import Group, SingleDevice
 from anybatch.parallel.link import connect
 from anybatch.parallel.local_steps import LocalSteps
@@ -18,7 +17,10 @@ from anybatch.parallel.replicate import Replicate
 from anybatch.parallel.reproducible import Reproducible
 from anybatch.parallel.shard import Shard
 from anybatch.parallel.stale import Stale
+from anybatch.parallel.sums import Sums
 from anybatch.plans import Plan
+
+_COMPRESSED = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @contextmanager
@@ -83,7 +85,7 @@ def _as_asked(plan: Plan, device: torch.device, overlaps: bool) -> Group:
             " gradients cross while a step computes, and a rank that is refused memory meanwhile cannot"
             " answer: run it without --memory."
         )
-    sums = sums_in(exchange.compress)
+    sums = Sums(_COMPRESSED[exchange.compress])
     if exchange.every > 1:
         return LocalSteps(plan.shares, device, exchange.every, exchange.outer, sums)
     if exchange.stale:

@@ -38,7 +38,6 @@ class DistributedGroup(Group, ABC):
         same_weights(model)
 
     def staged(self, held: Held) -> None:
-        """See `Group`."""
         if self._buffers is not None:
             self._buffers.staged(held)
 
@@ -49,5 +48,4 @@ class DistributedGroup(Group, ABC):
                 self._buffers.settle()
 
     def exchange(self, value: T) -> list[T]:
-        """See `Group`."""
         return exchange(value)

@@ -83,7 +83,6 @@ class LocalSteps(DistributedGroup):
         self._momenta: list[Tensor] = []
 
     def adopt(self, replica: Replica) -> None:
-        """See `Group`."""
         # Between two steps nobody needs the gradients' storage: the movements cross in it.
         self._buckets = replica.flatten()
         self._parameters = [param for param in replica.parameters if param.requires_grad]
@@ -93,7 +92,6 @@ class LocalSteps(DistributedGroup):
         self._sums.reserve(self._buckets.flats)
 
     def begin(self) -> None:
-        """See `Group`."""
         self._within_step = True
 
     def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:

@@ -96,7 +96,6 @@ class NormExchange:
         self._pass = self._left = -1
 
     def begin_pass(self) -> None:
-        """See `Exchange`."""
         self._pass += 1
 
     def meet(self, place: int, count: int, mine: Tensor) -> tuple[Sequence[int], Tensor]:

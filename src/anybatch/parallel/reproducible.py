@@ -91,14 +91,12 @@ class Reproducible(Group):
         )
 
     def expect(self, num_samples: int) -> None:
-        """See `Group`."""
         self._there = num_units(num_samples, self._part)
         self._ranges = [
             parts_of_rank(num_samples, self._part, self.shares, rank) for rank in range(self.size)
         ]
 
     def begin(self) -> None:
-        """See `Group`."""
         self._free += [value for _, value in self._sums if not self._is_in_buckets(value)]
         self._sums.clear()
         if self._buckets is not None:
@@ -108,7 +106,6 @@ class Reproducible(Group):
             self._buffers.begin(owners)
 
     def part_staged(self, part: int, held: Held) -> None:
-        """See `Group`."""
         buckets = self._buckets
         if buckets is None or self._buffers is None:
             return
@@ -121,12 +118,10 @@ class Reproducible(Group):
             buckets.drop()
 
     def staged(self, held: Held) -> None:
-        """See `Group`."""
         if self._buffers is not None:
             self._buffers.ended(held)
 
     def gather(self, failed: bool) -> None:
-        """See `Group`."""
         if self._buckets is None or self._buffers is None:
             return
         if self._vote is None:
@@ -152,7 +147,6 @@ class Reproducible(Group):
     def agree(
         self, totals: Tensor | None, note: float = 0.0, wish: Wish = Wish.NOTHING
     ) -> Agreed | None:
-        """See `Group`."""
         buckets = self._buckets
         if self._vote is None:
             if totals is None:
@@ -169,7 +163,6 @@ class Reproducible(Group):
         return agreed
 
     def exchange(self, value: T) -> list[T]:
-        """See `Group`."""
         return exchange(value) if self._vote is not None else [value]
 
     def committed(self, replica: Replica) -> None:

@@ -156,11 +156,9 @@ class Shard(DistributedGroup):
         self._send(model, self._divide(model))
 
     def adopt(self, replica: Replica) -> None:
-        """See `Group`."""
         self._buffers = BuffersOverGroup(replica.model, self._device)
 
     def begin(self) -> None:
-        """See `Group`."""
         self._used.clear()
         self._failed = False
         if self._at_last:
@@ -172,11 +170,9 @@ class Shard(DistributedGroup):
         reshard(replica.model)
 
     def leave(self) -> None:
-        """See `Group`."""
         self._wire.cut()
 
     def last_pass(self, measured: bool = False) -> AbstractContextManager[None]:
-        """See `Group`."""
         return self._adding_up() if self._at_last else nullcontext()
 
     def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
@@ -199,7 +195,6 @@ class Shard(DistributedGroup):
     def agree(
         self, totals: Tensor | None, note: float = 0.0, wish: Wish = Wish.NOTHING
     ) -> Agreed | None:
-        """See `Group`."""
         used = [name in self._used for name in self._trained]
         flags = (self._failed, *used)
         agreed, (failures, *counts) = self._vote.hold(totals, note, flags, wish=wish)

@@ -77,7 +77,6 @@ class Stale(DistributedGroup):
         self._is_accepted = False  # a step that is not committed yet
 
     def adopt(self, replica: Replica) -> None:
-        """See `Group`."""
         self._buckets = replica.flatten()
         self._buffers = BuffersOverGroup(replica.model, self._device)
         self._crossing = [torch.zeros_like(flat) for flat in self._buckets.flats]
@@ -97,7 +96,6 @@ class Stale(DistributedGroup):
     def agree(
         self, totals: Tensor | None, note: float = 0.0, wish: Wish = Wish.NOTHING
     ) -> Agreed | None:
-        """See `Group`."""
         unused = self._buckets is not None and not all(self._buckets.used)
         agreed, (num_unused,) = self._vote.hold(totals, note, (unused,), wish=wish)
         self._is_some_unused = num_unused > 0
@@ -127,7 +125,6 @@ class Stale(DistributedGroup):
             buckets.drop_unused(before.used)
 
     def undone(self) -> None:
-        """See `Group`."""
         if self._is_accepted:
             self._under_way, self._is_accepted = None, False
 
