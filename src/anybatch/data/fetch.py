@@ -45,11 +45,9 @@ Request = Sequence[Piece]
 are left out."""
 
 
-def open_fetch(
-    dataset: Any, collate: Collate | None, seed: int, find_all: bool = False
-) -> TensorFetch | SampleFetch:
+def open_fetch(dataset: Any, collate: Collate | None, seed: int) -> TensorFetch | SampleFetch:
     """The fastest way to fetch from `dataset` that gives what fetching one by one and collating
-    would. `find_all`: see `SampleFetch`."""
+    would."""
     source, _ = _unwrapped(dataset)
     in_memory = (
         type(source) is TensorDataset
@@ -59,7 +57,7 @@ def open_fetch(
     )
     if in_memory:
         return TensorFetch(dataset)
-    return SampleFetch(dataset, collate, seed, find_all)
+    return SampleFetch(dataset, collate, seed)
 
 
 def sizes_alone(fetch: Callable[[Request], Any], indices: Tensor) -> list[int]:
@@ -107,18 +105,13 @@ class SampleFetch:
 
     Args:
         dataset, collate, seed: see `Task`.
-        find_all: a failure names every bad sample of the micro-batch, not only the first: what comes
-            after it is loaded all the same.
 
     Attributes:
         on_sample: called after every sample, to show that loading goes on; None: nobody looks.
     """
 
-    def __init__(
-        self, dataset: Any, collate: Collate | None, seed: int, find_all: bool = False
-    ) -> None:
+    def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
         self.on_sample: Callable[[], None] | None = None
-        self._find_all = find_all
         self._dataset = dataset
         self._source, self._subset = _unwrapped(dataset)
         self._collate: Collate = collate or default_collate
@@ -132,8 +125,9 @@ class SampleFetch:
         return type(self._dataset).__name__
 
     def __call__(self, request: Request) -> Any:
-        """The batch. Raises `BadSamples` if a sample or its own collation does, `DataError` if samples
-        cannot be collated together; errors that are about memory pass unchanged."""
+        """The batch. Raises `BadSamples` with all samples that cannot be loaded, or not even alone be
+        collated, `DataError` if samples cannot be collated together; errors that are about memory pass
+        unchanged."""
         if not self._keyed:
             with Borrowed() as generators:
                 try:
@@ -176,8 +170,6 @@ class SampleFetch:
                     raise
                 bad.append(Bad(Place(position, epoch, index), told(error)))
                 first = first or error
-                if not self._find_all:
-                    break
                 continue
             if first is None:
                 yield sample

@@ -83,12 +83,9 @@ def open_training(
 
     Raises `InputError` if no step can be made of the data.
     """
-    find_all = task.bad_data == "skip"
     steps = steps_of(task)
     if not is_map_style(task.train):
-        stream = StreamLoader(
-            task.train, steps, collate=task.collate, seed=task.seed, find_all=find_all
-        )
+        stream = StreamLoader(task.train, steps, collate=task.collate, seed=task.seed)
         return steps, stream
     loader = Loader(
         task.train,
@@ -98,7 +95,6 @@ def open_training(
         shuffle=task.shuffle,
         num_workers=task.num_workers,
         pin_memory=pin_memory,
-        find_all=find_all,
         lengths=lengths_of(task.lengths, task.train, "training"),
         by_length=by_length,
         beside=beside,
