@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from anybatch.parallel.objects import broadcast_object
-from anybatch.parallel.overwrite import overwrite
+from anybatch.parallel.collectives import broadcast_object, overwrite
 
 Held = Callable[[nn.Module, str], Tensor | None]
 """What buffer `name` of `module` held when the step began. Its result is only read."""
@@ -87,10 +86,6 @@ class BufferAgreement:
         self._num_values = sum(norm.width for norm in self._norms)
         self._num_flags = sum(len(names) for _, names in self._others)
         self.size: int = 2 * len(self._norms) + self._num_values + self._num_flags
-
-    def nothing(self) -> Tensor:
-        """The contribution of a rank that has none, on the CPU."""
-        return torch.zeros(self.size, dtype=torch.float64)
 
     def begin(self, held: Held) -> None:
         """For a rank that may have no `contribution`: what tells the buffers at the start of the
@@ -243,63 +238,12 @@ class BufferAgreement:
 
 
 @final
-class BuffersOverGroup:
-    """A `BufferAgreement` of the ranks of a process group.
-
-        staged     this rank's passes are over; may run out of memory
-        gather     on every rank in every attempt, before the vote
-        settle     on every rank, once the step is committed
-
-    Args:
-        model: the same on all ranks.
-        device: of the group's tensors.
-        group: None: the default one.
-        synchronised: see `BufferAgreement`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-        synchronised: bool = False,
-    ) -> None:
-        self._agreement = BufferAgreement(model, synchronised)
-        self._device = device
-        self._group = group
-        self._nothing = self._agreement.nothing()
-        self._mine: Tensor = self._nothing
-        size = dist.get_world_size(group)
-        self._theirs: Tensor = self._nothing.new_zeros(size, self._agreement.size, device=device)
-
-    def staged(self, held: Held) -> None:
-        """Work out what this rank contributes. Waits for the device."""
-        self._mine = self._agreement.contribution(held)
-
-    def gather(self) -> None:
-        """Tell one another what happened to the buffers; nothing, for a rank that did not come to
-        `staged`."""
-        if self._agreement.size:
-            mine, self._mine = self._mine.to(self._device), self._nothing
-            dist.all_gather(list(self._theirs.unbind()), mine, group=self._group)
-
-    def settle(self) -> None:
-        """Make the buffers the same on all ranks. The step must have succeeded on all of them."""
-        if self._agreement.size:
-            self._agreement.settle(self._theirs.cpu(), self._broadcast)
-
-    def _broadcast(self, mine: Sequence[Tensor | None], source: int) -> list[Tensor | None]:
-        return _given_by(source, mine, self._device, self._group)
-
-
-@final
-class BuffersByPart:
+class Buffers:
     """A `BufferAgreement` of the parts of a step, each of which began with the buffers that the step
-    found: they come out the same to the bit, whichever ranks had which parts.
+    found. The passes of a rank are a part; in reproducible mode it may have several.
 
-        begin      an attempt begins
+        begin      an attempt begins, and ranks do not have one part each
         staged     the passes of a part are over; may run out of memory
-        ended      those of all parts are
         gather     on every rank in every attempt, before the vote
         settle     on every rank, once the step is committed
 
@@ -307,33 +251,47 @@ class BuffersByPart:
         model: the same on all ranks.
         device: of the group's tensors.
         num_parts: of a full step, the most there are.
-        several: there are other ranks, of the default group.
+        several: there are other ranks.
+        synchronised: see `BufferAgreement`.
+        group: of the ranks; None: the default one.
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, num_parts: int, several: bool
+        self,
+        model: nn.Module,
+        device: torch.device,
+        num_parts: int,
+        *,
+        several: bool = True,
+        synchronised: bool = False,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._agreement = BufferAgreement(model)
+        self._agreement = BufferAgreement(model, synchronised)
         self._device = device
         self._several = several
-        self._parts = self._agreement.nothing().new_zeros(num_parts, self._agreement.size)
+        self._group = group
+        size = num_parts, self._agreement.size
+        self._mine = torch.zeros(size, dtype=torch.float64)
+        self._all = torch.zeros(size, dtype=torch.float64)
         self._first: dict[nn.Module, dict[str, Tensor | None]] = {}
-        self._owners: Sequence[int] = ()
+        self._owners: Sequence[int] = range(num_parts)
 
     def begin(self, owners: Sequence[int]) -> None:
         """`owners`: the rank that has each part."""
-        self._parts.zero_()
+        self._mine.zero_()
         self._first.clear()
         self._owners = owners
 
     @torch.no_grad()
     def staged(self, part: int, held: Held) -> None:
-        """Work out what `part` contributes; the buffers are to be put back before the next part. Waits
-        for the device."""
+        """Work out what `part` contributes; the buffers are put back before the next part of this rank.
+        Waits for the device."""
         if not self._agreement.size:
             return
         contribution = self._agreement.contribution(held)
-        self._parts[part] = contribution + 0.0  # no rank's zero has a sign of its own
+        self._mine[part] = contribution + 0.0  # no rank's zero has a sign of its own
+        if self._owners.count(self._owners[part]) == 1:
+            return
         for module, names in self._agreement.changed(contribution):
             if module not in self._first:  # the lowest part that wrote is the one that counts
                 now = {name: module._buffers.get(name) for name in names}
@@ -346,11 +304,14 @@ class BuffersByPart:
         self._agreement.begin(held)
 
     def gather(self) -> None:
-        """Tell one another what the parts contribute. Each is one rank's, so sums change no bit."""
-        if self._agreement.size and self._several:
-            theirs = self._parts.to(self._device)
-            dist.all_reduce(theirs)
-            self._parts.copy_(theirs)
+        """Tell one another what the parts contribute: nothing, for those that did not come to `staged`.
+        Each is one rank's, so sums change no bit."""
+        if self._agreement.size:
+            theirs = self._mine.to(self._device, copy=True)
+            if self._several:
+                dist.all_reduce(theirs, group=self._group)
+            self._all.copy_(theirs)
+            self._mine.zero_()
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -364,35 +325,26 @@ class BuffersByPart:
                     own.data.copy_(value)
         self._first.clear()
         if self._agreement.size:
-            self._agreement.settle(self._parts, self._broadcast)
+            self._agreement.settle(self._all, self._broadcast)
 
-    def _broadcast(self, mine: Sequence[Tensor | None], source: int) -> list[Tensor | None]:
-        """See `Broadcast`; `source` is a part."""
+    def _broadcast(self, mine: Sequence[Tensor | None], part: int) -> list[Tensor | None]:
+        """The tensors of the rank that has `part`. They cross in place where their shapes agree."""
         if not self._several:
             return list(mine)
-        return _given_by(self._owners[source], mine, self._device)
-
-
-def _given_by(
-    rank: int,
-    mine: Sequence[Tensor | None],
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-) -> list[Tensor | None]:
-    """See `Broadcast`. Tensors cross in place where their shapes agree."""
-    forms = broadcast_object([None if t is None else _form(t) for t in mine], rank, group)
-    given: list[Tensor | None] = []
-    for own, form in zip(mine, forms, strict=True):
-        if form is None:
-            given.append(None)
-            continue
-        shape, dtype, kind = form
-        if own is None or _form(own) != form:
-            home = device if device.type == kind else torch.device(kind)
-            own = torch.empty(shape, dtype=dtype, device=home)
-        overwrite(own, rank, device, group)
-        given.append(own)
-    return given
+        rank, device, group = self._owners[part], self._device, self._group
+        forms = broadcast_object([None if t is None else _form(t) for t in mine], rank, group)
+        given: list[Tensor | None] = []
+        for own, form in zip(mine, forms, strict=True):
+            if form is None:
+                given.append(None)
+                continue
+            shape, dtype, kind = form
+            if own is None or _form(own) != form:
+                home = device if device.type == kind else torch.device(kind)
+                own = torch.empty(shape, dtype=dtype, device=home)
+            overwrite(own, rank, device, group)
+            given.append(own)
+        return given
 
 
 def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, str]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anybatch.compute import Replica
-from anybatch.parallel.buffers import BuffersOverGroup, Held
+from anybatch.parallel.buffers import Buffers, Held
 from anybatch.parallel.group import Group
 from anybatch.parallel.vote import Vote, calling, exchange, same_weights
 
@@ -31,7 +31,7 @@ class DistributedGroup(Group, ABC):
         self.shares: Sequence[float] = tuple(shares)
         self._device = device
         self._vote = Vote(device)
-        self._buffers: BuffersOverGroup | None = None
+        self._buffers: Buffers | None = None
 
     def prepare(self, model: nn.Module) -> None:
         """See `Group`: those of rank 0."""
@@ -39,7 +39,7 @@ class DistributedGroup(Group, ABC):
 
     def staged(self, held: Held) -> None:
         if self._buffers is not None:
-            self._buffers.staged(held)
+            self._buffers.staged(self.rank, held)
 
     def committed(self, replica: Replica) -> None:
         """See `Group`: the buffers."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from anybatch.compute import Replica
 from anybatch.compute.buckets import Buckets
-from anybatch.parallel.buffers import BuffersOverGroup
+from anybatch.parallel.buffers import Buffers
 from anybatch.parallel.distributed import DistributedGroup
 from anybatch.parallel.group import Agreed, Wish
 from anybatch.parallel.norms import NormExchange
@@ -64,8 +64,8 @@ class Replicate(DistributedGroup):
     def adopt(self, replica: Replica) -> None:
         self._buckets = replica.flatten()
         self._sums.reserve(self._buckets.flats)
-        self._buffers = BuffersOverGroup(
-            replica.model, self._device, synchronised=self._norms is not None
+        self._buffers = Buffers(
+            replica.model, self._device, self.size, synchronised=self._norms is not None
         )
         if self._norms is not None:
             replica.synchronise(self._norms)

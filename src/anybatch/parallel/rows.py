@@ -21,9 +21,9 @@ from torch import Tensor
 
 from anybatch.compute.joint import Kinds, kinds_of, told_kinds
 from anybatch.errors import InputError
+from anybatch.parallel.collectives import overwrite
 from anybatch.parallel.group import Group
 from anybatch.parallel.norms import PassAbandoned
-from anybatch.parallel.overwrite import overwrite
 from anybatch.parallel.vote import calling
 
 _WHEN = "while encodings of samples were put together"

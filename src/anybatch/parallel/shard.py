@@ -50,7 +50,7 @@ from anybatch.compute.precision import FORMATS, NORMS
 from anybatch.compute.shardable import check_divisible
 from anybatch.errors import InputError, PeerFailed, PeerLost
 from anybatch.parallel.abortable_group import DEADLINE, AbortableGroup
-from anybatch.parallel.buffers import BuffersOverGroup
+from anybatch.parallel.buffers import Buffers
 from anybatch.parallel.distributed import DistributedGroup
 from anybatch.parallel.earlier_fsdp import add_zeros_for_unused, forget_pass
 from anybatch.parallel.group import Agreed, Wish
@@ -156,7 +156,7 @@ class Shard(DistributedGroup):
         self._send(model, self._divide(model))
 
     def adopt(self, replica: Replica) -> None:
-        self._buffers = BuffersOverGroup(replica.model, self._device)
+        self._buffers = Buffers(replica.model, self._device, self.size)
 
     def begin(self) -> None:
         self._used.clear()

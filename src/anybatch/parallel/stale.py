@@ -26,7 +26,7 @@ from torch import Tensor
 
 from anybatch.compute import Replica
 from anybatch.compute.buckets import Buckets
-from anybatch.parallel.buffers import BuffersOverGroup
+from anybatch.parallel.buffers import Buffers
 from anybatch.parallel.distributed import DistributedGroup
 from anybatch.parallel.group import Agreed, Wish
 from anybatch.parallel.sums import Sums
@@ -78,7 +78,7 @@ class Stale(DistributedGroup):
 
     def adopt(self, replica: Replica) -> None:
         self._buckets = replica.flatten()
-        self._buffers = BuffersOverGroup(replica.model, self._device)
+        self._buffers = Buffers(replica.model, self._device, self.size)
         self._crossing = [torch.zeros_like(flat) for flat in self._buckets.flats]
         self._sums.reserve(self._crossing)
 

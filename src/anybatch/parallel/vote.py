@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from anybatch.errors import PeerLost
 from anybatch.oom import is_memory_error
+from anybatch.parallel.collectives import gather_objects, overwrite
 from anybatch.parallel.group import NUM_FIXED, Agreed, Wish
-from anybatch.parallel.objects import gather_objects
-from anybatch.parallel.overwrite import overwrite
 
 T = TypeVar("T")
 

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from anybatch.errors import InputError, listed
-from anybatch.parallel.objects import broadcast_object
-from anybatch.parallel.overwrite import overwrite
+from anybatch.parallel.collectives import broadcast_object, overwrite
 from anybatch.parallel.vote import calling
 
 
