@@ -89,7 +89,7 @@ class Session:
         with ExitStack() as stack:
             if self._given.parallel != "single":
                 stack.enter_context(joined())
-            group, name = stack.enter_context(group_of(self._given))
+            group, name = group_of(self._given)
             Machine.here(device=name)  # or says that there is no such device
             device = torch.device(name)
             self._leader = group.rank == 0
