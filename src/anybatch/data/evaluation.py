@@ -25,16 +25,14 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from anybatch.data.collation import Collate, collated
-from anybatch.data.cut import around, positions
 from anybatch.data.failure import Place, fetched, told
-from anybatch.data.fetch import Piece, Request, SampleFetch, TensorFetch, open_fetch
 from anybatch.data.generators import Borrowed
 from anybatch.data.lengths import Extent, micro_batches_by_length
-from anybatch.data.loader import is_map_style, num_samples_of
+from anybatch.data.loader import Loader, is_map_style, num_samples_of
 from anybatch.data.microbatch import is_samples, parts_of, rebuilt
-from anybatch.data.order import Order
+from anybatch.data.schedule import Steps
 from anybatch.data.stream import Reading, check_readable
-from anybatch.data.workers import Beside, WorkerPool
+from anybatch.data.workers import Beside
 from anybatch.errors import DataError, InputError
 from anybatch.oom import is_memory_error
 
@@ -107,10 +105,19 @@ def evaluation_batches(
     missing = max(map(len, cuts)) - len(pieces)
     counts = [len(piece) for piece in pieces] + [0] * missing
     pieces += [range(1)] * missing
-    fetch = open_fetch(dataset, collate, seed)
-    order = Order(seed, len(dataset), shuffle=False)
-    workers = num_workers if pieces and isinstance(fetch, SampleFetch) else 0
-    return _by_index(fetch, order, pieces, counts, workers, pin_memory, gaps, beside)
+    if not pieces:
+        return iter(())
+    loader = Loader(
+        dataset,
+        Steps(len(dataset), len(dataset), epochs=1),
+        collate=collate,
+        seed=seed,
+        shuffle=False,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        beside=beside,
+    )
+    return _by_index(loader, pieces, counts, gaps)
 
 
 def _pieces(part: range, batch: int) -> list[range]:
@@ -118,31 +125,15 @@ def _pieces(part: range, batch: int) -> list[range]:
 
 
 def _by_index(
-    fetch: TensorFetch | SampleFetch,
-    order: Order,
-    pieces: list[range],
-    counts: list[int],
-    num_workers: int,
-    pin_memory: bool,
-    gaps: Sequence[int],
-    beside: Beside,
+    loader: Loader, pieces: list[range], counts: list[int], gaps: Sequence[int]
 ) -> Iterator[tuple[Any, int]]:
-    def requests() -> Iterator[Request]:
-        for piece in pieces:
-            whole = around(piece, gaps)
-            yield [Piece(0, order.indices(0, one.start, one.stop)) for one in whole]
-
-    workers: WorkerPool | None = None
+    loader.begin(0, lambda extent: pieces)
+    data = loader.next_step(gaps)  # all samples are one step
+    assert data is not None
     try:
-        if num_workers and isinstance(fetch, SampleFetch):
-            workers = WorkerPool(fetch, requests, num_workers, pin_memory, beside=beside)
-            workers.restart()
-        for piece, count, request in zip(pieces, counts, requests(), strict=True):
-            ask = partial(fetch, request) if workers is None else workers.next
-            yield fetched(ask, positions(piece, gaps)), count
+        yield from zip(data.micro_batches, counts, strict=True)
     finally:
-        if workers is not None:
-            workers.close()
+        loader.close()
 
 
 def _of_stream(

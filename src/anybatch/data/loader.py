@@ -108,22 +108,35 @@ class StepLoader(ABC):
         self._next, self._cut, self._gaps = index, cut, ()
         self._life += 1
 
-    def next_step(self) -> StepData | None:
-        """The next global step; None when training is over. Collates nothing yet.
+    def next_step(self, gaps: Sequence[int] = ()) -> StepData | None:
+        """The next global step, without the samples at the positions `gaps` (in order) of its global
+        batch; None when training is over. Collates nothing yet.
 
         Raises `DataError` if a stream fails or gives no sample.
         """
-        return self._given(())
+        if self._cut is None:
+            raise InputError("the loader has not begun: call begin(index, cut) first.")
+        step = self._step(self._next)
+        if step is None:
+            return None
+        self._next += 1
+        self._gaps = gaps
+        extent = self.extent(step.index, gaps)
+        ranges = self._cut(extent)
+        batches = self._micro_batches(step, ranges, self._life)
+        self._current = replace(
+            step, ranges=ranges, micro_batches=batches, extent=extent, gaps=gaps
+        )
+        return self._current
 
     def redo(self, cut: Cut, gaps: Sequence[int] = ()) -> StepData:
-        """The step that `next_step` gave last, under `cut`, which holds for later steps too, without
-        the samples at the positions `gaps` (in order) of its global batch."""
+        """The step that `next_step` gave last, under `cut`, which holds for later steps too."""
         if self._current is None:
             raise InputError(
                 "there is no step to redo, since none is held: call next_step() first."
             )
         self.begin(self._current.index, cut)
-        data = self._given(gaps)
+        data = self.next_step(gaps)
         assert data is not None  # it was there before
         return data
 
@@ -163,22 +176,6 @@ class StepLoader(ABC):
     @abstractmethod
     def _fetched(self, step: StepData, number: int, parts: Sequence[range]) -> Any:
         """The batch of `parts[number]` of `step`."""
-
-    def _given(self, gaps: Sequence[int]) -> StepData | None:
-        if self._cut is None:
-            raise InputError("the loader has not begun: call begin(index, cut) first.")
-        step = self._step(self._next)
-        if step is None:
-            return None
-        self._next += 1
-        self._gaps = gaps
-        extent = self.extent(step.index, gaps)
-        ranges = self._cut(extent)
-        batches = self._micro_batches(step, ranges, self._life)
-        self._current = replace(
-            step, ranges=ranges, micro_batches=batches, extent=extent, gaps=gaps
-        )
-        return self._current
 
     def _micro_batches(self, step: StepData, ranges: Sequence[range], life: int) -> Iterator[Any]:
         for number, part in enumerate(ranges):

@@ -18,8 +18,7 @@ more: that of the step before is spent, and that of this step is computed again 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -37,17 +36,11 @@ T = TypeVar("T")
 _PIECE = 1 << 20  # elements exchanged at once between two storages
 
 
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """Gradients that are crossing.
+class _UnderWay(NamedTuple):
+    """Gradients that are crossing."""
 
-    Attributes:
-        weight: total weight of the global batch that they are sums over.
-        used: for each parameter, whether any rank used it.
-    """
-
-    weight: float
-    used: Sequence[bool]
+    weight: float  # of the global batch that they are sums over
+    used: Sequence[bool]  # for each parameter, whether any rank used it
 
 
 @final
