@@ -31,10 +31,9 @@ from torch import Tensor, nn
 
 from anybatch.compute import Replica
 from anybatch.compute.buckets import Buckets
-from anybatch.parallel.distributed import DistributedGroup
 from anybatch.parallel.group import NUM_FIXED, Agreed, Wish
 from anybatch.parallel.sums import Sums
-from anybatch.parallel.vote import calling, exchange, wish_of
+from anybatch.parallel.vote import DistributedGroup, calling, exchange, wish_of
 from anybatch.plans import Outer
 
 T = TypeVar("T")

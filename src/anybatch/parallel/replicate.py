@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -25,13 +25,10 @@ from torch import Tensor
 from anybatch.compute import Replica
 from anybatch.compute.buckets import Buckets
 from anybatch.parallel.buffers import Buffers
-from anybatch.parallel.distributed import DistributedGroup
 from anybatch.parallel.group import Agreed, Wish
 from anybatch.parallel.norms import NormExchange
 from anybatch.parallel.sums import Sums
-from anybatch.parallel.vote import calling
-
-T = TypeVar("T")
+from anybatch.parallel.vote import DistributedGroup, calling
 
 
 @final

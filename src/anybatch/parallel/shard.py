@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -51,14 +51,11 @@ from anybatch.compute.shardable import check_divisible
 from anybatch.errors import InputError, PeerFailed, PeerLost
 from anybatch.parallel.abortable_group import DEADLINE, AbortableGroup
 from anybatch.parallel.buffers import Buffers
-from anybatch.parallel.distributed import DistributedGroup
 from anybatch.parallel.earlier_fsdp import add_zeros_for_unused, forget_pass
 from anybatch.parallel.group import Agreed, Wish
-from anybatch.parallel.vote import calling, exchange
+from anybatch.parallel.vote import DistributedGroup, calling, exchange
 from anybatch.parallel.whole import fill, reshard
 from anybatch.plans import Precision
-
-T = TypeVar("T")
 
 
 @final

@@ -18,7 +18,7 @@ more: that of the step before is spent, and that of this step is computed again 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -26,12 +26,9 @@ from torch import Tensor
 from anybatch.compute import Replica
 from anybatch.compute.buckets import Buckets
 from anybatch.parallel.buffers import Buffers
-from anybatch.parallel.distributed import DistributedGroup
 from anybatch.parallel.group import Agreed, Wish
 from anybatch.parallel.sums import Sums
-from anybatch.parallel.vote import calling
-
-T = TypeVar("T")
+from anybatch.parallel.vote import DistributedGroup, calling
 
 _PIECE = 1 << 20  # elements exchanged at once between two storages
 
