@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from tests.equivalence.reference import samples_of
@@ -19,7 +18,7 @@ from anybatch.engine.rollback import SavedBuffers
 from anybatch.oom import as_memory_failure
 from anybatch.parallel.norms import PassAbandoned
 from anybatch.parallel.shard import Shard
-from anybatch.parallel.whole import full_optimizer_state, full_state_dict
+from anybatch.parallel.whole import full_state_dict
 from anybatch.plans import Choice
 
 CPU = torch.device("cpu")
@@ -34,7 +33,6 @@ class Run:
     attempts: int = 0
     woken: list[str] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
 
 
 class Sharded:
@@ -76,7 +74,6 @@ class Sharded:
     def finish(self) -> Run:
         """What was trained, whole."""
         self.run.state = full_state_dict(self.model)
-        self.run.optimizer = full_optimizer_state(self.replica.optimizer)
         self.group.close()
         return self.run
 

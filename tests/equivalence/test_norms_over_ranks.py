@@ -23,7 +23,7 @@ from anybatch.compute import recompute
 from anybatch.compute.ghost_norm import GhostBatches
 from anybatch.data import ghosts, share
 from anybatch.errors import InputError
-from anybatch.parallel.buffers import BuffersOverGroup
+from anybatch.parallel.buffers import Buffers
 from anybatch.parallel.norms import NormExchange, PassAbandoned
 from anybatch.plans import Recompute
 
@@ -231,7 +231,8 @@ def train_on_ranks(case, group):
         if case.fault and case.fault[0] == rank:
             norms.exchange = Faulty(exchange, case.fault[1])
     undo = recompute.install(model, WAYS[case.way])
-    buffers = BuffersOverGroup(model, torch.device("cpu"), group, synchronised=case.divided)
+    size = dist.get_world_size(group)
+    buffers = Buffers(model, torch.device("cpu"), size, synchronised=case.divided, group=group)
     optimizer = optimizer_of(model)
     step = 0
     while step < STEPS:
@@ -245,7 +246,7 @@ def train_on_ranks(case, group):
         outcome = "done"
         try:
             stage(model, norms, case, rank, samples_of(case, step))
-            buffers.staged(lambda *place, saved=saved: saved[place])
+            buffers.staged(rank, lambda *place, saved=saved: saved[place])
             if isinstance(norms.exchange, Faulty):
                 norms.exchange.count()
         except PassAbandoned:

@@ -29,8 +29,8 @@ def run(*how):
 def test_without_room_for_their_threads_the_sentence_names_the_workers():
     found = run("of somebody else")
     assert found["told"].startswith(
-        "the worker processes that load samples (2) cannot be started (MemoryError: no room for"
-        " another thread)"
+        "the worker processes that load samples (2) cannot be started (RuntimeError: can't"
+        " start new thread)"
     )
     assert "use fewer num_workers, or num_workers=0" in found["told"]
     assert found["afterwards"] == 4  # the loader is none the worse for it

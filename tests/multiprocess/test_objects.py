@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup, new_group
 
 from anybatch.errors import LaunchError
 from anybatch.launch import call, find, join
-from anybatch.parallel.objects import broadcast_object, gather_objects
+from anybatch.parallel.collectives import broadcast_object, gather_objects
 from anybatch.process.signing import SECRET
 
 

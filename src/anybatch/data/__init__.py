@@ -61,4 +61,3 @@ from anybatch.data.tree import join as join
 from anybatch.data.tree import nodes_of as nodes_of
 from anybatch.data.tree import part_at as part_at
 from anybatch.data.tree import parts_of_rank as parts_of_rank
-from anybatch.data.workers import Beside as Beside

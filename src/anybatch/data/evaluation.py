@@ -14,10 +14,9 @@ may be left out (`gaps`): then this is how the others are given.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -25,19 +24,15 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from anybatch.data.collation import Collate, collated
-from anybatch.data.cut import around, positions
-from anybatch.data.failure import Bad, BadSamples, Place, Survey, told
-from anybatch.data.fetch import Piece, Request, SampleFetch, TensorFetch, open_fetch
-from anybatch.data.generators import Borrowed, restore, seed_by, seed_each, snapshot
+from anybatch.data.failure import Place, fetched, told
+from anybatch.data.generators import Borrowed
 from anybatch.data.lengths import Extent, micro_batches_by_length
-from anybatch.data.loader import is_map_style, num_samples_of
+from anybatch.data.loader import Loader, is_map_style, num_samples_of
 from anybatch.data.microbatch import is_samples, parts_of, rebuilt
-from anybatch.data.order import Order, mix
-from anybatch.data.stream import over_after, unreadable
-from anybatch.data.workers import Beside, WorkerPool
+from anybatch.data.schedule import Steps
+from anybatch.data.stream import Reading, check_readable
 from anybatch.errors import DataError, InputError
 from anybatch.oom import is_memory_error
-from anybatch.side_effects import generators_in
 
 MOST_WITHOUT_LENGTH = 100_000
 """Samples that a held-out stream may give without a length, or as many as the whole training has."""
@@ -65,11 +60,9 @@ def evaluation_batches(
     pin_memory: bool = False,
     lockstep: bool = False,
     gaps: Sequence[int] = (),
-    find_all: bool = False,
     lengths: Tensor | None = None,
     most: int = 0,
     endless: int | None = None,
-    beside: Beside = nullcontext,
 ) -> Iterator[tuple[Any, int]]:
     """(collated batch, number of samples) over this rank's part of `dataset`, at most `batch` each.
 
@@ -81,12 +74,10 @@ def evaluation_batches(
         lockstep: every rank gives equally many batches; one that has fewer of its own ends with
             batches that are not its own, said to be of 0 samples.
         gaps: indices of samples to leave out (of a stream: their numbers), in order.
-        find_all: bad samples are told all at once: what comes after the first is loaded, and not given.
         lengths: of the samples of map-style data. Then the ranks' parts go by total length, and a batch
             has a padded size of at most `most`, instead of `batch` samples.
         endless: a stream without a length that gives more samples is taken for one without an end;
             None: however many. One with a length is read so far.
-        beside: stands around the start and the end of worker processes.
 
     Raises `InputError` for a batch below one or a stream that can be read only once, `DataError` as
     `Loader` does.
@@ -96,7 +87,7 @@ def evaluation_batches(
     if not is_map_style(dataset):
         collate = collate or default_collate
         return _of_stream(
-            dataset, collate, batch, first, rank, shares, seed, lockstep, gaps, find_all, endless
+            dataset, collate, batch, first, rank, shares, seed, lockstep, gaps, endless
         )
     ranks = range(len(shares)) if lockstep else (rank,)
     kept = None if lengths is None else np.delete(lengths.numpy(), list(gaps))
@@ -110,10 +101,18 @@ def evaluation_batches(
     missing = max(map(len, cuts)) - len(pieces)
     counts = [len(piece) for piece in pieces] + [0] * missing
     pieces += [range(1)] * missing
-    fetch = open_fetch(dataset, collate, seed, find_all)
-    order = Order(seed, len(dataset), shuffle=False)
-    workers = num_workers if pieces and isinstance(fetch, SampleFetch) else 0
-    return _by_index(fetch, order, pieces, counts, workers, pin_memory, gaps, find_all, beside)
+    if not pieces:
+        return iter(())
+    loader = Loader(
+        dataset,
+        Steps(len(dataset), len(dataset), epochs=1),
+        collate=collate,
+        seed=seed,
+        shuffle=False,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+    )
+    return _by_index(loader, pieces, counts, gaps)
 
 
 def _pieces(part: range, batch: int) -> list[range]:
@@ -121,35 +120,15 @@ def _pieces(part: range, batch: int) -> list[range]:
 
 
 def _by_index(
-    fetch: TensorFetch | SampleFetch,
-    order: Order,
-    pieces: list[range],
-    counts: list[int],
-    num_workers: int,
-    pin_memory: bool,
-    gaps: Sequence[int],
-    find_all: bool,
-    beside: Beside,
+    loader: Loader, pieces: list[range], counts: list[int], gaps: Sequence[int]
 ) -> Iterator[tuple[Any, int]]:
-    def requests() -> Iterator[Request]:
-        for piece in pieces:
-            whole = around(piece, gaps)
-            yield [Piece(0, order.indices(0, one.start, one.stop)) for one in whole]
-
-    survey = Survey(find_all)
-    workers: WorkerPool | None = None
+    loader.begin(0, lambda extent: pieces)
+    data = loader.next_step(gaps)  # all samples are one step
+    assert data is not None
     try:
-        if num_workers and isinstance(fetch, SampleFetch):
-            workers = WorkerPool(fetch, requests, num_workers, pin_memory, beside=beside)
-            workers.restart()
-        for piece, count, request in zip(pieces, counts, requests(), strict=True):
-            ask = partial(fetch, request) if workers is None else workers.next
-            for batch in survey.fetched(ask, positions(piece, gaps)):
-                yield batch, count
-        survey.finish()
+        yield from zip(data.micro_batches, counts, strict=True)
     finally:
-        if workers is not None:
-            workers.close()
+        loader.close()
 
 
 def _of_stream(
@@ -162,14 +141,12 @@ def _of_stream(
     seed: int,
     lockstep: bool,
     gaps: Sequence[int],
-    find_all: bool,
     endless: int | None,
 ) -> Iterator[tuple[Any, int]]:
-    stream = _Stream(dataset, seed, gaps, find_all, endless)
+    stream = _Stream(_checked(dataset), seed, gaps, endless)
     given = len(stream.read(first))
     counts = [0] * len(shares)  # blocks, by rank
     last: list[tuple[int, Any]] = []  # a sample for those who only keep step
-    survey = Survey(find_all)
 
     def batch_of(numbered: list[tuple[int, Any]]) -> Any:
         names = [(0, number) for number, _ in numbered]
@@ -182,12 +159,10 @@ def _of_stream(
             break
         if owner == rank:
             places = [number for number, _ in samples]
-            for made in survey.fetched(partial(batch_of, samples), places):
-                yield made, len(samples)
+            yield fetched(partial(batch_of, samples), places), len(samples)
         given += len(samples)
         counts[owner] += 1
         last = samples[-1:]
-    survey.finish()
     if given == 0:
         raise DataError(
             f"the stream {type(dataset).__name__} gave no sample at all: give at least one."
@@ -212,95 +187,60 @@ def turns(shares: Sequence[float]) -> Iterator[int]:
         yield rank
 
 
-class _Stream:
-    """A stream, read once from its beginning. What it draws from the default generators is drawn from
-    a state of its own, so that no cut into batches changes it. See `evaluation_batches` for `gaps` and
-    `find_all`."""
+def _checked(dataset: Any) -> Any:
+    """A stream that can be read from its beginning again. Raises `InputError` for any other."""
+    name = type(dataset).__name__
+    if isinstance(dataset, Iterator):
+        raise InputError(
+            f"the stream is an iterator (of type {name}), which can be read only once, and"
+            " evaluation may have to begin again: give an object whose __iter__ starts anew, or a"
+            " list."
+        )
+    return dataset
 
-    def __init__(
-        self, dataset: Any, seed: int, gaps: Sequence[int], find_all: bool, endless: int | None
-    ) -> None:
+
+@final
+class _Stream:
+    """A stream, read once from its beginning. See `evaluation_batches` for `gaps` and `endless`."""
+
+    def __init__(self, dataset: Any, seed: int, gaps: Sequence[int], endless: int | None) -> None:
         self._dataset = dataset
         self._length = num_samples_of(dataset)
         self._endless = endless
-        self._name = type(dataset).__name__
-        self._position = 0
         self._gaps = frozenset(gaps)
-        self._find_all = find_all
-        self._failed = ""  # why the sample that was asked for last was not given
-        self._bad: list[Bad] = []
-        with Borrowed():
-            key = mix(seed, 0)
-            seed_by(key)
-            seed_each(generators_in(dataset), key)
-            self._samples = self._opened(dataset)
-            self._state = snapshot()
-
-    def read(self, count: int) -> list[tuple[int, Any]]:
-        """The next samples, each with its number, fewer at the end. Raises `DataError` if the stream
-        fails."""
-        samples: list[tuple[int, Any]] = []
-        if not count:
-            return samples
-        with Borrowed():
-            restore(self._state)
-            for number, sample in self._numbered():
-                if number not in self._gaps and not self._bad:
-                    samples.append((number, sample))
-                if len(samples) == count:
-                    break
-            self._state = snapshot()
-        if self._bad:  # and what comes after them was read for others of their kind
-            place, reason = self._bad[0]
-            raise BadSamples(unreadable(self._dataset, *place.name, reason), self._bad)
-        return samples
-
-    def _numbered(self) -> Iterator[tuple[int, Any]]:
-        """What the stream gives, until it ends, numbered by what it was to give."""
-        while True:
-            number = self._position
-            if number == self._length:
-                return
-            try:
-                sample = next(self._samples)
-            except StopIteration:
-                if self._failed:  # the sample before
-                    why = over_after(self._dataset, 0, number - 1, self._failed)
-                    raise DataError(why) from None
-                return
-            except Exception as error:
-                if is_memory_error(error):
-                    raise
-                self._failed = told(error)
-                self._position += 1
-                if number not in self._gaps:
-                    self._bad.append(Bad(Place(number, 0, number), self._failed))
-                    if not self._find_all:
-                        why = unreadable(self._dataset, 0, number, self._failed)
-                        raise BadSamples(why, self._bad) from error
-                continue
-            self._failed = ""
-            self._position += 1
-            if self._length is None:
-                check_ends(self._name, self._position, self._endless)
-            yield number, sample
-
-    def _opened(self, dataset: Any) -> Iterator[Any]:
+        self._name = type(dataset).__name__
         try:
-            samples = iter(dataset)
+            self._reading = Reading(dataset, seed, 0)
         except Exception as error:
             if is_memory_error(error):
                 raise
             raise DataError(
                 f"the stream {self._name} cannot be begun: {told(error)}; mend its __iter__."
             ) from error
-        if samples is dataset:
-            raise InputError(
-                f"the stream is an iterator (of type {self._name}), which can be read only once, and"
-                " evaluation may have to begin again: give an object whose __iter__ starts anew, or a"
-                " list."
-            )
-        return samples
+
+    def read(self, count: int) -> list[tuple[int, Any]]:
+        """The next samples, each with its number, fewer at the end. Raises `DataError` if the stream
+        fails."""
+        kept: list[tuple[int, Any]] = []
+        while len(kept) < count:
+            first = self._reading.position
+            wanted = count - len(kept)
+            if self._length is not None:
+                wanted = min(wanted, self._length - first)
+            found: list[Any] = []
+            self._reading.read(found, wanted)
+            if not found:
+                break
+            if self._length is None:
+                check_ends(self._name, self._reading.position, self._endless)
+            numbered = enumerate(found, first)
+            kept += [(number, one) for number, one in numbered if number not in self._gaps]
+        places = [Place(number, 0, number) for number, _ in kept]
+        fetched(
+            partial(check_readable, self._dataset, places, [sample for _, sample in kept]),
+            [number for number, _ in kept],
+        )
+        return kept
 
 
 def join(pieces: Sequence[Any], sizes: Sequence[int], place: str = "the output") -> Any:

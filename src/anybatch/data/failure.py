@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 from anybatch.errors import DataError
@@ -49,37 +49,13 @@ class BadSamples(DataError):
         ]
 
 
-@final
-class Survey:
-    """The bad samples of several batches: told all at once if `find_all`, else at the first."""
-
-    def __init__(self, find_all: bool) -> None:
-        self._find_all = find_all
-        self._bad: list[Bad] = []
-        self._first: BadSamples | None = None
-
-    def fetched(self, fetch: Callable[[], Any], positions: Sequence[int]) -> Iterator[Any]:
-        """What `fetch` gives for the samples at `positions`; nothing once a sample was bad.
-
-        Raises `BadSamples` with the first, unless all are to be found.
-        """
-        try:
-            batch = fetch()
-        except BadSamples as error:
-            self._bad += error.at(positions)
-            self._first = self._first or error
-        else:
-            if self._first is None:
-                yield batch
-            return
-        if not self._find_all:
-            self.finish()
-
-    def finish(self) -> None:
-        """Raises `BadSamples` with all that were found, if any."""
-        first = self._first
-        if first is not None:
-            raise BadSamples(str(first), self._bad) from first.__cause__
+def fetched(fetch: Callable[[], Any], positions: Sequence[int]) -> Any:
+    """What `fetch` gives for the samples at `positions` of a global batch. Raises `BadSamples` with
+    these positions."""
+    try:
+        return fetch()
+    except BadSamples as error:
+        raise BadSamples(str(error), error.at(positions)) from error.__cause__
 
 
 def told(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """Indices to a collated batch: the same samples, whoever asks, however the step is cut.
 
 Two ways. Tensors in memory are indexed at once. Any other map-style set is asked sample by sample
-(or through its `__getitems__`) and collated, by torch's `default_collate` in groups.
+(or through its `__getitems__`) and collated.
 
 What a sample draws from the default random generators must be a function of (seed, epoch, index)
 alone. Seeding before every sample would ensure it at 12 us a sample; most data sets draw nothing.
@@ -24,14 +24,13 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from anybatch.data.collation import Collate, batch_of, collated
 from anybatch.data.failure import Bad, BadSamples, Place, told
 from anybatch.data.generators import Borrowed, seed_by, seed_each
 from anybatch.data.microbatch import parts_of
 from anybatch.data.order import mix
-from anybatch.data.stacking import AT_ONCE, stacked
 from anybatch.errors import AnybatchError, DataError
 from anybatch.oom import is_memory_error
 from anybatch.side_effects import generators_in, rewinding
@@ -49,11 +48,9 @@ Request = Sequence[Piece]
 are left out."""
 
 
-def open_fetch(
-    dataset: Any, collate: Collate | None, seed: int, find_all: bool = False
-) -> TensorFetch | SampleFetch:
+def open_fetch(dataset: Any, collate: Collate | None, seed: int) -> TensorFetch | SampleFetch:
     """The fastest way to fetch from `dataset` that gives what fetching one by one and collating
-    would. `find_all`: see `SampleFetch`."""
+    would."""
     source, _ = _unwrapped(dataset)
     in_memory = (
         type(source) is TensorDataset
@@ -63,7 +60,7 @@ def open_fetch(
     )
     if in_memory:
         return TensorFetch(dataset)
-    return SampleFetch(dataset, collate, seed, find_all)
+    return SampleFetch(dataset, collate, seed)
 
 
 def sizes_alone(fetch: Callable[[Request], Any], indices: Tensor) -> list[int]:
@@ -111,22 +108,16 @@ class SampleFetch:
 
     Args:
         dataset, collate, seed: see `Task`.
-        find_all: a failure names every bad sample of the micro-batch, not only the first: what comes
-            after it is loaded all the same.
 
     Attributes:
         on_sample: called after every sample, to show that loading goes on; None: nobody looks.
     """
 
-    def __init__(
-        self, dataset: Any, collate: Collate | None, seed: int, find_all: bool = False
-    ) -> None:
+    def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
         self.on_sample: Callable[[], None] | None = None
-        self._find_all = find_all
         self._dataset = dataset
         self._source, self._subset = _unwrapped(dataset)
         self._collate: Collate = collate or default_collate
-        self._stackable = self._collate is default_collate
         self._seed = seed
         self._keyed = False  # a sample or the collate function has drawn random numbers
         self._own: list[Any] | None = None  # the data set's generators, once they were looked for
@@ -142,15 +133,16 @@ class SampleFetch:
         return type(self._dataset).__name__
 
     def __call__(self, request: Request) -> Any:
-        """The batch. Raises `BadSamples` if a sample or its own collation does, `DataError` if samples
-        cannot be collated together; errors that are about memory pass unchanged."""
+        """The batch. Raises `BadSamples` with all samples that cannot be loaded, or not even alone be
+        collated, `DataError` if samples cannot be collated together; errors that are about memory pass
+        unchanged."""
         if self._own is None:
             self._own = generators_in(self._dataset)
             self._keyed = bool(self._own)
         if not self._keyed:
             with Borrowed() as generators:
                 try:
-                    batch = self._put_together(self._samples(request), request)
+                    batch = batch_of(self._collate, list(self._samples(request)))
                     if not generators.drawn():
                         return batch
                     self._keyed = True
@@ -161,35 +153,10 @@ class SampleFetch:
         back = [rewinding(generator) for generator in self._own]
         try:
             with Borrowed():
-                return self._one_by_one(request)
+                return self._collated(request, list(self._samples_one_by_one(request)))
         finally:
             for put_back in back:
                 put_back()
-
-    @property
-    def stacks(self) -> bool:
-        """Whether samples are put into their batch a few at a time. Not in worker processes, which are
-        under no budget, and where torch collates into shared memory."""
-        return self._stackable and get_worker_info() is None
-
-    def _put_together(self, samples: Iterator[Any], request: Request) -> Any:
-        if self.stacks:
-            return stacked(samples, _num_samples(request))
-        return batch_of(self._collate, list(samples))
-
-    def _one_by_one(self, request: Request) -> Any:
-        if self.stacks:
-            try:
-                return self._put_together(self._samples_one_by_one(request), request)
-            except BadSamples:
-                raise
-            except Exception as error:
-                if is_memory_error(error):
-                    raise
-            # What does not go together is told of all samples; or they do, if all are there at once.
-        batch = self._collated(request, list(self._samples_one_by_one(request)))
-        self._stackable = False
-        return batch
 
     def _samples(self, request: Request) -> Iterator[Any]:
         many = getattr(self._source, "__getitems__", None)
@@ -199,15 +166,12 @@ class SampleFetch:
                 for index in indices:  # not map(): a sample that raises StopIteration would end it
                     yield self._sample(index)
                 continue
-            at_once = AT_ONCE if self.stacks else len(indices)
-            for start in range(0, len(indices), at_once):
-                asked = indices[start : start + at_once]
-                samples = many(asked)
-                if len(samples) != len(asked):
-                    raise DataError(
-                        "__getitems__ returned another number of samples than it was asked for"
-                    )
-                yield from samples
+            samples = many(indices)
+            if len(samples) != len(indices):
+                raise DataError(
+                    "__getitems__ returned another number of samples than it was asked for"
+                )
+            yield from samples
 
     def _samples_one_by_one(self, request: Request) -> Iterator[Any]:
         """Each under a seed of its own. After a bad one none is given: its error comes at the end."""
@@ -224,8 +188,6 @@ class SampleFetch:
                     raise
                 bad.append(Bad(Place(position, epoch, index), told(error)))
                 first = first or error
-                if not self._find_all:
-                    break
                 continue
             if first is None:
                 yield sample
@@ -270,10 +232,6 @@ class SampleFetch:
                 " right?"
             )
         return f"{what}; mend or leave out the sample, {kind}[{index}] shows the error."
-
-
-def _num_samples(request: Request) -> int:
-    return sum(len(piece.indices) for piece in request)
 
 
 def _unwrapped(dataset: Any) -> tuple[Any, Tensor | None]:

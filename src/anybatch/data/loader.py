@@ -1,4 +1,4 @@
-"""Loader: the micro-batches of each global step, for map-style data sets.
+"""Loaders: the micro-batches of each global step; `Loader` is that of map-style data sets.
 
     begin(index, cut)  from this step on, this rank takes of each step what `cut` says
     next_step()        the next global step, or None when training is over
@@ -12,9 +12,9 @@ is meant is told by its index, as to `Steps`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
@@ -24,12 +24,12 @@ from torch.utils.data import IterableDataset
 
 from anybatch.data.collation import Collate
 from anybatch.data.cut import around, positions
-from anybatch.data.failure import BadSamples, Place, Survey, told_samples
+from anybatch.data.failure import BadSamples, Place, fetched, told_samples
 from anybatch.data.fetch import Piece, Request, SampleFetch, open_fetch
 from anybatch.data.lengths import Extent, lengths_of_step, ordered
 from anybatch.data.order import Order
 from anybatch.data.schedule import Steps
-from anybatch.data.workers import Beside, WorkerPool
+from anybatch.data.workers import WorkerPool
 from anybatch.errors import InputError
 from anybatch.events import step_number
 
@@ -84,19 +84,117 @@ def num_samples_of(dataset: Any) -> int | None:
         return None
 
 
+class StepLoader(ABC):
+    """What `Loader` and `StreamLoader` have in common; see the module.
+
+    Attributes:
+        has_collate: whether samples are collated by a function of the user's.
+        can_have_workers: whether `num_workers` processes would load samples.
+    """
+
+    can_have_workers: bool
+
+    def __init__(self, collate: Collate | None) -> None:
+        self.has_collate: bool = collate is not None
+        self._cut: Cut | None = None
+        self._next = 0
+        self._gaps: Sequence[int] = ()  # in the step that is given next, or was given last
+        self._life = 0  # counts beginnings, so that iterators of an earlier one are known as stale
+        self._current: StepData | None = None
+
+    def begin(self, index: int, cut: Cut) -> None:
+        """Makes the step `index` the next one, under `cut`; discards what was fetched ahead."""
+        self._next, self._cut, self._gaps = index, cut, ()
+        self._life += 1
+
+    def next_step(self, gaps: Sequence[int] = ()) -> StepData | None:
+        """The next global step, without the samples at the positions `gaps` (in order) of its global
+        batch; None when training is over. Collates nothing yet.
+
+        Raises `DataError` if a stream fails or gives no sample.
+        """
+        if self._cut is None:
+            raise InputError("the loader has not begun: call begin(index, cut) first.")
+        step = self._step(self._next)
+        if step is None:
+            return None
+        self._next += 1
+        self._gaps = gaps
+        extent = self.extent(step.index, gaps)
+        ranges = self._cut(extent)
+        batches = self._micro_batches(step, ranges, self._life)
+        self._current = replace(
+            step, ranges=ranges, micro_batches=batches, extent=extent, gaps=gaps
+        )
+        return self._current
+
+    def redo(self, cut: Cut, gaps: Sequence[int] = ()) -> StepData:
+        """The step that `next_step` gave last, under `cut`, which holds for later steps too."""
+        if self._current is None:
+            raise InputError(
+                "there is no step to redo, since none is held: call next_step() first."
+            )
+        self.begin(self._current.index, cut)
+        data = self.next_step(gaps)
+        assert data is not None  # it was there before
+        return data
+
+    def commit(self) -> None:  # noqa: B027 - nothing is a good default
+        """The step is done: its samples are let go of, where they are held."""
+
+    def close(self) -> None:
+        """Ends the worker processes. The loader gives nothing afterwards."""
+        self._life += 1
+        self._cut = None
+
+    def describe(self, part: range) -> str:
+        """The samples behind `part` of the current step, for messages; at most eight are shown."""
+        names = [place.name for place in self.places(part[:8])]
+        return told_samples(names, len(part)) if names else "no samples"
+
+    @abstractmethod
+    def extent(self, index: int, gaps: Sequence[int] = ()) -> Extent:
+        """The samples of the step `index` without those at the positions `gaps`, of all ranks."""
+
+    @abstractmethod
+    def places(self, part: range) -> list[Place]:
+        """The samples behind `part` of the current step."""
+
+    @abstractmethod
+    def alone(self, place: Place) -> Any:
+        """A sample of the current step as a batch of its own, fetched in this process."""
+
+    @abstractmethod
+    def together(self, part: range) -> Any:
+        """The samples behind `part` of the current step as one batch, fetched in this process."""
+
+    @abstractmethod
+    def _step(self, index: int) -> StepData | None:
+        """The step `index`, not yet cut; None when training is over."""
+
+    @abstractmethod
+    def _fetched(self, step: StepData, number: int, parts: Sequence[range]) -> Any:
+        """The batch of `parts[number]` of `step`."""
+
+    def _micro_batches(self, step: StepData, ranges: Sequence[range], life: int) -> Iterator[Any]:
+        for number, part in enumerate(ranges):
+            if life != self._life:
+                raise InputError(
+                    f"step {step_number(step.index)} has been begun anew: take the micro-batches of the"
+                    " newer StepData."
+                )
+            ask = partial(self._fetched, step, number, ranges)
+            yield fetched(ask, positions(part, self._gaps))
+
+
 @final
-class Loader:
+class Loader(StepLoader):
     """Training data by index, in the global order.
 
     `num_workers` processes fetch ahead, across steps too; tensors in memory are faster without and
     ignore it. `pin_memory` makes the workers' batches ready for asynchronous copies to CUDA
-    devices. `find_all`: bad samples are told all at once, for a whole step of this rank: what comes
-    after the first is loaded, and not given. `lengths`: of the samples, by index, as `lengths_of`
-    returns them; `by_length`: those of a global batch come in that order, longest first. `beside`:
-    stands around the start and the end of workers.
-
-    Attributes:
-        has_collate: whether samples are collated by a function of the user's.
+    devices. `lengths`: of the samples, by index, as `lengths_of` returns them; `by_length`: those of a
+    global batch come in that order, longest first.
     """
 
     def __init__(
@@ -109,17 +207,15 @@ class Loader:
         shuffle: bool = True,
         num_workers: int = 0,
         pin_memory: bool = False,
-        find_all: bool = False,
         lengths: Tensor | None = None,
         by_length: bool = False,
-        beside: Beside = nullcontext,
     ) -> None:
+        super().__init__(collate)
         if steps.num_samples != len(dataset):
             raise InputError(
                 f"the steps are laid out for {steps.num_samples} samples, but the data set has"
                 f" {len(dataset)}: lay them out for the data set that is loaded."
             )
-        self.has_collate: bool = collate is not None
         self._steps = steps
         self._lengths = lengths
         self._order = (
@@ -127,92 +223,30 @@ class Loader:
             if by_length and lengths is not None
             else Order(seed, len(dataset), shuffle)
         )
-        self._fetch = open_fetch(dataset, collate, seed, find_all)
-        self._find_all = find_all
+        self._fetch = open_fetch(dataset, collate, seed)
+        self.can_have_workers: bool = isinstance(self._fetch, SampleFetch)
         self._workers: WorkerPool | None = None
         if num_workers and isinstance(self._fetch, SampleFetch):
-            self._workers = WorkerPool(
-                self._fetch, self._requests_ahead, num_workers, pin_memory, beside=beside
-            )
-        self._cut: Cut | None = None
-        self._next = 0
-        self._gaps: Sequence[int] = ()  # in the step that is given next, or was given last
-        self._life = 0  # counts beginnings, so that iterators of an earlier one are known as stale
-        self._current: StepData | None = None
+            self._workers = WorkerPool(self._fetch, self._requests_ahead, num_workers, pin_memory)
         # The micro-batch that the workers give next: the step's index, its own; None: not started.
         self._ahead: tuple[int, int] | None = None
 
-    @property
-    def can_have_workers(self) -> bool:
-        """Whether `num_workers` processes would load samples: not those that lie in memory."""
-        return isinstance(self._fetch, SampleFetch)
-
     def begin(self, index: int, cut: Cut) -> None:
-        """Makes the step `index` the next one, under `cut`; discards what was fetched ahead."""
-        self._next, self._cut = index, cut
-        self._gaps = ()
-        self._life += 1
+        super().begin(index, cut)
         self._ahead = None
 
-    def next_step(self) -> StepData | None:
-        """The next global step; None when training is over. Fetches nothing yet."""
-        return self._given(())
-
-    def _given(self, gaps: Sequence[int]) -> StepData | None:
-        if self._cut is None:
-            raise InputError("the loader has not begun: call begin(index, cut) first.")
-        index, steps = self._next, self._steps
-        first_sample = steps.samples_before(index)
-        num_samples = steps.samples_before(index + 1) - first_sample
-        if not num_samples:
-            return None
-        self._next += 1
-        self._gaps = gaps
-        extent = self.extent(index, gaps)
-        ranges = self._cut(extent)
-        self._current = StepData(
-            index=index,
-            epoch=steps.epoch_of(index),
-            first_sample=first_sample,
-            num_samples=num_samples,
-            epoch_end=steps.is_epoch_end(index),
-            next_epoch=steps.epoch_of(index + 1),
-            ranges=ranges,
-            micro_batches=self._micro_batches(index, first_sample, ranges, self._life),
-            extent=extent,
-            gaps=gaps,
-        )
-        return self._current
-
-    def redo(self, cut: Cut, gaps: Sequence[int] = ()) -> StepData:
-        """The step that `next_step` gave last, under `cut`, which holds for later steps too, without
-        the samples at the positions `gaps` (in order) of its global batch."""
-        if self._current is None:
-            raise InputError("there is no step to redo: call next_step() first.")
-        self.begin(self._current.index, cut)
-        data = self._given(gaps)
-        assert data is not None  # it was there before
-        return data
+    def close(self) -> None:
+        super().close()
+        if self._workers is not None:
+            self._workers.close()
 
     def extent(self, index: int, gaps: Sequence[int] = ()) -> Extent:
-        """The samples of the step `index` without those at the positions `gaps`, of all ranks."""
         if self._lengths is None:
             return Extent(self._steps.num_samples_of(index) - len(gaps))
         lengths = lengths_of_step(index, self._lengths, self._steps, self._order)
         return Extent(len(lengths) - len(gaps), np.delete(lengths, list(gaps)) if gaps else lengths)
 
-    def commit(self) -> None:
-        """The step is done. Nothing to do here: no samples are held."""
-
-    def describe(self, part: range) -> str:
-        """The samples behind `part` of the current step, for messages; at most eight are shown."""
-        if self._current is None:
-            return "no samples"
-        names = [place.name for place in self.places(part[:8])]
-        return told_samples(names, len(part)) if names else "no samples"
-
     def places(self, part: range) -> list[Place]:
-        """The samples behind `part` of the current step."""
         if self._current is None:
             return []
         pieces = self._request(self._current.first_sample, part, self._gaps)
@@ -221,62 +255,51 @@ class Loader:
         return [Place(at, *name) for at, name in zip(places, names, strict=True)]
 
     def alone(self, place: Place) -> Any:
-        """A sample of the current step as a batch of its own, fetched in this process."""
         at = place.position
-        first_sample = 0 if self._current is None else self._current.first_sample
-        return self._fetch(self._request(first_sample, range(at, at + 1), ()))
+        return self._fetch(self._request(self._first_sample, range(at, at + 1), ()))
 
     def together(self, part: range) -> Any:
-        """The samples behind `part` of the current step as one batch, fetched in this process."""
-        first_sample = 0 if self._current is None else self._current.first_sample
-        return self._fetch(self._request(first_sample, part, self._gaps))
+        return self._fetch(self._request(self._first_sample, part, self._gaps))
 
-    def close(self) -> None:
-        """Ends the worker processes. The loader gives nothing afterwards."""
-        self._life += 1
-        self._cut = None
-        if self._workers is not None:
-            self._workers.close()
+    @property
+    def _first_sample(self) -> int:
+        return 0 if self._current is None else self._current.first_sample
 
-    def _micro_batches(
-        self, index: int, first_sample: int, ranges: Sequence[range], life: int
-    ) -> Iterator[Any]:
-        survey = Survey(self._find_all)
-        for number, part in enumerate(ranges):
-            if life != self._life:
-                raise InputError(
-                    f"step {step_number(index)} has been begun anew: take the micro-batches of the"
-                    " newer StepData."
-                )
-            if self._workers is None:
-                ask = partial(self._fetch, self._request(first_sample, part, self._gaps))
-            else:
-                ask = partial(self._from_workers, self._workers, index, number, len(ranges))
-            yield from survey.fetched(ask, positions(part, self._gaps))
-        survey.finish()
+    def _step(self, index: int) -> StepData | None:
+        steps = self._steps
+        num_samples = steps.num_samples_of(index)
+        if not num_samples:
+            return None
+        return StepData(
+            index=index,
+            epoch=steps.epoch_of(index),
+            first_sample=steps.samples_before(index),
+            num_samples=num_samples,
+            epoch_end=steps.is_epoch_end(index),
+            next_epoch=steps.epoch_of(index + 1),
+            ranges=(),
+            micro_batches=iter(()),
+            extent=Extent(num_samples),
+        )
 
-    def _from_workers(self, workers: WorkerPool, index: int, number: int, count: int) -> Any:
-        if self._ahead != (index, number):  # the first one, or a step was left before its end
-            self._ahead = index, number
-            workers.restart()
-        after = (index, number + 1) if number + 1 < count else self._first_after(index)
+    def _fetched(self, step: StepData, number: int, parts: Sequence[range]) -> Any:
+        if self._workers is None:
+            return self._fetch(self._request(step.first_sample, parts[number], self._gaps))
+        if self._ahead != (step.index, number):  # the first one, or a step was left before its end
+            self._ahead = step.index, number
+            self._workers.restart()
+        after = (step.index, number + 1)
+        if number + 1 == len(parts):
+            # Steps in which this rank has no micro-batches are skipped.
+            after = next(((later, 0) for later, _ in self._steps_from(step.index + 1)), None)
+        self._ahead = None
         try:
-            batch = workers.next()
+            batch = self._workers.next()
         except BadSamples:  # the workers go on
             self._ahead = after
             raise
-        except BaseException:
-            self._ahead = None
-            raise
         self._ahead = after
         return batch
-
-    def _first_after(self, index: int) -> tuple[int, int]:
-        """The first micro-batch after the step `index` that this rank has: steps without any are
-        skipped."""
-        for later, _ in self._steps_from(index + 1):
-            return later, 0
-        return index + 1, 0
 
     def _requests_ahead(self) -> Iterator[Request]:
         """From the micro-batch at `_ahead` to the end of training."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import nullcontext
 
 from torch import Tensor
 
@@ -13,7 +12,6 @@ from anybatch.data.loader import Loader, is_map_style, num_samples_of
 from anybatch.data.order import permutation
 from anybatch.data.schedule import Steps
 from anybatch.data.stream import StreamLoader
-from anybatch.data.workers import Beside
 from anybatch.task import Task, lengths_for
 
 
@@ -71,7 +69,7 @@ def _digest(lengths: Tensor) -> str:
 
 
 def open_training(
-    task: Task, pin_memory: bool, by_length: bool = True, beside: Beside = nullcontext
+    task: Task, pin_memory: bool, by_length: bool = True
 ) -> tuple[Steps, Loader | StreamLoader]:
     """The steps and the loader of `task`.
 
@@ -79,16 +77,12 @@ def open_training(
         task: its data, order, length and workers.
         pin_memory: make batches ready for asynchronous copies to a CUDA device.
         by_length: put the samples of a global batch in order of length, if lengths are given.
-        beside: stands around the start and the end of worker processes.
 
     Raises `InputError` if no step can be made of the data.
     """
-    find_all = task.bad_data == "skip"
     steps = steps_of(task)
     if not is_map_style(task.train):
-        stream = StreamLoader(
-            task.train, steps, collate=task.collate, seed=task.seed, find_all=find_all
-        )
+        stream = StreamLoader(task.train, steps, collate=task.collate, seed=task.seed)
         return steps, stream
     loader = Loader(
         task.train,
@@ -98,9 +92,7 @@ def open_training(
         shuffle=task.shuffle,
         num_workers=task.num_workers,
         pin_memory=pin_memory,
-        find_all=find_all,
         lengths=lengths_of(task.lengths, task.train, "training"),
         by_length=by_length,
-        beside=beside,
     )
     return steps, loader

@@ -7,6 +7,7 @@ It knows no rank, no micro-batch and no step, so that every plan, restart and re
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import final
 
 import torch
@@ -57,20 +58,12 @@ class Order:
         shuffle: bool = True,
         arranged: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
-        self._seed = seed
-        self._length = length
-        self._shuffle = shuffle
-        self._arranged = arranged
-        self._kept: dict[int, Tensor] = {}
+        def drawn(epoch: int) -> Tensor:
+            order = permutation(seed, epoch, length, shuffle)
+            return order if arranged is None else arranged(order, epoch)
+
+        self._drawn = lru_cache(_EPOCHS_KEPT)(drawn)
 
     def indices(self, epoch: int, start: int, stop: int) -> Tensor:
         """Indices of the samples at positions `start` to `stop` of `epoch`: int64, a view."""
-        order = self._kept.get(epoch)
-        if order is None:
-            while len(self._kept) >= _EPOCHS_KEPT:
-                del self._kept[next(iter(self._kept))]
-            order = permutation(self._seed, epoch, self._length, self._shuffle)
-            if self._arranged is not None:
-                order = self._arranged(order, epoch)
-            self._kept[epoch] = order
-        return order[start:stop]
+        return self._drawn(epoch)[start:stop]

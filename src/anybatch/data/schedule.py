@@ -15,10 +15,9 @@ Where the global batch is in tokens, or grows, steps are as long as its rule say
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -31,7 +30,7 @@ from anybatch.batch_rule import (
     rate_factor,
     target_at,
 )
-from anybatch.data.boundaries import Boundaries, most_samples
+from anybatch.data.boundaries import Boundaries, Reached, most_samples
 from anybatch.errors import DataError, InputError
 
 Last = Literal["keep", "drop", "wrap"]
@@ -281,19 +280,16 @@ class Steps:
         reached = self._reached(epoch)
         return epoch * int(reached[-1]) + int(reached[position])
 
-    def _reached(self, epoch: int) -> np.ndarray:
-        """See `boundaries.Reached`; of the last epochs that were asked for it is kept."""
-        found = self._kept.get(epoch)
-        if found is None:
-            assert self.lengths is not None
-            while len(self._kept) >= _EPOCHS_KEPT:
-                self._kept.popitem(last=False)
-            found = self._kept[epoch] = np.concatenate(([0], np.cumsum(self.lengths(epoch))))
-        return found
-
     @cached_property
-    def _kept(self) -> OrderedDict[int, np.ndarray]:
-        return OrderedDict()
+    def _reached(self) -> Reached:
+        lengths = self.lengths
+        assert lengths is not None
+
+        @lru_cache(_EPOCHS_KEPT)
+        def reached(epoch: int) -> np.ndarray:
+            return np.concatenate(([0], np.cumsum(lengths(epoch))))
+
+        return reached
 
 
 _EPOCHS_KEPT = 2  # a step of last="wrap" mostly spans two; more would only cost memory

@@ -32,10 +32,7 @@ _CUDNN = (
     "Not counted: cuDNN's workspaces; where it tries its algorithms (autotuning), it may take all that"
     " is free while it does."
 )
-_NCCL = (
-    "Not counted: NCCL's buffers beyond those of one group's sums, such as 12 MiB for each channel and"
-    " each other rank where compressed gradients are exchanged."
-)
+_NCCL = "Not counted: NCCL's buffers beyond those of one group's sums."
 _RCCL = "Not counted: RCCL's buffers."
 
 

@@ -18,7 +18,6 @@ Every rank computes the same from the same numbers, so buffers are the same to t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -26,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from anybatch.parallel.objects import broadcast_object
-from anybatch.parallel.overwrite import overwrite
+from anybatch.parallel.collectives import broadcast_object, overwrite
 
 Held = Callable[[nn.Module, str], Tensor | None]
 """What buffer `name` of `module` held when the step began. Its result is only read."""
@@ -39,22 +37,6 @@ tensors given."""
 
 _STATISTICS = ("running_mean", "running_var")
 _COUNT = "num_batches_tracked"
-
-
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    """A norm whose running statistics can be put together, and how many values they are."""
-
-    module: _BatchNorm
-    width: int
-
-    def now(self) -> list[Tensor]:
-        """The running statistics as they are now."""
-        return [_known(self.module._buffers[name]) for name in _STATISTICS]
-
-    def held(self, held: Held) -> list[Tensor]:
-        """The running statistics as the step found them."""
-        return [_known(held(self.module, name)) for name in _STATISTICS]
 
 
 @final
@@ -73,24 +55,21 @@ class BufferAgreement:
 
     def __init__(self, model: nn.Module, synchronised: bool = False) -> None:
         self._synchronised = synchronised
-        self._norms: list[_Norm] = []
+        self._norms: list[_BatchNorm] = []
         self._others: list[tuple[nn.Module, list[str]]] = []
         self._held: Held = _not_told
         for module in model.modules():
             names = list(module._buffers)
             if isinstance(module, _BatchNorm) and _is_affine(module):
-                width = sum(_known(module._buffers[name]).numel() for name in _STATISTICS)
-                self._norms.append(_Norm(module, width))
+                self._norms.append(module)
                 names = [name for name in names if name not in (*_STATISTICS, _COUNT)]
             if names:
                 self._others.append((module, names))
-        self._num_values = sum(norm.width for norm in self._norms)
+        self._widths = [
+            sum(_known(norm._buffers[name]).numel() for name in _STATISTICS) for norm in self._norms
+        ]
         self._num_flags = sum(len(names) for _, names in self._others)
-        self.size: int = 2 * len(self._norms) + self._num_values + self._num_flags
-
-    def nothing(self) -> Tensor:
-        """The contribution of a rank that has none, on the CPU."""
-        return torch.zeros(self.size, dtype=torch.float64)
+        self.size: int = 2 * len(self._norms) + sum(self._widths) + self._num_flags
 
     def begin(self, held: Held) -> None:
         """For a rank that may have no `contribution`: what tells the buffers at the start of the
@@ -108,25 +87,21 @@ class BufferAgreement:
             held: tells the buffers at the start of the step, also in `settle`.
         """
         self._held = held
-        counts: list[int] = []
-        ends: list[Tensor] = []
-        starts: list[Tensor] = []
-        factors: list[tuple[float, float]] = []
-        for norm, (before, seen) in zip(self._norms, self._batches(), strict=True):
-            counts += before, seen
-            ends += norm.now()
-            starts += norm.held(self._held)
-            factors.append(self._factors(norm, before, seen))
-        values = torch.zeros(0, dtype=torch.float64)
-        if self._norms:
-            of_end, of_start = zip(*factors, strict=True)
-            values = self._weighed(of_end, _flat(ends)) - self._weighed(of_start, _flat(starts))
+        batches = self._batches()
+        starts, ends = self._statistics(held), self._statistics(_now)
+        values = [
+            self._added(norm.momentum, before, seen, start, end)
+            for norm, (before, seen), start, end in zip(
+                self._norms, batches, starts, ends, strict=True
+            )
+        ]
         flags = [
-            _changed(module._buffers.get(name), self._held(module, name))
+            _changed(module._buffers.get(name), held(module, name))
             for module, names in self._others
             for name in names
         ]
-        return torch.cat([torch.tensor(counts).double(), values, torch.tensor(flags).double()])
+        counts = [count for pair in batches for count in pair]
+        return torch.cat([torch.tensor(counts).double(), *values, torch.tensor(flags).double()])
 
     @torch.no_grad()
     def settle(self, contributions: Tensor, broadcast: Broadcast) -> None:
@@ -136,17 +111,17 @@ class BufferAgreement:
             contributions: of all ranks, in rank order; shape [R, size], on the CPU.
             broadcast: for buffers of other modules. Called equally often on all ranks.
         """
-        parts = [2 * len(self._norms), self._num_values, self._num_flags]
+        parts = [2 * len(self._norms), sum(self._widths), self._num_flags]
         counts, values, flags = contributions.split(parts, dim=1)
         if self._norms:
-            self._settle_norms(counts.long().tolist(), values)
+            self._settle_norms(counts.long(), values)
         if bool(flags.any()):
             self._settle_others(flags, broadcast)
 
     def changed(self, contribution: Tensor) -> list[tuple[nn.Module, list[str]]]:
         """The modules other than norms whose buffers changed, by that contribution, with the names of
         all their buffers."""
-        flags = contribution[2 * len(self._norms) + self._num_values :]
+        flags = contribution[self.size - self._num_flags :]
         per_module = flags.split([len(names) for _, names in self._others])
         return [
             place for place, some in zip(self._others, per_module, strict=True) if bool(some.any())
@@ -157,54 +132,52 @@ class BufferAgreement:
         back). One wait for the device, for all."""
         if not self._norms:
             return []
-        now = [norm.module._buffers[_COUNT] for norm in self._norms]
-        before = [self._held(norm.module, _COUNT) for norm in self._norms]
+        now = [norm._buffers[_COUNT] for norm in self._norms]
+        before = [self._held(norm, _COUNT) for norm in self._norms]
         both = torch.stack([_known(count) for count in (*before, *now)]).tolist()
         pairs = zip(both[: len(now)], both[len(now) :], strict=True)
         return [(first, max(0, last - first)) for first, last in pairs]
 
-    def _factors(self, norm: _Norm, before: int, seen: int) -> tuple[float, float]:
-        """What end and start are multiplied with to give what a rank contributes."""
-        if self._synchronised:
-            return 1.0, 0.0
-        if not seen:
-            return 0.0, 0.0
-        momentum = norm.module.momentum
-        if momentum is None:
-            return float(before + seen), float(before)  # the sum over this step's batches
-        return 1.0, _power(1.0 - momentum, seen)
+    def _statistics(self, of: Held) -> Sequence[Tensor]:
+        """The running statistics of each norm in a row: float64, on the CPU."""
+        found = [_known(of(norm, name)) for norm in self._norms for name in _STATISTICS]
+        flat = torch.cat([one.double().reshape(-1) for one in found]).cpu() if found else None
+        return () if flat is None else flat.split(self._widths)
 
-    def _settle_norms(self, counts: list[list[int]], values: Tensor) -> None:
-        """`counts`: [R][2 * norms]; `values`: [R, num_values]."""
-        of_start: list[float] = []
-        of_rank: list[list[float]] = [[] for _ in counts]
-        num_seen: list[int] = []
+    def _added(
+        self, momentum: float | None, before: int, seen: int, start: Tensor, end: Tensor
+    ) -> Tensor:
+        """What `end` has beyond the part of `start` in it: see the module."""
+        if self._synchronised:
+            return end
+        if not seen:
+            return torch.zeros_like(end)
+        if momentum is None:  # the sum over this step's batches
+            return _times(before + seen, end) - _times(before, start)
+        return end - _times(_power(1.0 - momentum, seen), start)
+
+    def _settle_norms(self, counts: Tensor, values: Tensor) -> None:
+        """`counts`: [R, 2 * norms]; `values`: [R, sum of widths]."""
+        starts = self._statistics(self._held)
+        columns = values.split(self._widths, dim=1)
+        finals: list[Tensor] = []
         for number, norm in enumerate(self._norms):
-            seen = [one[2 * number + 1] for one in counts]
-            first, weights = self._weights(norm, counts[0][2 * number], seen)
-            of_start.append(first)
-            num_seen.append(max(seen) if self._synchronised else sum(seen))
-            for rank, weight in enumerate(weights):
-                of_rank[rank].append(weight)
-        final = self._weighed(
-            of_start, _flat([t for norm in self._norms for t in norm.held(self._held)])
-        )
-        for weights, mine in zip(of_rank, values, strict=True):
-            final += self._weighed(weights, mine)
-        targets = [tensor for norm in self._norms for tensor in norm.now()]
-        results = final.to(targets[0].device).split([tensor.numel() for tensor in targets])
+            before, seen = int(counts[0, 2 * number]), counts[:, 2 * number + 1].tolist()
+            of_start, of_rank = self._weights(norm.momentum, before, seen)
+            final = _times(of_start, starts[number])
+            for weight, mine in zip(of_rank, columns[number], strict=True):
+                final += _times(weight, mine)
+            finals.append(final)
+            num_seen = max(seen) if self._synchronised else sum(seen)
+            _known(norm._buffers[_COUNT]).copy_(_known(self._held(norm, _COUNT)) + num_seen)
+        targets = [_known(_now(norm, name)) for norm in self._norms for name in _STATISTICS]
+        results = torch.cat(finals).to(targets[0].device).split([t.numel() for t in targets])
         for target, result in zip(targets, results, strict=True):
             target.copy_(result.view_as(target))
-        for norm, seen in zip(self._norms, num_seen, strict=True):
-            before = _known(self._held(norm.module, _COUNT))
-            _known(norm.module._buffers[_COUNT]).copy_(before + seen)
 
-    def _weighed(self, weights: Sequence[float], values: Tensor) -> Tensor:
-        """`values` times a weight per norm; zero where that is zero, whatever the value."""
-        spread = self._spread(weights)
-        return torch.where(spread != 0, values * spread, 0.0)
-
-    def _weights(self, norm: _Norm, before: int, seen: list[int]) -> tuple[float, list[float]]:
+    def _weights(
+        self, momentum: float | None, before: int, seen: list[int]
+    ) -> tuple[float, list[float]]:
         """The weight of the start, and of each rank's contribution."""
         total = sum(seen)
         if not total:
@@ -212,7 +185,6 @@ class BufferAgreement:
         if self._synchronised:
             source = seen.index(max(seen))
             return 0.0, [float(rank == source) for rank in range(len(seen))]
-        momentum = norm.module.momentum
         if momentum is None:
             share = 1.0 / (before + total)
             return before * share, [share if one else 0.0 for one in seen]
@@ -220,11 +192,6 @@ class BufferAgreement:
         return _power(keep, total), [
             _power(keep, sum(seen[rank + 1 :])) if one else 0.0 for rank, one in enumerate(seen)
         ]
-
-    def _spread(self, per_norm: Sequence[float]) -> Tensor:
-        """A number per norm, for each of its values; shape [num_values]."""
-        widths = torch.tensor([norm.width for norm in self._norms])
-        return torch.tensor(per_norm, dtype=torch.float64).repeat_interleave(widths)
 
     def _settle_others(self, flags: Tensor, broadcast: Broadcast) -> None:
         """All changed buffers of a module come from one rank, so that they suit one another."""
@@ -243,63 +210,12 @@ class BufferAgreement:
 
 
 @final
-class BuffersOverGroup:
-    """A `BufferAgreement` of the ranks of a process group.
-
-        staged     this rank's passes are over; may run out of memory
-        gather     on every rank in every attempt, before the vote
-        settle     on every rank, once the step is committed
-
-    Args:
-        model: the same on all ranks.
-        device: of the group's tensors.
-        group: None: the default one.
-        synchronised: see `BufferAgreement`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-        synchronised: bool = False,
-    ) -> None:
-        self._agreement = BufferAgreement(model, synchronised)
-        self._device = device
-        self._group = group
-        self._nothing = self._agreement.nothing()
-        self._mine: Tensor = self._nothing
-        size = dist.get_world_size(group)
-        self._theirs: Tensor = self._nothing.new_zeros(size, self._agreement.size, device=device)
-
-    def staged(self, held: Held) -> None:
-        """Work out what this rank contributes. Waits for the device."""
-        self._mine = self._agreement.contribution(held)
-
-    def gather(self) -> None:
-        """Tell one another what happened to the buffers; nothing, for a rank that did not come to
-        `staged`."""
-        if self._agreement.size:
-            mine, self._mine = self._mine.to(self._device), self._nothing
-            dist.all_gather(list(self._theirs.unbind()), mine, group=self._group)
-
-    def settle(self) -> None:
-        """Make the buffers the same on all ranks. The step must have succeeded on all of them."""
-        if self._agreement.size:
-            self._agreement.settle(self._theirs.cpu(), self._broadcast)
-
-    def _broadcast(self, mine: Sequence[Tensor | None], source: int) -> list[Tensor | None]:
-        return _given_by(source, mine, self._device, self._group)
-
-
-@final
-class BuffersByPart:
+class Buffers:
     """A `BufferAgreement` of the parts of a step, each of which began with the buffers that the step
-    found: they come out the same to the bit, whichever ranks had which parts.
+    found. The passes of a rank are a part; in reproducible mode it may have several.
 
-        begin      an attempt begins
+        begin      an attempt begins, and ranks do not have one part each
         staged     the passes of a part are over; may run out of memory
-        ended      those of all parts are
         gather     on every rank in every attempt, before the vote
         settle     on every rank, once the step is committed
 
@@ -307,33 +223,47 @@ class BuffersByPart:
         model: the same on all ranks.
         device: of the group's tensors.
         num_parts: of a full step, the most there are.
-        several: there are other ranks, of the default group.
+        several: there are other ranks.
+        synchronised: see `BufferAgreement`.
+        group: of the ranks; None: the default one.
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, num_parts: int, several: bool
+        self,
+        model: nn.Module,
+        device: torch.device,
+        num_parts: int,
+        *,
+        several: bool = True,
+        synchronised: bool = False,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._agreement = BufferAgreement(model)
+        self._agreement = BufferAgreement(model, synchronised)
         self._device = device
         self._several = several
-        self._parts = self._agreement.nothing().new_zeros(num_parts, self._agreement.size)
+        self._group = group
+        size = num_parts, self._agreement.size
+        self._mine = torch.zeros(size, dtype=torch.float64)
+        self._all = torch.zeros(size, dtype=torch.float64)
         self._first: dict[nn.Module, dict[str, Tensor | None]] = {}
-        self._owners: Sequence[int] = ()
+        self._owners: Sequence[int] = range(num_parts)
 
     def begin(self, owners: Sequence[int]) -> None:
         """`owners`: the rank that has each part."""
-        self._parts.zero_()
+        self._mine.zero_()
         self._first.clear()
         self._owners = owners
 
     @torch.no_grad()
     def staged(self, part: int, held: Held) -> None:
-        """Work out what `part` contributes; the buffers are to be put back before the next part. Waits
-        for the device."""
+        """Work out what `part` contributes; the buffers are put back before the next part of this rank.
+        Waits for the device."""
         if not self._agreement.size:
             return
         contribution = self._agreement.contribution(held)
-        self._parts[part] = contribution + 0.0  # no rank's zero has a sign of its own
+        self._mine[part] = contribution + 0.0  # no rank's zero has a sign of its own
+        if self._owners.count(self._owners[part]) == 1:
+            return
         for module, names in self._agreement.changed(contribution):
             if module not in self._first:  # the lowest part that wrote is the one that counts
                 now = {name: module._buffers.get(name) for name in names}
@@ -346,11 +276,14 @@ class BuffersByPart:
         self._agreement.begin(held)
 
     def gather(self) -> None:
-        """Tell one another what the parts contribute. Each is one rank's, so sums change no bit."""
-        if self._agreement.size and self._several:
-            theirs = self._parts.to(self._device)
-            dist.all_reduce(theirs)
-            self._parts.copy_(theirs)
+        """Tell one another what the parts contribute: nothing, for those that did not come to `staged`.
+        Each is one rank's, so sums change no bit."""
+        if self._agreement.size:
+            theirs = self._mine.to(self._device, copy=True)
+            if self._several:
+                dist.all_reduce(theirs, group=self._group)
+            self._all.copy_(theirs)
+            self._mine.zero_()
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -364,35 +297,26 @@ class BuffersByPart:
                     own.data.copy_(value)
         self._first.clear()
         if self._agreement.size:
-            self._agreement.settle(self._parts, self._broadcast)
+            self._agreement.settle(self._all, self._broadcast)
 
-    def _broadcast(self, mine: Sequence[Tensor | None], source: int) -> list[Tensor | None]:
-        """See `Broadcast`; `source` is a part."""
+    def _broadcast(self, mine: Sequence[Tensor | None], part: int) -> list[Tensor | None]:
+        """The tensors of the rank that has `part`. They cross in place where their shapes agree."""
         if not self._several:
             return list(mine)
-        return _given_by(self._owners[source], mine, self._device)
-
-
-def _given_by(
-    rank: int,
-    mine: Sequence[Tensor | None],
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-) -> list[Tensor | None]:
-    """See `Broadcast`. Tensors cross in place where their shapes agree."""
-    forms = broadcast_object([None if t is None else _form(t) for t in mine], rank, group)
-    given: list[Tensor | None] = []
-    for own, form in zip(mine, forms, strict=True):
-        if form is None:
-            given.append(None)
-            continue
-        shape, dtype, kind = form
-        if own is None or _form(own) != form:
-            home = device if device.type == kind else torch.device(kind)
-            own = torch.empty(shape, dtype=dtype, device=home)
-        overwrite(own, rank, device, group)
-        given.append(own)
-    return given
+        rank, device, group = self._owners[part], self._device, self._group
+        forms = broadcast_object([None if t is None else _form(t) for t in mine], rank, group)
+        given: list[Tensor | None] = []
+        for own, form in zip(mine, forms, strict=True):
+            if form is None:
+                given.append(None)
+                continue
+            shape, dtype, kind = form
+            if own is None or _form(own) != form:
+                home = device if device.type == kind else torch.device(kind)
+                own = torch.empty(shape, dtype=dtype, device=home)
+            overwrite(own, rank, device, group)
+            given.append(own)
+        return given
 
 
 def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, str]:
@@ -417,9 +341,13 @@ def _known(buffer: Tensor | None) -> Tensor:
     return buffer
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """All values in a row: float64, on the CPU."""
-    return torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors]).cpu()
+def _now(module: nn.Module, name: str) -> Tensor | None:
+    return module._buffers[name]
+
+
+def _times(weight: float, values: Tensor) -> Tensor:
+    """The product; zero where the weight is, whatever the values."""
+    return values * weight if weight else torch.zeros_like(values)
 
 
 def _power(base: float, exponent: int) -> float:

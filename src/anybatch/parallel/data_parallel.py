@@ -67,8 +67,7 @@ class _Front(nn.Module, ABC):
         self.register_load_state_dict_pre_hook(_insert_prefix)
 
     @abstractmethod
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See the final classes."""
+    def forward(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """That of the plain module: no `module.` before the names."""

@@ -86,7 +86,6 @@ class _Filling:
         self._run = run
 
     def __call__(self, *unused: Any) -> None:
-        """See the class."""
         if self._group.reduce_grads:
             for param in self._group.fsdp_params:
                 _fill(param)

@@ -34,10 +34,8 @@ _SIZES = {
 }
 """Bytes of the sums."""
 
-_GROWTH = 4
-
-_SECONDS, _SECONDS_OF_SIZE = 0.5, 0.12
-"""For all sums, and for those of one size after its first round."""
+_SECONDS_OF_SIZE = 0.1
+"""For the sums of one size after the first; larger ones are left out where one takes longer."""
 
 _ROUNDS = 8
 """Of one size after the first, which counts only where there is no time for others: its memory is new,
@@ -120,21 +118,15 @@ def _sums(device: torch.device) -> Sequence[Sequence[Tensor]]:
 
 def _timed(device: torch.device) -> Iterator[tuple[int, float]]:
     """(bytes, seconds) of sums, in growing sizes, alike on all ranks; none if one has no memory."""
-    left, before, expected = _SECONDS, 0.0, 0.0
-    for number, flats in enumerate(_sums(device)):
-        size = sum(flat.nbytes for flat in flats)
-        if number > 1 and expected > left:
-            return  # fewer than two sizes tell nothing
-        first = _of_the_slowest([_seconds_of(flats, device)], device)
-        rounds = min(_ROUNDS, int(min(left, _SECONDS_OF_SIZE) / first[0]))
+    for flats in _sums(device):
+        (first,) = _of_the_slowest([_seconds_of(flats, device)], device)
+        rounds = min(_ROUNDS, int(_SECONDS_OF_SIZE / first))
         others = [_seconds_of(flats, device) for _ in range(rounds)]
-        others = _of_the_slowest(others, device) if others else []
-        # The lower quartile: what other processes take of a round is no part of the link.
-        now = sorted(others or first)[len(others) // 4]
-        yield size, now
-        left -= sum(first) + sum(others)
-        expected = now + _GROWTH * max(0.0, now - before)
-        before = now
+        # What other processes take of a round is no part of the link.
+        seconds = min(_of_the_slowest(others, device)) if others else first
+        yield sum(flat.nbytes for flat in flats), seconds
+        if seconds > _SECONDS_OF_SIZE:
+            return
 
 
 def _taken(num_bytes: int, device: torch.device) -> Tensor | None:

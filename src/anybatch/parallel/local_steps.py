@@ -31,10 +31,9 @@ from torch import Tensor, nn
 
 from anybatch.compute import Replica
 from anybatch.compute.buckets import Buckets
-from anybatch.parallel.distributed import DistributedGroup
 from anybatch.parallel.group import NUM_FIXED, Agreed, Wish
 from anybatch.parallel.sums import Sums
-from anybatch.parallel.vote import calling, exchange, wish_of
+from anybatch.parallel.vote import DistributedGroup, calling, exchange, wish_of
 from anybatch.plans import Outer
 
 T = TypeVar("T")
@@ -83,7 +82,6 @@ class LocalSteps(DistributedGroup):
         self._momenta: list[Tensor] = []
 
     def adopt(self, replica: Replica) -> None:
-        """See `Group`."""
         # Between two steps nobody needs the gradients' storage: the movements cross in it.
         self._buckets = replica.flatten()
         self._parameters = [param for param in replica.parameters if param.requires_grad]
@@ -93,7 +91,6 @@ class LocalSteps(DistributedGroup):
         self._sums.reserve(self._buckets.flats)
 
     def begin(self) -> None:
-        """See `Group`."""
         self._within_step = True
 
     def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:

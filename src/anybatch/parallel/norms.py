@@ -19,8 +19,7 @@ over when every rank is in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -36,31 +35,15 @@ class PassAbandoned(Exception):
     own: the rank goes on to the vote."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """What each rank says first.
+class _Header(NamedTuple):
+    """What each rank says first."""
 
-    Attributes:
-        number: the pass it is in, or wants to begin.
-        place: the norm and direction.
-        count: values per channel.
-        width: numbers that it will send.
-        left: the last pass in which it met others.
-        failed: it has no part in this step any more.
-    """
-
-    number: int
-    place: int = -1
-    count: int = 0
-    width: int = 0
-    left: int = -1
-    failed: int = 0
-
-    def tensor(self) -> Tensor:
-        """Shape [6], int64."""
-        return torch.tensor(
-            [self.number, self.place, self.count, self.width, self.left, self.failed]
-        )
+    number: int  # the pass it is in, or wants to begin
+    place: int = -1  # the norm and direction
+    num_values: int = 0  # per channel
+    width: int = 0  # numbers that it will send
+    left: int = -1  # the last pass in which it met others
+    failed: int = 0  # it has no part in this step any more
 
 
 @final
@@ -96,7 +79,6 @@ class NormExchange:
         self._pass = self._left = -1
 
     def begin_pass(self) -> None:
-        """See `Exchange`."""
         self._pass += 1
 
     def meet(self, place: int, count: int, mine: Tensor) -> tuple[Sequence[int], Tensor]:
@@ -120,7 +102,7 @@ class NormExchange:
             if number == self._pass:
                 dist.all_gather(list(theirs.unbind()), mine, group=self._values)
                 self._left = number
-                return [one.count if one.number == number else 0 for one in headers], theirs
+                return [one.num_values if one.number == number else 0 for one in headers], theirs
             self._watch(headers)
 
     def finish(self, failed: bool) -> None:
@@ -134,8 +116,8 @@ class NormExchange:
                 self._watch(headers)
 
     def _announce(self, header: _Header) -> list[_Header]:
-        theirs = torch.empty(self._size, 6, dtype=torch.int64)
-        dist.all_gather(list(theirs.unbind()), header.tensor(), group=self._headers)
+        theirs = torch.empty(self._size, len(header), dtype=torch.int64)
+        dist.all_gather(list(theirs.unbind()), torch.tensor(header), group=self._headers)
         return [_Header(*numbers) for numbers in theirs.tolist()]
 
     def _watch(self, headers: Sequence[_Header]) -> None:

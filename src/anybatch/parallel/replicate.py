@@ -17,21 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from anybatch.compute import Replica
 from anybatch.compute.buckets import Buckets
-from anybatch.parallel.buffers import BuffersOverGroup
-from anybatch.parallel.distributed import DistributedGroup
+from anybatch.parallel.buffers import Buffers
 from anybatch.parallel.group import Agreed, Wish
 from anybatch.parallel.norms import NormExchange
-from anybatch.parallel.sums import Exact, Sums
-from anybatch.parallel.vote import calling
-
-T = TypeVar("T")
+from anybatch.parallel.sums import Sums
+from anybatch.parallel.vote import DistributedGroup, calling
 
 
 @final
@@ -59,25 +56,22 @@ class Replicate(DistributedGroup):
         self.overlaps: bool = overlaps and not synchronised
         self._norms = NormExchange(device) if synchronised else None
         self._buckets: Buckets | None = None
-        self._sums: Sums = sums or Exact()
+        self._sums: Sums = sums or Sums()
 
     def adopt(self, replica: Replica) -> None:
-        """See `Group`."""
         self._buckets = replica.flatten()
         self._sums.reserve(self._buckets.flats)
-        self._buffers = BuffersOverGroup(
-            replica.model, self._device, synchronised=self._norms is not None
+        self._buffers = Buffers(
+            replica.model, self._device, self.size, synchronised=self._norms is not None
         )
         if self._norms is not None:
             replica.synchronise(self._norms)
 
     def begin(self) -> None:
-        """See `Group`."""
         if self._norms is not None:
             self._norms.begin()
 
     def last_pass(self, measured: bool = False) -> AbstractContextManager[None]:
-        """See `Group`."""
         if self._buckets is None or not self.overlaps:
             return nullcontext()
         flats = self._buckets.flats
@@ -104,7 +98,6 @@ class Replicate(DistributedGroup):
     def agree(
         self, totals: Tensor | None, note: float = 0.0, wish: Wish = Wish.NOTHING
     ) -> Agreed | None:
-        """See `Group`."""
         buckets = self._buckets
         flags = (False, False) if buckets is None else (buckets.late, not all(buckets.used))
         agreed, (late, unused) = self._vote.hold(totals, note, flags, self._arrive, wish)

@@ -11,7 +11,7 @@ the same sums as four, and the result is the same to the bit.
 
 Over the ranks each rank adds up its piece of every bucket, and gives it to the others: as many bytes as
 an all-reduce, in an order of our own. Losses and weights cross part by part, and who reads them adds
-them up exactly; buffers see each part from where the step began (`buffers.BuffersByPart`).
+them up exactly; buffers see each part from where the step began (`buffers.Buffers`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from anybatch.compute import Replica
 from anybatch.compute.buckets import Buckets, piece_of
 from anybatch.data import Node, Waiting, join, nodes_of, parts_of_rank
-from anybatch.parallel.buffers import BuffersByPart, Held
+from anybatch.parallel.buffers import Buffers, Held
 from anybatch.parallel.group import Agreed, Group, Wish
 from anybatch.parallel.vote import Vote, calling, exchange, same_weights
 from anybatch.plans import num_units
@@ -61,7 +61,7 @@ class Reproducible(Group):
         self._part = part
         self._vote = Vote(device) if several else None
         self._buckets: Buckets | None = None
-        self._buffers: BuffersByPart | None = None
+        self._buffers: Buffers | None = None
         self._sums: list[tuple[Node, Sequence[Tensor]]] = []
         self._free: list[Sequence[Tensor]] = []  # for sums, as large as the buckets
         self._used: list[bool] = []
@@ -86,19 +86,17 @@ class Reproducible(Group):
                 size = self.size * waiting.slots * piece_of(flat, self.size)
                 if flat.dtype not in self._wire or size > len(self._wire[flat.dtype][0]):
                     self._wire[flat.dtype] = flat.new_empty(size), flat.new_empty(size)
-        self._buffers = BuffersByPart(
-            replica.model, self._device, self.num_parts, self._vote is not None
+        self._buffers = Buffers(
+            replica.model, self._device, self.num_parts, several=self._vote is not None
         )
 
     def expect(self, num_samples: int) -> None:
-        """See `Group`."""
         self._there = num_units(num_samples, self._part)
         self._ranges = [
             parts_of_rank(num_samples, self._part, self.shares, rank) for rank in range(self.size)
         ]
 
     def begin(self) -> None:
-        """See `Group`."""
         self._free += [value for _, value in self._sums if not self._is_in_buckets(value)]
         self._sums.clear()
         if self._buckets is not None:
@@ -108,7 +106,6 @@ class Reproducible(Group):
             self._buffers.begin(owners)
 
     def part_staged(self, part: int, held: Held) -> None:
-        """See `Group`."""
         buckets = self._buckets
         if buckets is None or self._buffers is None:
             return
@@ -121,18 +118,17 @@ class Reproducible(Group):
             buckets.drop()
 
     def staged(self, held: Held) -> None:
-        """See `Group`."""
         if self._buffers is not None:
             self._buffers.ended(held)
 
     def gather(self, failed: bool) -> None:
-        """See `Group`."""
         if self._buckets is None or self._buffers is None:
             return
         if self._vote is None:
             if not failed and self._sums:
                 ((_, root),) = self._sums
                 self._fill(root)
+            self._buffers.gather()
             return
         with calling("while gradients were added up"):
             layout = [nodes_of(parts, self._there) for parts in self._ranges]
@@ -152,7 +148,6 @@ class Reproducible(Group):
     def agree(
         self, totals: Tensor | None, note: float = 0.0, wish: Wish = Wish.NOTHING
     ) -> Agreed | None:
-        """See `Group`."""
         buckets = self._buckets
         if self._vote is None:
             if totals is None:
@@ -169,7 +164,6 @@ class Reproducible(Group):
         return agreed
 
     def exchange(self, value: T) -> list[T]:
-        """See `Group`."""
         return exchange(value) if self._vote is not None else [value]
 
     def committed(self, replica: Replica) -> None:

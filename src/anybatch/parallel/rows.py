@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -21,24 +20,16 @@ from torch import Tensor
 
 from anybatch.compute.joint import Kinds, kinds_of, told_kinds
 from anybatch.errors import InputError
+from anybatch.parallel.collectives import overwrite
 from anybatch.parallel.group import Group
 from anybatch.parallel.norms import PassAbandoned
-from anybatch.parallel.overwrite import overwrite
 from anybatch.parallel.vote import calling
 
 _WHEN = "while encodings of samples were put together"
 
 
-@dataclass(frozen=True, slots=True)
-class _Has:
-    """How many rows a rank has, and of what kinds; it knows no kinds without samples."""
-
-    rows: int
-    kinds: Kinds
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> _Has:
-        return cls(len(tensors[0]) if tensors else 0, kinds_of(tensors))
+_Has = tuple[int, Kinds]
+"""How many rows a rank has, and of what kinds; it knows no kinds without samples."""
 
 
 def all_rows(
@@ -66,12 +57,13 @@ def all_rows(
     if group.size == 1:
         return mine or (), 0
     with speaking():
-        everyone = group.exchange(None if mine is None else _Has.of(mine))
+        num_rows = len(mine[0]) if mine else 0
+        everyone = group.exchange(None if mine is None else (num_rows, kinds_of(mine)))
     there = [one for one in everyone if one is not None]
     if len(there) < group.size:
         raise PassAbandoned
     kinds = _common(there)
-    starts = [0, *accumulate(one.rows for one in there)]
+    starts = [0, *accumulate(rows for rows, _ in there)]
     whole: list[Tensor] = []
     wrong: Exception | None = None
     try:
@@ -93,7 +85,7 @@ def all_rows(
 
 def _common(everyone: Sequence[_Has]) -> Kinds:
     """The kinds of rows that all ranks have which have any. Raises `InputError` on all ranks alike."""
-    known = [(rank, one.kinds) for rank, one in enumerate(everyone) if one.kinds]
+    known = [(rank, kinds) for rank, (_, kinds) in enumerate(everyone) if kinds]
     (first, kinds), *others = known
     for rank, other in others:
         if other != kinds:

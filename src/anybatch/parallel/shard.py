@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -49,15 +49,12 @@ from anybatch.compute.buckets import BUCKET_BYTES, check_divisible
 from anybatch.compute.precision import FORMATS, NORMS
 from anybatch.errors import InputError, PeerFailed, PeerLost
 from anybatch.parallel.abortable_group import DEADLINE, AbortableGroup
-from anybatch.parallel.buffers import BuffersOverGroup
-from anybatch.parallel.distributed import DistributedGroup
+from anybatch.parallel.buffers import Buffers
 from anybatch.parallel.earlier_fsdp import add_zeros_for_unused, forget_pass
 from anybatch.parallel.group import Agreed, Wish
-from anybatch.parallel.vote import calling, exchange
+from anybatch.parallel.vote import DistributedGroup, calling, exchange
 from anybatch.parallel.whole import fill, reshard
 from anybatch.plans import Precision
-
-T = TypeVar("T")
 
 
 @final
@@ -155,11 +152,9 @@ class Shard(DistributedGroup):
         self._send(model, self._divide(model))
 
     def adopt(self, replica: Replica) -> None:
-        """See `Group`."""
-        self._buffers = BuffersOverGroup(replica.model, self._device)
+        self._buffers = Buffers(replica.model, self._device, self.size)
 
     def begin(self) -> None:
-        """See `Group`."""
         self._used.clear()
         self._failed = False
         if self._at_last:
@@ -171,11 +166,9 @@ class Shard(DistributedGroup):
         reshard(replica.model)
 
     def leave(self) -> None:
-        """See `Group`."""
         self._wire.cut()
 
     def last_pass(self, measured: bool = False) -> AbstractContextManager[None]:
-        """See `Group`."""
         return self._adding_up() if self._at_last else nullcontext()
 
     def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
@@ -198,7 +191,6 @@ class Shard(DistributedGroup):
     def agree(
         self, totals: Tensor | None, note: float = 0.0, wish: Wish = Wish.NOTHING
     ) -> Agreed | None:
-        """See `Group`."""
         used = [name in self._used for name in self._trained]
         flags = (self._failed, *used)
         agreed, (failures, *counts) = self._vote.hold(totals, note, flags, wish=wish)

@@ -18,36 +18,26 @@ more: that of the step before is spent, and that of this step is computed again 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from anybatch.compute import Replica
 from anybatch.compute.buckets import Buckets
-from anybatch.parallel.buffers import BuffersOverGroup
-from anybatch.parallel.distributed import DistributedGroup
+from anybatch.parallel.buffers import Buffers
 from anybatch.parallel.group import Agreed, Wish
 from anybatch.parallel.sums import Sums
-from anybatch.parallel.vote import calling
-
-T = TypeVar("T")
+from anybatch.parallel.vote import DistributedGroup, calling
 
 _PIECE = 1 << 20  # elements exchanged at once between two storages
 
 
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """Gradients that are crossing.
+class _UnderWay(NamedTuple):
+    """Gradients that are crossing."""
 
-    Attributes:
-        weight: total weight of the global batch that they are sums over.
-        used: for each parameter, whether any rank used it.
-    """
-
-    weight: float
-    used: Sequence[bool]
+    weight: float  # of the global batch that they are sums over
+    used: Sequence[bool]  # for each parameter, whether any rank used it
 
 
 @final
@@ -77,9 +67,8 @@ class Stale(DistributedGroup):
         self._is_accepted = False  # a step that is not committed yet
 
     def adopt(self, replica: Replica) -> None:
-        """See `Group`."""
         self._buckets = replica.flatten()
-        self._buffers = BuffersOverGroup(replica.model, self._device)
+        self._buffers = Buffers(replica.model, self._device, self.size)
         self._crossing = [torch.zeros_like(flat) for flat in self._buckets.flats]
         self._sums.reserve(self._crossing)
 
@@ -97,7 +86,6 @@ class Stale(DistributedGroup):
     def agree(
         self, totals: Tensor | None, note: float = 0.0, wish: Wish = Wish.NOTHING
     ) -> Agreed | None:
-        """See `Group`."""
         unused = self._buckets is not None and not all(self._buckets.used)
         agreed, (num_unused,) = self._vote.hold(totals, note, (unused,), wish=wish)
         self._is_some_unused = num_unused > 0
@@ -127,7 +115,6 @@ class Stale(DistributedGroup):
             buckets.drop_unused(before.used)
 
     def undone(self) -> None:
-        """See `Group`."""
         if self._is_accepted:
             self._under_way, self._is_accepted = None, False
 

@@ -2,56 +2,60 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-class Sums(ABC):
-    """The way in which flat tensors become their sums over the ranks. Every rank starts the same ones
-    in the same order."""
+@final
+class Sums:
+    """Flat tensors become their sums over the ranks. Every rank starts the same ones in the same order.
+
+    Args:
+        dtype: in which they cross and are added up, as by DistributedDataParallel's compression hooks;
+            None: in their own. Tensors that are no wider cross as they are.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        self._staged: list[Tensor] = []  # kept: memory may be refused in the middle of a step
+        self._started: list[tuple[Tensor, Tensor, Any]] = []
 
     @property
-    @abstractmethod
     def num_started(self) -> int:
         """Tensors started since the last `finish`."""
+        return len(self._started)
 
-    def reserve(self, flats: Sequence[Tensor]) -> None:  # noqa: B027
+    def reserve(self, flats: Sequence[Tensor]) -> None:
         """Take the memory that `start` needs for `flats`, which are started in this order."""
+        self._staged = [self._like(flat) for flat in flats]
 
-    @abstractmethod
     def start(self, flat: Tensor) -> None:
         """Begin to make `flat`, 1-D, its sum over the ranks, in place. Does not wait."""
+        number = len(self._started)
+        if number == len(self._staged):
+            self._staged.append(self._like(flat))
+        crossing = flat
+        if self._is_narrowed(flat):
+            crossing = self._staged[number].copy_(flat)
+        self._started.append((flat, crossing, dist.all_reduce(crossing, async_op=True)))
 
-    @abstractmethod
     def finish(self, then: Callable[[int], None] | None = None) -> None:
         """Wait until all that were started are sums; `then` is called with the number of each as it
         is one, in their order. Raises `RuntimeError` if a rank is gone."""
-
-
-@final
-class Exact(Sums):
-    """In the dtype of the tensors."""
-
-    def __init__(self) -> None:
-        self._works: list[Any] = []
-
-    @property
-    def num_started(self) -> int:
-        """See `Sums`."""
-        return len(self._works)
-
-    def start(self, flat: Tensor) -> None:
-        """See `Sums`."""
-        self._works.append(dist.all_reduce(flat, async_op=True))
-
-    def finish(self, then: Callable[[int], None] | None = None) -> None:
-        """See `Sums`."""
-        for number, work in enumerate(self._works):
+        for number, (flat, crossing, work) in enumerate(self._started):
             work.wait()
+            if crossing is not flat:
+                flat.copy_(crossing)
             if then is not None:
                 then(number)
-        self._works.clear()
+        self._started.clear()
+
+    def _is_narrowed(self, flat: Tensor) -> bool:
+        return self._dtype is not None and flat.itemsize > self._dtype.itemsize
+
+    def _like(self, flat: Tensor) -> Tensor:
+        return torch.empty_like(flat, dtype=self._dtype) if self._is_narrowed(flat) else flat[:0]

@@ -1,4 +1,5 @@
-"""Vote: one small sum over the ranks, by which all of them learn whether all succeeded.
+"""Vote: one small sum over the ranks, by which all of them learn whether all succeeded; and what the
+groups that hold it have in common.
 
 It carries everything that the ranks have to know of each other in a step, so that a step crosses the
 network once for the gradients and once for this:
@@ -9,6 +10,7 @@ network once for the gradients and once for this:
 from __future__ import annotations
 
 import contextlib
+from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import or_
@@ -18,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from anybatch.compute import Replica
 from anybatch.errors import PeerLost
 from anybatch.oom import is_memory_error
-from anybatch.parallel.group import NUM_FIXED, Agreed, Wish
-from anybatch.parallel.objects import gather_objects
-from anybatch.parallel.overwrite import overwrite
+from anybatch.parallel.buffers import Buffers, Held
+from anybatch.parallel.collectives import gather_objects, overwrite
+from anybatch.parallel.group import NUM_FIXED, Agreed, Group, Wish
 
 T = TypeVar("T")
 
@@ -100,6 +103,39 @@ class Vote:
         with calling("in the vote at the end of a step"):
             dist.all_reduce(held, op=dist.ReduceOp.MAX)
         return [bool(one) for one in held.tolist()]
+
+
+class DistributedGroup(Group, ABC):
+    """The ranks of torch.distributed's default group.
+
+    Args:
+        shares: by rank.
+        device: of this rank.
+    """
+
+    def __init__(self, shares: Sequence[float], device: torch.device) -> None:
+        self.rank: int = dist.get_rank()
+        self.shares: Sequence[float] = tuple(shares)
+        self._device = device
+        self._vote = Vote(device)
+        self._buffers: Buffers | None = None
+
+    def prepare(self, model: nn.Module) -> None:
+        """See `Group`: those of rank 0."""
+        same_weights(model)
+
+    def staged(self, held: Held) -> None:
+        if self._buffers is not None:
+            self._buffers.staged(self.rank, held)
+
+    def committed(self, replica: Replica) -> None:
+        """See `Group`: the buffers."""
+        if self._buffers is not None:
+            with calling("while buffers were put together"):
+                self._buffers.settle()
+
+    def exchange(self, value: T) -> list[T]:
+        return exchange(value)
 
 
 def wish_of(counts: Sequence[float]) -> Wish:

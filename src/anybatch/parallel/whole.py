@@ -1,8 +1,8 @@
-"""Whole: the values of a sharded model and its optimizer, as one rank alone would hold them.
+"""Whole: the values of a sharded model, as one rank alone would hold them.
 
 Out and in, tensor by tensor, so that no rank ever holds more than one whole tensor beside what it
-keeps. Names and shapes are those of the plain model and optimizer: what comes out loads into plain
-torch code, and what goes in may come from there, or from another number of ranks.
+keeps. Names and shapes are those of the plain model: what comes out loads into plain torch code, and
+what goes in may come from there, or from another number of ranks.
 
 Every function here is called by all ranks.
 """
@@ -10,18 +10,16 @@ Every function here is called by all ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from anybatch.errors import InputError, listed
-from anybatch.parallel.objects import broadcast_object
-from anybatch.parallel.overwrite import overwrite
+from anybatch.parallel.collectives import broadcast_object, overwrite
 from anybatch.parallel.vote import calling
 
 
@@ -57,39 +55,6 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None) -
             if id(place) not in seen:
                 seen.add(id(place))
                 fill(place, state[name] if first and state is not None else None)
-
-
-def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """`optimizer.state_dict()` on rank 0, of whole tensors on the host; on the other ranks nothing."""
-    packed = optimizer.state_dict()
-    state = {
-        number: {n: _gathered(v) if isinstance(v, Tensor) else v for n, v in values.items()}
-        for number, values in packed["state"].items()
-    }
-    return {**packed, "state": state} if dist.get_rank() == 0 else {}
-
-
-def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any] | None) -> None:
-    """Fill `optimizer`, which works on a sharded model, with `state` of rank 0."""
-    first = dist.get_rank() == 0
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    skeleton: dict[str, Any] = {}
-    if first and state is not None:
-        values = {
-            number: {n: _outline(v) if isinstance(v, Tensor) else v for n, v in own.items()}
-            for number, own in state["state"].items()
-        }
-        skeleton = {**state, "state": values}
-    with calling("while the optimizer's state was sent"):
-        packed = broadcast_object(skeleton, 0)
-        for number, own in packed["state"].items():
-            for name, outline in own.items():
-                if isinstance(outline, Tensor):
-                    like = params[number] if outline.shape == params[number].shape else None
-                    place = _room(outline, like, _home(params[number]))
-                    fill(place, state["state"][number][name] if first and state else None)
-                    own[name] = place
-    optimizer.load_state_dict(packed)
 
 
 @torch.no_grad()
@@ -139,25 +104,6 @@ def _padded(piece: Tensor, like: Tensor) -> Tensor:
     padded = torch.zeros_like(like)
     padded[: len(piece)] = piece
     return padded
-
-
-def _home(place: Tensor) -> torch.device:
-    """Where tensors of the same model meet the other ranks."""
-    if isinstance(place, DTensor):
-        return torch.device(place.device_mesh.device_type)
-    return place.device
-
-
-def _outline(value: Tensor) -> Tensor:
-    return torch.empty_like(value, device="meta")
-
-
-def _room(outline: Tensor, like: DTensor | None, home: torch.device) -> Tensor:
-    """Uninitialised memory for a tensor of this shape: sharded as `like` is, if it is given."""
-    if like is None:
-        device = "cpu" if outline.dim() == 0 else home  # a step counter lives on the host
-        return torch.empty_like(outline, device=device)
-    return torch.empty_like(like, dtype=outline.dtype)
 
 
 def _fault(places: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:

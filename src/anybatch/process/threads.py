@@ -1,4 +1,4 @@
-"""Threads that can be begun where memory is short, how many can run at once, and whether one could.
+"""Threads that can be begun where memory is short, and how many can run at once.
 
 `threading.Thread.start` waits until the new thread says that it runs. One that is refused memory before
 it comes to that ends without a word, and is waited for without end.
@@ -7,9 +7,7 @@ it comes to that ends without a word, and is waited for without end.
 from __future__ import annotations
 
 import _thread
-import mmap
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +24,6 @@ _SECONDS = 10.0
 SMALL_STACK_BYTES = 1 << 20
 """Enough for Python's own code. The default is 8 MiB on Linux, which a limit on memory counts in full,
 though hardly a page of it is ever written to."""
-
-_FIRST_BYTES = 1 << 20
-"""What new threads ask for before they run: an arena of Python's, a little of the heap."""
 
 
 def begin(work: Callable[[], None]) -> threading.Event | None:
@@ -66,20 +61,6 @@ def small_stacks() -> Iterator[int]:
         yield before
     finally:
         threading.stack_size(before)
-
-
-def has_room(num_threads: int) -> bool:
-    """Whether the operating system has memory for so many threads with small stacks, under whatever
-    limit the process is."""
-    size = num_threads * SMALL_STACK_BYTES + _FIRST_BYTES
-    try:
-        if sys.platform == "win32":
-            mmap.mmap(-1, size).close()
-        else:  # a limit on data counts what is private and writable
-            mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-    except (OSError, MemoryError):
-        return False
-    return True
 
 
 def num_cores() -> int:

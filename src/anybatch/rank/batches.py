@@ -83,7 +83,6 @@ class Batches:
             pin_memory=self._device.type == "cuda",
             lockstep=group.lockstep and not alone,
             gaps=skips.held_out if skips else (),
-            find_all=skips is not None,
             lengths=self._lengths if data is task.valid else None,
             most=size * self._longest,
             endless=self._endless if data is task.valid else None,

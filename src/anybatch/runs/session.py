@@ -185,7 +185,7 @@ class Session:
             undo.callback(self._let_go)
             if plan.parallel != "single":
                 stack.enter_context(joined())
-            self._group, name = stack.enter_context(group_of(plan))
+            self._group, name = group_of(plan)
             Machine.here(device=name)  # or says that there is no such device
             self._device = torch.device(name)
             self._leader = self._group.rank == 0

@@ -3,7 +3,6 @@
 import errno
 import os
 import signal
-import threading
 
 import pytest
 import torch
@@ -116,47 +115,12 @@ def unpicklable(samples):
     return lambda: samples
 
 
-def test_a_worker_whose_thread_is_refused_memory_ends_with_a_sentence(loader):
-    class Refused(Numbers):
-        """`Thread.start` waits for a thread that was refused memory before it ran."""
-
-        def __getitem__(self, index):
-            threading._start_new_thread = lambda *_: 0
-            threading.Thread(target=print).start()
-
-    each = loader(Refused(8))
-    each.begin(0, whole(4))
-    with pytest.raises(MemoryError, match=r"refused memory \(it could not start a thread\)"):
-        next(each.next_step().micro_batches)
-
-
 def test_a_batch_that_is_lost_on_its_way_is_not_waited_for_without_end(loader, monkeypatch):
     monkeypatch.setattr(workers, "DEADLINE_SECONDS", 1.0)
     each = loader(Numbers(10), num_workers=1, collate=unpicklable)
     each.begin(0, whole(4))
     with pytest.raises(DataError, match=r"has not come in 1 s, and no worker .* cannot be pickled"):
         next(each.next_step().micro_batches)
-
-
-class Stacks(Numbers):
-    """Tells the size of the stacks of threads to come."""
-
-    def __getitem__(self, index):
-        size = threading.stack_size(0)
-        threading.stack_size(size)
-        return size
-
-
-def test_threads_of_the_data_set_have_the_stacks_that_they_have_without_workers(loader):
-    before = threading.stack_size(3 << 20)
-    try:
-        each = loader(Stacks(4), num_workers=1)
-        each.begin(0, whole(4))
-        assert next(each.next_step().micro_batches).tolist() == [3 << 20] * 4
-        each.close()
-        assert threading.stack_size(0) == 3 << 20
-    finally:
-        threading.stack_size(before)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from anybatch.process import threads
-from anybatch.process.threads import SMALL_STACK_BYTES, Stopwatch, begin, has_room, small_stacks
+from anybatch.process.threads import SMALL_STACK_BYTES, Stopwatch, begin, small_stacks
 
 
 def test_work_is_done_in_another_thread():
@@ -59,11 +59,6 @@ def test_stacks_are_small_for_a_while():
         assert threading.stack_size(2 << 20) == 2 << 20
     finally:
         threading.stack_size(before)
-
-
-def test_more_threads_than_there_are_addresses_for_have_no_room():
-    assert has_room(2)
-    assert not has_room(1 << 40)
 
 
 @pytest.mark.parametrize(

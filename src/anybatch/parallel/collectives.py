@@ -1,5 +1,7 @@
-"""Python objects between ranks, as by torch's object collectives, but signed: they are pickled, and who
-reaches a rank's port can write there. Without a secret, as under torchrun, everybody can sign."""
+"""Collectives that torch has in another form: signed objects, and a broadcast of any tensor as bytes.
+
+Objects are pickled, and who reaches a rank's port can write there. Without a secret, as under torchrun,
+everybody can sign."""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from anybatch.errors import LaunchError
 from anybatch.process.signing import SECRET, signed, verified
@@ -46,6 +49,32 @@ def broadcast_object(value: T, rank: int, group: dist.ProcessGroup | None = None
     return _unpacked(row, rank)
 
 
+def overwrite(
+    tensor: Tensor,
+    rank: int,
+    device: torch.device | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """`tensor` becomes that of `rank`, where it has the same shape and dtype; all ranks of the group
+    call it. It crosses as bytes in a row: NCCL takes neither every dtype nor every layout.
+
+    Args:
+        tensor: of any strides.
+        rank: whose values are taken, by number in `group`.
+        device: of the tensors that the group carries; None: that of `tensor`.
+        group: None: the default group.
+    """
+    own = tensor.detach()
+    for dim in reversed(range(own.dim())):
+        if own.stride(dim) == 0 and own.shape[dim]:  # expanded: one value stands for all
+            own = own.select(dim, 0)
+    wire = own.to(device or own.device).contiguous()
+    if wire.numel():
+        dist.broadcast(wire.view(-1).view(torch.uint8), group_src=rank, group=group)
+    if wire.data_ptr() != own.data_ptr():
+        own.copy_(wire)
+
+
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     """Of the tensors that the group carries."""
     nccl = dist.get_backend(group) == "nccl"
@@ -56,7 +85,7 @@ def _packed(value: Any) -> bytearray:
     return bytearray(signed(pickle.dumps(value), os.environ.get(SECRET, ""), "objects"))
 
 
-def _unpacked(row: torch.Tensor, rank: int) -> Any:
+def _unpacked(row: Tensor, rank: int) -> Any:
     data = verified(row.cpu().numpy().tobytes(), os.environ.get(SECRET, ""), "objects")
     if data is None:
         raise LaunchError(
