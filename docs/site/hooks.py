@@ -33,7 +33,7 @@ _LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".toml": "toml", 
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    for name in ("anybatch.css",):
+    for name in ("anybatch.css", "iframe-worker.js"):
         files.append(File.generated(config, f"assets/{name}", content=_read(DOCS / "site" / name)))
     if _is_chinese(config):
         return files
