@@ -27,14 +27,25 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS, CHINESE, HOME = ROOT / "docs", ROOT / "docs/zh", ROOT / "README.md"
 NOTEBOOK = DOCS / "tutorial.ipynb"
 
+_BOOSTS = {
+    "howto": 3,
+    "start.md": 2,
+    "memory.md": 2,
+    "survival.md": 2,
+    "reference": 0.5,
+    "floors": 0.2,
+    "log.md": 0.1,
+}
+"""How much more a page counts in the search: those that a newcomer looks for come first."""
+
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".toml": "toml", "": "makefile"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    for name in ("anybatch.css", "iframe-worker.js"):
-        files.append(File.generated(config, f"assets/{name}", content=_read(DOCS / "site" / name)))
+    for path in sorted((DOCS / "site").glob("*.[cj]s*")):
+        files.append(File.generated(config, f"assets/{path.name}", content=_read(path)))
     if _is_chinese(config):
         return files
     files.append(File.generated(config, "index.md", content=_read(HOME)))
@@ -48,6 +59,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     here = _origin(page.file.src_uri, config)
+    part = page.file.src_uri.split("/")[0]
+    page.meta["search"] = {"exclude": part == "source", "boost": _BOOSTS.get(part, 1)}
     text = markdown.replace("<!-- fragment -->\n", "")
 
     def changed(link: re.Match[str]) -> str:
@@ -174,7 +187,7 @@ def _outside_fences(text: str, change: Callable[[str], str]) -> str:
 def _listing(path: Path) -> str:
     language = _LANGUAGES.get(path.suffix, "text")
     name = path.relative_to(ROOT).as_posix()
-    return f"---\nsearch:\n  exclude: true\n---\n# {name}\n\n````{language}\n{_read(path)}````\n"
+    return f"# {name}\n\n````{language}\n{_read(path)}````\n"
 
 
 def _drawing(path: Path, alt: str) -> str:
