@@ -18,6 +18,7 @@ PAGES = (
     "evidence.md",
     "start.md",
     "reference.md",
+    "memory.md",
     *(f"howto/{path.name}" for path in sorted((ROOT / "docs/howto").glob("*.md"))),
 )
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

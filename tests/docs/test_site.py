@@ -3,6 +3,7 @@ has an entry. `make site` builds it, and follows its links."""
 
 from __future__ import annotations
 
+import json
 import re
 
 from tests.docs.reading import ROOT, text_of
@@ -45,3 +46,18 @@ def test_every_public_name_is_in_the_reference():
         for name in re.findall(r"^::: anybatch\.(\w+)$", path.read_text(), re.MULTILINE)
     ]
     assert sorted(entries) == sorted(anybatch.__all__)
+
+
+def test_the_grid_of_the_memory_page_can_be_looked_up():
+    """Plans are in order: more bytes buy less time. A command belongs to each row."""
+    text = text_of("docs/site/memory-grid.js")
+    grid = json.loads(text.partition("=")[2].strip().removesuffix(";"))
+    assert grid["rows"].keys() == grid["commands"].keys()
+    assert {name.split()[0] for name in grid["rows"]} <= grid["models"].keys()
+    for points in grid["rows"].values():
+        peaks, seconds = [point[0] for point in points], [point[1] for point in points]
+        assert peaks == sorted(set(peaks))
+        assert seconds == sorted(seconds, reverse=True)
+        assert all(f"micro-batch {point[2]}," in point[3] for point in points)
+    # A plan leaves a fortieth of a card free.
+    assert grid["budgets"]["24GiB"] == 24 * 2**30 - 24 * 2**30 // 40
