@@ -64,10 +64,18 @@ gpu-check: $(STAMP)  ## prove on this machine's GPUs what the tests prove on its
 	$(BIN)/python -m benchmarks.gpu_check
 
 .PHONY: docs
-docs: $(STAMP)  ## run the examples of the documentation
+docs: site  ## build the site, and run the examples of the documentation
 	$(BIN)/pytest tests/docs $(ARGS)
+
+.PHONY: site
+site: export NO_MKDOCS_2_WARNING = 1
+site: $(STAMP)  ## build the documentation in both languages into site/; a link that leads nowhere fails
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	$(BIN)/mkdocs build --quiet
+	$(BIN)/mkdocs build --quiet --config-file mkdocs.zh.yml
+	@echo "Open site/index.html"
 
 .PHONY: clean
 clean:  ## remove .venv, caches and build output; runs/ stays
-	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

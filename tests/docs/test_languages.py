@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from tests.docs.reading import blocks, text_of
+from tests.docs.reading import ROOT, blocks, text_of
 
 PAGES = (
     "README.md",
@@ -16,6 +16,10 @@ PAGES = (
     "ranks.md",
     "survival.md",
     "evidence.md",
+    "start.md",
+    "reference.md",
+    "memory.md",
+    *(f"howto/{path.name}" for path in sorted((ROOT / "docs/howto").glob("*.md"))),
 )
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _NO_FIGURES = re.compile(r"\]\([^)]*\)|`[^`]*`|^    .*$|\b\d{4}\b", re.MULTILINE)

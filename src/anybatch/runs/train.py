@@ -189,8 +189,8 @@ def train(
             and the address `HOST:PORT` of one of them where they meet; each makes the same call, with
             the same secret in the environment variable `ANYBATCH_RENDEZVOUS_SECRET`.
         parallel: how the ranks share a step, see `plans.Parallel`; None: chosen.
-        precision, micro_batch, recompute, chunked_loss, exchange, sharding, balance, compile,
-            rehearsal: see `plan`.
+        precision, micro_batch, recompute, chunked_loss, exchange, sharding, balance: see `plan`.
+        compile, rehearsal: see `plan`.
         norms: see `plan`; or `"as-written"`: BatchNorm normalises over the whole global batch, as it
             does in a plain loop with such batches. It is the same as `ghost_batch=global_batch` in the
             task, and needs the memory for it, on one rank or divided over all.
