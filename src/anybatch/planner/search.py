@@ -236,8 +236,10 @@ class _Search:
         fitting: list[Choice] = []
         found: dict[Recompute, int] = {}
         for way in tuple(self.ways):
-            if fitting and costs.least_seconds(way) >= costs.seconds(self._best(fitting)):
-                continue  # even with all the memory it can use
+            if fitting and SAME_TIME * costs.least_seconds(way) >= costs.seconds(
+                self._best(fitting)
+            ):
+                continue  # as fast at most, even with all the memory it can use
             with self._dropping():
                 size = largest(way, costs)
                 if size is None:
