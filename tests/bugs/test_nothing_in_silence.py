@@ -508,6 +508,25 @@ def test_a_new_step_is_told_anew():
             stepped(ROWS["a gradient that is normalised"])
 
 
+def test_a_hook_that_updates_and_clears_is_no_loss_without_a_gradient(
+    recwarn: pytest.WarningsRecorder,
+):
+    model = build()
+    for param in model.parameters():
+        own = torch.optim.SGD([param], lr=0.1)
+
+        def update(_: Tensor, own: torch.optim.SGD = own) -> None:
+            own.step()
+            own.zero_grad()
+
+        param.register_post_accumulate_grad_hook(update)
+    with ab.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), mean) as step:
+        step((X, Y))
+    texts = [str(one.message) for one in recwarn]
+    assert any("has a hook" in text for text in texts)
+    assert not any("gradient of exactly zero" in text for text in texts)
+
+
 # -------------------------------------------------------------------------------- verify
 
 
@@ -516,6 +535,12 @@ def in_blocks(draw: Callable[[Any], float]) -> Callable[[], nn.Module]:
 
 
 ELSEWHERE = "draws random numbers from "
+
+
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    rows = F.normalize(model(batch[0]), dim=1)
+    return F.cross_entropy(rows @ rows.T / 0.1, torch.arange(len(rows)))
+
 
 CAUSES: dict[str, tuple[dict[str, Any], str]] = {
     "in-place work": ({"loss": in_place}, ""),
@@ -555,6 +580,7 @@ CAUSES: dict[str, tuple[dict[str, Any], str]] = {
         {"loss": lambda model, batch: ab.Loss(total(model, batch), 1)},
         "The weight of the loss does not add up",
     ),
+    "a contrastive loss": ({"loss": contrastive}, "tells the samples of a pass from one another"),
     "a penalty": ({"loss": ROWS["a penalty in a sum"].loss}, "adds a term to its sum"),
     "frequencies": (
         {"model": embedded(scale_grad_by_freq=True), "train": TensorDataset(IDS, Y)},

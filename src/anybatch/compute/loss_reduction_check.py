@@ -292,9 +292,23 @@ def _own_functions(total: Tensor) -> Iterator[str]:
                 yield kind.__qualname__
 
 
-def warn_of_hooks(model: nn.Module, function: LossFunction) -> None:
+def compares_samples(returned: Any, num_samples: int) -> bool:
+    """Whether a loss tells the samples of a pass from one another, as the graph of what it `returned`
+    shows it: it scores each against all of them."""
+    nodes = _likelihoods(returned if isinstance(returned, Tensor) else _sum_of(returned))
+    return any(
+        _are_told_apart(node._saved_self, node._saved_target, num_samples)
+        for node in nodes
+        if type(node._saved_target) is Tensor
+    )
+
+
+def warn_of_hooks(model: nn.Module, function: LossFunction) -> bool:
     """Warn if a parameter of `model` has hooks of the user's on its gradient; said of `function`, the
-    loss. They run in every pass, where gradients are sums: a clamp of these is none of their mean."""
+    loss. They run in every pass, where gradients are sums: a clamp of these is none of their mean.
+
+    Returns whether one has.
+    """
     for name, param in model.named_parameters():
         if param._backward_hooks or param._post_accumulate_grad_hooks:
             sentence = (
@@ -304,7 +318,8 @@ def warn_of_hooks(model: nn.Module, function: LossFunction) -> None:
                 " and optimizer.register_step_pre_hook sees it."
             )
             _warn(sentence, *_place_of(function))
-            return
+            return True
+    return False
 
 
 def warn_of_statistics(

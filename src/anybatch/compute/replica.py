@@ -109,7 +109,8 @@ class Replica:
         self.parameter_writes: ParameterWrites = ParameterWrites(model)
         self._device = device
         self._host = host or torch.device("cpu")
-        warn_of_hooks(model, loss)  # before there are any of anybatch's own
+        # Before there are any of anybatch's own.
+        self.gradients_are_hooked: bool = warn_of_hooks(model, loss)
         with ExitStack() as undo:  # what was put on the model comes off if the rest fails
             self._numerics = Numerics(model, choice.precision, device, global_batch, loss_scaling)
             undo.callback(self._numerics.undo)

@@ -503,7 +503,9 @@ class Transactions:
         scale = replica.loss_scale
         if scale is None and not math.isfinite(norm):
             return _Steep(norm)
-        if norm == 0.0 and not self._has_updated and self._group.rank == 0:
+        is_first = not self._has_updated and self._group.rank == 0
+        # A hook may have updated already, and cleared.
+        if norm == 0.0 and is_first and not replica.gradients_are_hooked:
             warn_of_no_gradient(replica.loss_as_given, self._step)
         self._randomness.begin_update(self._index)
         before_update()

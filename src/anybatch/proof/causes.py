@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from anybatch.compute.building import copy_of
+from anybatch.compute.loss_reduction_check import compares_samples
 from anybatch.data import differs
 from anybatch.errors import DataError
 from anybatch.proof.runs import Runs, deviation, number_of
@@ -83,6 +84,13 @@ def causes_of(runs: Runs, tolerance: float) -> Iterator[str]:
     elif fault := _fault_of_loss(runs, tolerance, norms):
         found = True
         yield fault
+    if not found and _compares_samples(runs):
+        found = True
+        yield (
+            "The loss tells the samples of a pass from one another (as contrastive losses do): return"
+            " anybatch.JointLoss(encode, compare), with what is computed of each sample in encode, and"
+            " what compares them in compare."
+        )
     if not found and not _is_proportional(runs):
         found = True
         yield (
@@ -171,12 +179,30 @@ def _frequent(runs: Runs) -> list[str]:
     return []
 
 
+def _compares_samples(runs: Runs) -> bool:
+    """Whether the loss scores the samples of a pass against one another."""
+    loss, found = runs.task.loss, False
+    if isinstance(loss, JointLoss):
+        return False
+
+    def looked_at(model: nn.Module, batch: object) -> Loss | Tensor:
+        nonlocal found
+        returned = loss(model, batch)
+        found |= compares_samples(returned, runs.sample.size)
+        return returned
+
+    runs.gradient(runs.whole, still=True, loss=wraps(loss)(looked_at))
+    return found
+
+
 def _is_proportional(runs: Runs) -> bool:
     """Whether a larger loss has a gradient that is larger in proportion."""
     if isinstance(runs.task.loss, JointLoss):
         return True
     once = runs.gradient(runs.whole, still=True)
-    larger = runs.gradient(runs.whole, still=True, loss=partial(_larger, runs.task.loss))
+    larger = runs.gradient(
+        runs.whole, still=True, loss=wraps(runs.task.loss)(partial(_larger, runs.task.loss))
+    )
     return deviation([gradient / _FACTOR for gradient in larger], once) <= _ALIKE_IN_FLOAT32
 
 

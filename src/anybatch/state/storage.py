@@ -124,8 +124,8 @@ class Writer(StorageWriter):
         self.partial: Path | None = None
         self.pending: list[Tensor] | None = None
         self.release: Callable[[], object] = lambda: None
-        self.told = ""
-        self.given_up = threading.Event()
+        self.told: str = ""
+        self.given_up: threading.Event = threading.Event()
         self._folder = folder
         self._tensors = tensors
         self._facts = facts
