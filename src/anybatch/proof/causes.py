@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -185,7 +186,7 @@ def _compares_samples(runs: Runs) -> bool:
     if isinstance(loss, JointLoss):
         return False
 
-    def looked_at(model: nn.Module, batch: object) -> Loss | Tensor:
+    def looked_at(model: nn.Module, batch: object) -> Any:
         nonlocal found
         returned = loss(model, batch)
         found |= compares_samples(returned, runs.sample.size)
