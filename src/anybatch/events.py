@@ -80,7 +80,8 @@ class RunStarted(Event):
 class StepDone(Event):
     """A global step was committed.
 
-    `samples` are those it learned from, `samples_seen` all that were taken so far, left out or not;
+    `samples` are those it learned from, `samples_seen` all that were taken so far, left out or not, and
+    `tokens_seen` their total length where the global batch is in `Tokens`;
     `loss` is the mean over the total `weight` of the step; `grad_norm` is the norm of the gradient
     before clipping; `memory_bytes` is the peak measured so far on rank 0, above the baseline;
     `rank_seconds` is how long each rank computed (on CUDA in the step before), where there are several;
@@ -112,6 +113,7 @@ class StepDone(Event):
     agreed_seconds: float = 0.0
     part_weight: float | None = None
     part_grad_norm: float | None = None
+    tokens_seen: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -611,6 +611,12 @@ def _data_faults(task: Task) -> Iterable[str]:
 
 def _batch_faults(task: Task) -> Iterable[str]:
     batch = task.global_batch
+    if callable(batch):
+        yield (
+            "global_batch is a function; give Ramp(start, stop, until=1, shape=function), which says"
+            " how large the batch can be: the plan is made for the largest"
+        )
+        return
     if not isinstance(batch, Tokens | Ramp):
         yield from _whole(task, "global_batch", least=1)
         return

@@ -20,6 +20,8 @@ from anybatch.batch_rule import (
     read_rule,
     target_at,
 )
+from anybatch.data import permutation
+from anybatch.errors import InputError
 
 X = torch.arange(64.0).reshape(64, 1) / 64
 
@@ -196,3 +198,25 @@ def test_a_stream_has_the_steps_of_a_ramp():
         sizes[name] = result.ended.steps, result.ended.samples_seen
     assert sizes["stream"] == sizes["table"]
     assert sizes["stream"][1] == 150
+
+
+def test_steps_count_their_tokens():
+    lengths = [3, 1, 4, 1, 5, 9, 2, 6] * 8
+    done: list[ab.StepDone] = []
+
+    ab.train(
+        task(ab.Tokens(10, of=lengths), last="wrap"),
+        micro_batch=4,
+        progress=False,
+        sinks=[lambda event: done.append(event) if isinstance(event, ab.StepDone) else None],
+    )
+
+    order = permutation(0, 0, len(lengths)).tolist()
+    taken = [sum(lengths[i] for i in order[: one.samples_seen]) for one in done]
+    assert [one.tokens_seen for one in done] == taken
+    assert taken[-1] == sum(lengths)
+
+
+def test_a_function_needs_its_largest_batch():
+    with pytest.raises(InputError, match=r"global_batch is a function; give Ramp\(start, stop"):
+        task(lambda done: int(64 * done) + 1)

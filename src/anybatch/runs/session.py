@@ -864,6 +864,7 @@ class Session:
             agreed_seconds=done.agreed_seconds if self._group.size > 1 else 0.0,
             part_weight=done.part_weight,
             part_grad_norm=done.part_grad_norm,
+            tokens_seen=self._steps.tokens_before(self._position.step),
         )
         self.emit(event)
         self._starving.observe(self._position.step, seconds, waited)
