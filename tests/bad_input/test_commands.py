@@ -383,7 +383,7 @@ DATA_SETS = [
         "stream-fails-later",
         STREAM.format("yield from list(zip(X, Y))[:13]; raise OSError('gone')")
         + "CHANGES = dict(train=S())\n",
-        ("sample 13", "stream S", "OSError: gone", "mend the stream"),
+        ("sample 13", "stream S", "OSError: gone", "catch the error in the stream"),
         record=True,
     ),
     Bad(

@@ -95,6 +95,9 @@ class CpuLimit(Limit):
         self._budget = budget_bytes
         self._counted = counted_bytes
         self._meter: CpuMeter | None = None
+        self._growth: dict[
+            Hashable, int
+        ] = {}  # the most that a pass over a shape took beyond its start
 
     def enter(self) -> Meter:
         if self._budget is None:
@@ -121,15 +124,21 @@ class CpuLimit(Limit):
 
     @contextmanager
     def watched(self, kind: object, batch: Any) -> Iterator[None]:
-        yield
         if self._budget is None or self._meter is None:
+            yield
             return
-        peak, used, growth = self._meter.after_pass()
+        shape = kind, shapes_of(batch)
+        growth = self._growth.get(shape)
+        if growth is None or self._meter.used_bytes() + growth > self._budget:
+            trim()  # the heap holds freed memory beside what the pass takes
+        before = self._meter.used_bytes()
+        self._meter.begin_pass()
+        yield
+        peak = self._meter.pass_bytes()
+        self._growth[shape] = max(growth or 0, peak - before)
         if peak > self._budget:
             self._meter.drop_lap()
             raise OverBudget(peak, self._budget)
-        if used + growth > self._budget:  # of which the heap may hold some free
-            trim()
 
     def reserve(self, num_bytes: int) -> None:
         if self._budget is None or self._meter is None:

@@ -81,7 +81,7 @@ class CpuMeter(Meter):
         self._baseline = there - counted_bytes
         self._script = ScriptBytes(self._filled())
         self._most = {"total": 0}
-        self._after_last_pass = there
+        self._lap = 0  # most bytes of the process since the lap began, before this pass
 
     def peak_bytes(self) -> int:
         """See `Meter`. Without the kernel's peak: the largest value seen at a call."""
@@ -99,15 +99,16 @@ class CpuMeter(Meter):
         """It is no more."""
         if self._script.rests:
             self._script.resume(self._filled())
-            reset_peak()
+            self.drop_lap()
 
-    def after_pass(self) -> tuple[int, int, int]:
-        """Most bytes in use in the last pass, those in use now, and by how many they rose in it."""
-        before = self._after_last_pass
-        most, now = self._most_own_bytes(), self._own_bytes()
-        self._after_last_pass = now
-        base = self._baseline + self._script.num_bytes
-        return max(0, most - base), max(0, now - base), max(0, most - before)
+    def begin_pass(self) -> None:
+        """Measure the peak of one pass, too."""
+        self._lap = self._most_own_bytes()
+        reset_peak()
+
+    def pass_bytes(self) -> int:
+        """Most bytes in use since `begin_pass`."""
+        return max(0, self._peak_of_kernel() - self._baseline - self._script.num_bytes)
 
     def used_bytes(self) -> int:
         return max(0, self._own_bytes() - self._baseline - self._script.num_bytes)
@@ -118,16 +119,21 @@ class CpuMeter(Meter):
 
     def begin_lap(self) -> None:
         self.peak_bytes()
-        reset_peak()
+        self.drop_lap()
 
     def drop_lap(self) -> None:
+        self._lap = 0
         reset_peak()
 
     def lap_bytes(self) -> int:
         return max(0, self._most_own_bytes() - self._baseline - self._script.num_bytes)
 
     def _most_own_bytes(self) -> int:
-        """Since the lap began; without the kernel's peak those of now."""
+        """Since the lap began."""
+        return max(self._lap, self._peak_of_kernel())
+
+    def _peak_of_kernel(self) -> int:
+        """Since it was reset; without it, the bytes of now."""
         return status("VmHWM") - self._code_bytes() if self._exact else self._own_bytes()
 
     def _filled(self) -> int:

@@ -45,10 +45,8 @@ def peak(backend, precision="fp32"):
     return footprint(subject_of(task), choice, BIG_CPU).peak.num_bytes
 
 
-@pytest.mark.parametrize("backend", ["auto", "tokens", "vocabulary", "torch"])
+@pytest.mark.parametrize("backend", ["auto", "tokens", "vocabulary"])
 def test_the_logits_are_gone_from_the_estimate(backend):
-    if backend == "torch" and not hasattr(nn, "LinearCrossEntropyOptions"):
-        pytest.skip("torch 2.13 and newer")
     plain = peak("plain")
     assert LOGITS == 1_280_000_000
     assert plain > 2 * LOGITS

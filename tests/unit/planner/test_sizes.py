@@ -36,11 +36,11 @@ def test_among_equals_full_passes_of_eights_are_taken():
     task = deep_task(
         model=lambda: nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(3)]),
         loss=lambda model, batch: model(batch[0]).square().mean(),
-        train=TensorDataset(torch.zeros(2, 512, 4096)),
+        train=TensorDataset(torch.zeros(2, 2048, 4096)),
         global_batch=512,
         last="wrap",
     )
-    machine = Machine.describe("h100-80gb").with_budget("8GiB")
+    machine = Machine.describe("h100-80gb").with_budget("26GiB")
     plan = ab.plan(task, machine, precision="bf16", recompute="none")
     assert 8 <= plan.choice.micro_batch < 512
     assert plan.choice.micro_batch % 8 == 0
