@@ -22,6 +22,7 @@ from anybatch.batch_rule import (
 )
 from anybatch.data import permutation
 from anybatch.errors import InputError
+from anybatch.events import StepDone
 
 X = torch.arange(64.0).reshape(64, 1) / 64
 
@@ -202,13 +203,13 @@ def test_a_stream_has_the_steps_of_a_ramp():
 
 def test_steps_count_their_tokens():
     lengths = [3, 1, 4, 1, 5, 9, 2, 6] * 8
-    done: list[ab.StepDone] = []
+    done: list[StepDone] = []
 
     ab.train(
         task(ab.Tokens(10, of=lengths), last="wrap"),
         micro_batch=4,
         progress=False,
-        sinks=[lambda event: done.append(event) if isinstance(event, ab.StepDone) else None],
+        sinks=[lambda event: done.append(event) if isinstance(event, StepDone) else None],
     )
 
     order = permutation(0, 0, len(lengths)).tolist()
