@@ -150,7 +150,7 @@ def run_scaled(task, scale, precision="fp16"):
     with ab.Session(own_model(task), plan_for(task, 4, precision=precision), [events.append]) as s:
         begin_at_scale(s, scale)
         done = list(s.steps())
-        optimizer = copy.deepcopy(s._rank._replica.optimizer.state_dict())
+        optimizer = copy.deepcopy(s._replica.optimizer.state_dict())
     return s.model, done, optimizer, [e for e in events if isinstance(e, Overflowed)]
 
 

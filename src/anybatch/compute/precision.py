@@ -157,6 +157,8 @@ class Numerics:
 
     def _halve(self, dtype: torch.dtype) -> None:
         keep = self._format.masters
+        if keep and any(param.dtype == torch.float64 for param in self._model.parameters()):
+            self._undo.append(_narrowing_inputs(self._model))
         for module in self._model.modules():
             if keep and isinstance(module, NORMS):
                 continue
@@ -200,8 +202,6 @@ def _check_halvable(model: nn.Module, precision: Precision, keep: bool) -> None:
             why = "is an orthogonal parametrization, which is computed in float32 at least"
         elif not keep and any(param.is_complex() for param in module.parameters(recurse=False)):
             why = f"has complex parameters, and there are no complex numbers of {format}"
-        elif keep and any(p.dtype == torch.float64 for p in module.parameters(recurse=False)):
-            why = "has parameters of float64, and autocast does not cast what meets them"
         if why is not None:
             raise InputError(
                 f"precision {precision} keeps weights in half precision, and {name or 'the model'!r}"
@@ -270,6 +270,18 @@ def _restore(tensor: Tensor, master: Tensor | None, dtype: torch.dtype) -> None:
     tensor.grad = None
 
 
+def _narrowing_inputs(model: nn.Module) -> Callable[[], None]:
+    """Cast what goes into a model in float64 to float32, since autocast leaves float64 as it is, and
+    half-precision weights do not go with it."""
+
+    def narrowed(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return _cast(args, torch.float32, torch.float64), _cast(
+            kwargs, torch.float32, torch.float64
+        )
+
+    return model.register_forward_pre_hook(narrowed, with_kwargs=True).remove
+
+
 def _casting_io(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     """Cast what goes into a purely half-precision model to its dtype, and what comes out to float32,
     in which losses are computed."""
@@ -285,13 +297,15 @@ def _casting_io(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     return undo
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast(value: Any, dtype: torch.dtype, only: torch.dtype | None = None) -> Any:
+    """`value` with its floating-point tensors, or those of the dtype `only`, in `dtype`."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        meant = value.is_floating_point() if only is None else value.dtype == only
+        return value.to(dtype) if meant else value
     if isinstance(value, dict):
-        return type(value)({key: _cast(item, dtype) for key, item in value.items()})
+        return type(value)({key: _cast(item, dtype, only) for key, item in value.items()})
     if type(value) in (list, tuple):
-        return type(value)(_cast(item, dtype) for item in value)
+        return type(value)(_cast(item, dtype, only) for item in value)
     return value
 
 
