@@ -278,12 +278,16 @@ class Buffers:
     def gather(self) -> None:
         """Tell one another what the parts contribute: nothing, for those that did not come to `staged`.
         Each is one rank's, so sums change no bit."""
-        if self._agreement.size:
-            theirs = self._mine.to(self._device, copy=True)
-            if self._several:
-                dist.all_reduce(theirs, group=self._group)
-            self._all.copy_(theirs)
-            self._mine.zero_()
+        if not self._agreement.size:
+            return
+        theirs = self._mine.to(self._device, copy=True)
+        if self._several and list(self._owners) == list(range(dist.get_world_size(self._group))):
+            mine = theirs[dist.get_rank(self._group)].clone()
+            dist.all_gather(list(theirs.unbind()), mine, group=self._group)  # half the bytes
+        elif self._several:
+            dist.all_reduce(theirs, group=self._group)
+        self._all.copy_(theirs)
+        self._mine.zero_()
 
     @torch.no_grad()
     def settle(self) -> None:
