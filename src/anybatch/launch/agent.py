@@ -55,7 +55,7 @@ ELASTIC_RESTARTS = 3
 """Restarts where the number of machines may change, and nobody says how many: a machine that goes takes
 its ranks with it, which costs one."""
 
-_LAST_LINES = 20
+_LAST_LINES = 40  # a stack is shown with its innermost call first
 _SECRET_LENGTH = 16
 _JANITOR_SECONDS = 10.0
 
