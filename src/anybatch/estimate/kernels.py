@@ -3,7 +3,7 @@
 On a CPU only what follows from the semantics of torch's operators is counted; what oneDNN and MKL keep
 is not, since a plan for a CPU that is here is rehearsed. On CUDA the scratch that grows with the batch
 is counted, by torch's source and as its caching allocator tells of single operations
-(`benchmarks/allocator/README.md`). Buffers of reductions (a few MiB) and workspaces of cuDNN are not.
+(`benchmarks/allocator/README.md`). Workspaces of cuDNN are not.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from anybatch.errors import InputError
+from anybatch.estimate.reductions import MOST_RESIDENT, buffer_bytes, reduction_bytes
 from anybatch.machine import cpu_computes_in
 
 _aten: Any = torch.ops.aten
 _LSTM = _aten.mkldnn_rnn_layer.default
+_CONVOLUTION_BACKWARD = _aten.convolution_backward.default
 _CONTIGUOUS = {  # operation -> which of its arguments it reads as contiguous
     _aten.native_layer_norm.default: (0,),
     _aten.native_layer_norm_backward.default: (0, 1),
@@ -100,12 +102,23 @@ def _bytes(tensor: Tensor) -> int:
 
 
 class CudaKernels(Kernels):
-    """torch's own kernels on CUDA, and its copies for those of libraries."""
+    """torch's own kernels on CUDA, and its copies for those of libraries.
+
+    Args:
+        threads: that the device runs at once, see `reductions.resident_threads`.
+    """
+
+    def __init__(self, threads: int = MOST_RESIDENT) -> None:
+        self._threads = threads
 
     def scratch(self, op: Any, args: tuple[Any, ...], result: Any) -> int:
         """See `Kernels`."""
-        rule = _RULES.get(op)
-        return 0 if rule is None else rule(*args)
+        if (rule := _RULES.get(op)) is not None:
+            return rule(*args)
+        if op is _CONVOLUTION_BACKWARD:  # the gradient of the bias is a sum
+            dims = [0, *range(2, args[0].dim())]
+            return buffer_bytes(args[0], dims, 4, self._threads) if args[10][2] else 0
+        return reduction_bytes(op, args, self._threads)
 
     def copies(self, op: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
         """See `Kernels`: of what is not laid out as the operation reads it."""

@@ -32,6 +32,7 @@ from anybatch.estimate.fake_op_cache import fake_mode
 from anybatch.estimate.family import Part, Traced
 from anybatch.estimate.kernels import CpuKernels, CudaKernels, Kernels
 from anybatch.estimate.layout import layout_on
+from anybatch.estimate.reductions import resident_threads
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import COPIED, Timeline, Tracer, recording
 from anybatch.machine import Device
@@ -388,7 +389,7 @@ def fake_device(device: Device) -> torch.device:
 
 def kernels_on(device: Device) -> Kernels:
     """The memory that kernels of `device` take."""
-    return CpuKernels() if device.kind == "cpu" else CudaKernels()
+    return CpuKernels() if device.kind == "cpu" else CudaKernels(resident_threads(device))
 
 
 def growth(timeline: Timeline, start: int) -> int:

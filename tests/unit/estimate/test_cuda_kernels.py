@@ -3,6 +3,7 @@ CUDA build (`benchmarks/allocator`), and how they follow the batch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 from anybatch.estimate.kernels import CudaKernels
+from anybatch.estimate.reductions import resident_threads
+from anybatch.machine import Machine
 
 aten: Any = torch.ops.aten
-KERNELS = CudaKernels()
+KERNELS = CudaKernels(108 * 2048)
 FLASH = aten._scaled_dot_product_flash_attention_backward.default
 EFFICIENT = aten._scaled_dot_product_efficient_attention_backward.default
 
@@ -91,3 +94,23 @@ def test_norms_in_backward_read_gradient_and_argument(name: str):
     rest = ([64],) if "layer" in name else (None, None, None, 8, 64, 256, 4)
     copied = KERNELS.copies(getattr(aten, name).default, (turned, turned, *rest))
     assert copied == (turned.nbytes,) * 2
+
+
+def test_the_bias_of_a_convolution_is_added_up_last():
+    gradient, image, weight = meta(64, 192, 8, 8), meta(64, 3, 64, 64), meta(192, 3, 8, 8)
+    gradient = gradient.contiguous(memory_format=torch.channels_last)
+    image = image.contiguous(memory_format=torch.channels_last)
+    some = ([8, 8], [0, 0], [1, 1], False, [0, 0], 1)
+    op = aten.convolution_backward.default
+    without, with_bias = (
+        KERNELS.scratch(op, (gradient, image, weight, [192], *some, [True, True, bias]), None)
+        for bias in (False, True)
+    )
+    assert without == 0
+    assert with_bias == 6_291_456  # measured
+
+
+def test_a_device_that_is_not_here_has_as_many_threads_as_the_largest_of_its_kind():
+    device = Machine.describe("a100-80gb").device
+    assert resident_threads(device) == 108 * 2048
+    assert resident_threads(replace(device, capability="")) == 132 * 2048
