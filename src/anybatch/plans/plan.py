@@ -108,7 +108,7 @@ class Plan(Frozen):
         device_name: for people.
         budget_bytes: memory that training may use on each device; None: not limited.
         reserve_bytes: of these, what the plan keeps free for what is not predicted.
-        enforced: whether the allocator or the operating system holds the run to the budget.
+        enforced: whether the run is held to the budget: by the allocator on CUDA, by measuring passes on a CPU.
         choice: the knobs.
         ladder: leaner choices, in order; the next one is taken when memory runs out.
         prediction: bytes and seconds of `choice`.
