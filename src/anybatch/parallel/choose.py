@@ -44,12 +44,6 @@ def group_of(plan: Plan) -> tuple[Group, str]:
     connect(device)  # before memory counts
     # What the kernel may refuse memory must not be refused any while it speaks to others.
     overlaps = name != "cpu" or not (plan.enforced or is_limited())
-    if plan.enforced and not overlaps and exchange.stale:
-        raise InputError(
-            "the plan has stale gradients and a budget that the operating system enforces, but stale"
-            " gradients cross while a step computes, and a rank that is refused memory meanwhile cannot"
-            " answer: run it without --memory."
-        )
     sums = Sums(_COMPRESSED[exchange.compress])
     if task.part is not None:
         group: Group = Reproducible(shares, device, task.global_batch, task.part)

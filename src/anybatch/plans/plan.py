@@ -108,7 +108,8 @@ class Plan(Frozen):
         device_name: for people.
         budget_bytes: memory that training may use on each device; None: not limited.
         reserve_bytes: of these, what the plan keeps free for what is not predicted.
-        enforced: whether the run is held to the budget: by the allocator on CUDA, by measuring passes on a CPU.
+        enforced: whether the run is held to the budget: on CUDA by the allocator, on a CPU by measuring
+            its passes.
         choice: the knobs.
         ladder: leaner choices, in order; the next one is taken when memory runs out.
         prediction: bytes and seconds of `choice`.
