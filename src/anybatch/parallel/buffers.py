@@ -245,6 +245,11 @@ class Buffers:
         size = num_parts, self._agreement.size
         self._mine = torch.zeros(size, dtype=torch.float64)
         self._all = torch.zeros(size, dtype=torch.float64)
+        # Made beforehand: what is told before the vote must not be refused memory.
+        self._theirs = torch.zeros(size, dtype=torch.float64, device=device)
+        self._row = torch.zeros(size[1], dtype=torch.float64, device=device)
+        self._rows = list(self._theirs.unbind())
+        self._is_one_each = several
         self._first: dict[nn.Module, dict[str, Tensor | None]] = {}
         self._owners: Sequence[int] = range(num_parts)
 
@@ -253,6 +258,7 @@ class Buffers:
         self._mine.zero_()
         self._first.clear()
         self._owners = owners
+        self._is_one_each = False
 
     @torch.no_grad()
     def staged(self, part: int, held: Held) -> None:
@@ -280,13 +286,14 @@ class Buffers:
         Each is one rank's, so sums change no bit."""
         if not self._agreement.size:
             return
-        theirs = self._mine.to(self._device, copy=True)
-        if self._several and list(self._owners) == list(range(dist.get_world_size(self._group))):
-            mine = theirs[dist.get_rank(self._group)].clone()
-            dist.all_gather(list(theirs.unbind()), mine, group=self._group)  # half the bytes
-        elif self._several:
-            dist.all_reduce(theirs, group=self._group)
-        self._all.copy_(theirs)
+        if self._is_one_each:  # half the bytes of a sum
+            self._row.copy_(self._mine[dist.get_rank(self._group)])
+            dist.all_gather(self._rows, self._row, group=self._group)
+        else:
+            self._theirs.copy_(self._mine)
+            if self._several:
+                dist.all_reduce(self._theirs, group=self._group)
+        self._all.copy_(self._theirs)
         self._mine.zero_()
 
     @torch.no_grad()
