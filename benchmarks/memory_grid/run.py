@@ -16,10 +16,10 @@ from itertools import product
 from pathlib import Path
 
 import transformers
-from anybatch.planner.reserve import reserve_of
 from PIL import Image
 
 import anybatch as ab
+from anybatch.planner.ranks import reserve_of
 from anybatch.recipes.finetune import finetune
 from anybatch.recipes.images import images
 

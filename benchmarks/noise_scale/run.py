@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
-from anybatch.insight.noise import mean_over, scale_of, windows
+from anybatch.insight.noise import NoiseScale, scale_of, windows
 from anybatch.insight.noise_series import Series
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -116,6 +116,25 @@ def plan_of(batch: int) -> ab.Plan:
 
 
 # ------------------------------------------------------------------------------------- the sweep
+
+
+def mean_over(scales: Sequence[NoiseScale], batch: float) -> float | None:
+    """The noise scale, in samples, that stands for all of a run of this `batch`, in samples: its mean
+    over the progress made, of which a step of much noise makes little. None if there was none.
+
+    A step at B makes the progress 1 / (1 + B_noise / B) of one without noise (McCandlish et al. 2018,
+    section 2.2), so
+    steps are weighed by that: then (1 + mean / B) is what the run took beside the fewest steps.
+    """
+    progress = noise = 0.0
+    for one in scales:
+        square = max(0.0, one.square)
+        if square:
+            steps = one.last_step - one.first_step + 1  # measured or not
+            made = steps * batch * square / (batch * square + max(0.0, one.noise))
+            progress += made
+            noise += made * max(0.0, one.noise) / square
+    return noise / progress if progress else None
 
 
 def train(batch: int, rate: float, seed: int, target: float, most: int) -> Run:
