@@ -23,15 +23,15 @@ time-out it raises `PeerLost`.
 from __future__ import annotations
 
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakMethod, finalize
 
 import torch
 import torch.distributed as dist
@@ -105,6 +105,7 @@ from anybatch.plans import (
     parse_precision,
 )
 from anybatch.process.cuda_driver import take_workspaces
+from anybatch.process.threads import Reminder
 from anybatch.rank import REHEARSED_PASSES
 from anybatch.rank.rehearsing import Rehearsing
 from anybatch.side_effects import code_of
@@ -312,7 +313,7 @@ class Step:
         self._planned_for = 0  # samples of this rank
         self._largest = 0  # batch of this rank so far
         self._is_outgrown = False  # the plan of some rank
-        self._has_waited = False  # and has said so
+        self._reminder: Reminder | None = None
         self._copies = BatchCopies()
 
     @at_work()
@@ -406,6 +407,8 @@ class Step:
     def close(self) -> None:
         """Leave the model and the process as they were found, but for the training; each part of them,
         whatever is raised while another is left."""
+        if self._reminder is not None:
+            self._reminder.close()
         if self._engine is not None:
             self._undo.close()
 
@@ -445,32 +448,25 @@ class Step:
             warn_of_statistics(self._model, self._loss, [*self._written])
         return done, len(source.ranges)
 
-    @contextmanager
-    def _telling_of_a_wait(self) -> Iterator[None]:
+    def _telling_of_a_wait(self) -> AbstractContextManager[None]:
         """Around a step: with several ranks, one that takes very long is told to people, once. Nothing
         is ended: what the others do between two steps is the script's own."""
-        if self._group.size == 1 or self._has_waited:
-            yield
-            return
+        if self._group.size == 1:
+            return nullcontext()
+        if self._reminder is None:
+            tell = WeakMethod(self._tell_of_a_wait)
+            self._reminder = Reminder(_WAIT_SECONDS, lambda: (tell() or _nothing)())
+            finalize(self, self._reminder.close)
+        return self._reminder.around()
 
-        def tell() -> None:
-            self._has_waited = True
-            sys.stderr.write(
-                f"anybatch: rank {self._group.rank} of {self._group.size} has been in step"
-                f" {step_number(self._num_steps)} for {_WAIT_SECONDS:.0f} s. Perhaps it waits for a"
-                " rank that hangs, is busy with something else, or has ended its loop: every rank calls"
-                " Step equally often, with None where it has no samples left.\n"
-            )
-            sys.stderr.flush()
-
-        timer = threading.Timer(_WAIT_SECONDS, tell)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-            timer.join()
+    def _tell_of_a_wait(self) -> None:
+        sys.stderr.write(
+            f"anybatch: rank {self._group.rank} of {self._group.size} has been in step"
+            f" {step_number(self._num_steps)} for {_WAIT_SECONDS:.0f} s. Perhaps it waits for a"
+            " rank that hangs, is busy with something else, or has ended its loop: every rank calls"
+            " Step equally often, with None where it has no samples left.\n"
+        )
+        sys.stderr.flush()
 
     def _check_joined(self) -> None:
         """Raises `InputError` if there are other ranks than when the step was set up."""

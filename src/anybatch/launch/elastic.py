@@ -51,6 +51,7 @@ from anybatch.launch.rendezvous import Rendezvous, of_machines
 from anybatch.process import early_stop_signal
 from anybatch.process.log_filter import silenced
 from anybatch.process.signing import SECRET
+from anybatch.process.threads import Reminder
 
 _POLL_SECONDS = 0.05
 
@@ -385,14 +386,12 @@ def _machines(count: int) -> str:
 @contextmanager
 def _patience(tell: Callable[[str], None], sentence: str) -> Iterator[None]:
     """`tell` the `sentence` if what is inside takes longer than machines do that are all there."""
-    timer = threading.Timer(_PATIENCE_SECONDS, tell, (sentence,))
-    timer.daemon = True
-    timer.start()
+    reminder = Reminder(_PATIENCE_SECONDS, partial(tell, sentence))
     try:
-        yield
+        with reminder.around():
+            yield
     finally:
-        timer.cancel()
-        timer.join()
+        reminder.close()
 
 
 def _rendezvous(orders: Orders, tell: Callable[[str], None]) -> tuple[Rendezvous, str]:

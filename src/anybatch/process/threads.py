@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import final
 
 from anybatch.process.control_group import cores_of_group
 
@@ -50,6 +51,48 @@ def begin(work: Callable[[], None]) -> threading.Event | None:
     if not begun.wait(_SECONDS) and claim.acquire(blocking=False):
         return None
     return ended
+
+
+@final
+class Reminder:
+    """Calls a function, once, if a block takes long.
+
+    One thread looks now and then, so entering a block is cheap. The function is called by that thread,
+    between `seconds` and an eighth more after the block began.
+
+    Args:
+        seconds: that a block may take.
+        tell: what is called.
+    """
+
+    def __init__(self, seconds: float, tell: Callable[[], object]) -> None:
+        self._seconds, self._tell = seconds, tell
+        self._begun: float | None = None
+        self._is_started = False
+        self._closing = threading.Event()
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """The block."""
+        if not self._is_started:
+            self._is_started = True
+            begin(self._look)
+        self._begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self._begun = None
+
+    def close(self) -> None:
+        """Nothing is called any more."""
+        self._closing.set()
+
+    def _look(self) -> None:
+        while not self._closing.wait(self._seconds / 8):
+            begun = self._begun
+            if begun is not None and time.monotonic() - begun > self._seconds:
+                self._tell()
+                return
 
 
 @contextmanager

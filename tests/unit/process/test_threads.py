@@ -68,3 +68,20 @@ def test_a_thread_that_waits_for_a_core_shows(computed: float, waited: float):
     seconds, work = iter([100.0, 110.0]), iter([5.0, 5.0 + computed])
     watch = Stopwatch(lambda: next(seconds), lambda: next(work))
     assert watch.idle_seconds() == pytest.approx(waited)
+
+
+def test_a_block_that_takes_long_is_told_once():
+    told, heard = [], threading.Event()
+
+    def tell() -> None:
+        told.append(threading.current_thread())
+        heard.set()
+
+    reminder = threads.Reminder(0.01, tell)
+    with reminder.around():
+        assert heard.wait(60)
+    with reminder.around():
+        pass
+    reminder.close()
+    assert len(told) == 1
+    assert told[0] is not threading.current_thread()
