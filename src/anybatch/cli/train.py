@@ -114,7 +114,7 @@ def train(
             "N|TIME",
         ),
     ] = "10min",
-    keep: Annotated[int, option("--keep", "Checkpoints that stay, beside the best.", "N")] = 3,
+    keep: Annotated[int, option("--keep", "Checkpoints to keep in addition to the best.", "N")] = 3,
     restarts: Annotated[
         int,
         option("--restarts", "How often killed or lost ranks are started again.", "N"),
