@@ -128,10 +128,10 @@ class CpuLimit(Limit):
             yield
             return
         shape = kind, shapes_of(batch)
-        growth = self._growth.get(shape)
-        if growth is None or self._meter.used_bytes() + growth > self._budget:
-            trim()  # the heap holds freed memory beside what the pass takes
-        before = self._meter.used_bytes()
+        growth, before = self._growth.get(shape), self._meter.used_bytes()
+        if growth is None or before + growth > self._budget:
+            trim()  # the heap holds freed memory in addition to what the pass takes
+            before = self._meter.used_bytes()
         self._meter.begin_pass()
         yield
         peak = self._meter.pass_bytes()
