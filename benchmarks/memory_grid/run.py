@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
 import transformers
-from PIL import Image
+from torch import nn
+from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.planner.ranks import reserve_of
 from anybatch.recipes.finetune import finetune
-from anybatch.recipes.images import images
 
 OUT = Path(__file__).parents[2] / "docs/site/memory-grid.js"
 SIZES = ("8GiB", "10GiB", "12GiB", "16GiB", "24GiB", "40GiB", "48GiB", "80GiB")
@@ -33,10 +35,11 @@ LENGTHS = (1024, 4096)
 
 @dataclass(frozen=True)
 class Model:
-    """`config` of transformers, or none: the residual network of the recipe `images`."""
+    """`config` of transformers: of a language model for the recipe `finetune`, or of a residual network
+    for a task of one's own."""
 
     name: str
-    config: transformers.PretrainedConfig | None = None
+    config: transformers.PretrainedConfig
     lengths: tuple[int, ...] = LENGTHS
     adapters: tuple[int, ...] = (0, 16)
     precisions: tuple[str, ...] = PRECISIONS
@@ -59,20 +62,34 @@ MODELS = {
     "gpt2": Model("GPT-2, 124M", transformers.GPT2Config(), (1024,)),
     "llama-1b": Model("Llama, 1.2B", llama(16, 2048, 8192, 32, 8), precisions=("bf16",)),
     "llama-8b": Model("Llama, 8.0B", llama(32, 4096, 14336, 32, 8), (1024,), (16,), ("bf16",)),
-    "resnet-50": Model("ResNet-50, 224 pixels", None, (0,), (0,)),
+    "resnet-50": Model(
+        "ResNet-50, 224 pixels", transformers.ResNetConfig(num_labels=1000), (0,), (0,)
+    ),
 }
+
+
+def classifying(config: transformers.ResNetConfig) -> ab.Task:
+    """Images of 224 by 224 pixels."""
+
+    def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]).logits, batch[1])
+
+    return ab.Task(
+        model=lambda: transformers.ResNetForImageClassification(config),
+        loss=loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        train=TensorDataset(torch.zeros(4, 3, 224, 224), torch.zeros(4, dtype=torch.int64)),
+        global_batch=BATCH,
+        steps=1,
+    )
 
 
 def task_of(
     model: Model, folder: Path, length: int, adapter: int, precision: str
 ) -> tuple[ab.Task, str]:
-    """The task, and the options of the recipe that say the same on the command line."""
-    if model.config is None:
-        for kind in ("a", "b"):
-            (folder / kind).mkdir(exist_ok=True)
-            for i in range(20):
-                Image.new("RGB", (256, 256)).save(folder / kind / f"{i}.png")
-        return images(folder, BATCH, model="large", steps=1), "images -s data=FOLDER -s model=large"
+    """The task, and what names it on the command line, with the options of the recipe."""
+    if isinstance(model.config, transformers.ResNetConfig):
+        return classifying(model.config), "my_task.py"
     model.config.save_pretrained(folder)
     rows = folder / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"text": "x" * 2 * length}) for _ in range(64)))

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 
 from tests.docs.reading import ROOT, text_of
 
 import anybatch
+from anybatch.recipes.registry import options_of
 
 ENGLISH_ONLY = {
     "log.md",
@@ -61,3 +63,16 @@ def test_the_grid_of_the_memory_page_can_be_looked_up():
         assert all(f"micro-batch {point[2]}," in point[3] for point in points)
     # A plan leaves a fortieth of a card free.
     assert grid["budgets"]["24GiB"] == 24 * 2**30 - 24 * 2**30 // 40
+
+
+def test_recipes_have_the_options_of_the_commands_of_the_memory_page():
+    text = text_of("docs/site/memory-grid.js")
+    grid = json.loads(text.partition("=")[2].strip().removesuffix(";"))
+    for command in grid["commands"].values():
+        task, *words = shlex.split(command)
+        options = dict(word.split("=") for word in words if word != "-s")
+        if task == "my_task.py":  # the reader's own
+            assert not options
+            continue
+        known = {option.name: option for option in options_of(task)}
+        assert options.keys() <= known.keys(), command
