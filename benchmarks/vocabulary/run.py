@@ -29,7 +29,7 @@ from anybatch.errors import InputError
 
 RESULTS = Path(__file__).parents[1] / "results"
 WORDS, LENGTH, BATCH, WIDTH = 40_000, 250, 32, 256
-BACKENDS = ("plain", "tokens", "vocabulary", "torch")
+BACKENDS = ("plain", "tokens", "vocabulary")
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALL = ((64, 1_000), (256, 1_000), (1_024, 1_000), (512, 4_000), (2_048, 4_000), (1_024, 16_000))
 """Tokens and words, around where `auto` changes from plain to chunks."""
