@@ -58,7 +58,14 @@ def test_five_passes_over_the_budget_in_one_run(where):
     assert found["measured"] <= found["budget"] * 1.1
 
 
-@pytest.mark.parametrize("name", ["far too large", "pinned", "digits"])
+def test_what_planning_has_left_in_the_heap_is_no_part_of_the_run():
+    found = run("planned here")
+    assert_survived(found)
+    assert not found["failures"]
+    assert found["measured"] <= found["budget"]
+
+
+@pytest.mark.parametrize("name", ["far too large", "digits"])
 def test_a_micro_batch_that_was_chosen_too_large_is_replaced(name):
     found = run(name)
     assert_survived(found)

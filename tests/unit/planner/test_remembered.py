@@ -13,24 +13,38 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
+from anybatch.engine import limit
+from anybatch.engine.process import return_freed_memory
 from anybatch.plans import Plan
 from anybatch.process.files import cache_folder
 
 pytestmark = pytest.mark.rehearsed
 
-MEMORY = "140MiB"
+MEMORY = "85MiB"
+"""Enough for 128 samples in a pass, and not for 256."""
+
+
+@pytest.fixture(autouse=True)
+def same_peak_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where freed memory is kept, a peak depends on where the heap has its holes."""
+    monkeypatch.setattr(limit, "keep_freed_memory", return_freed_memory)
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def task(width: int = 48, samples: int = 256) -> ab.Task:
+def model(width: int) -> nn.Module:
+    layers = [nn.Conv2d(3, width, 3, padding=1), nn.ReLU()]
+    for _ in range(5):
+        layers += nn.Conv2d(width, width, 3, padding=1, groups=width), nn.Tanh()
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(width * 1024, 5))
+
+
+def task(width: int = 12, samples: int = 256) -> ab.Task:
     draw = torch.Generator().manual_seed(0)
     return ab.Task(
-        model=lambda: nn.Sequential(
-            nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(width * 1024, 5)
-        ),
+        model=lambda: model(width),
         loss=loss,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
         train=TensorDataset(
@@ -85,8 +99,8 @@ def test_a_run_takes_the_choice_that_was_planned_before(searches: list[None]):
 @pytest.mark.parametrize(
     "other",
     [
-        lambda: ab.plan(task(), memory="150MiB"),
-        lambda: ab.plan(task(width=40), memory=MEMORY),
+        lambda: ab.plan(task(), memory="90MiB"),
+        lambda: ab.plan(task(width=10), memory=MEMORY),
         lambda: ab.plan(task(samples=32), memory=MEMORY),
         lambda: ab.plan(replace(task(), clip_norm=1.0), memory=MEMORY),
         lambda: ab.plan(task(), memory=MEMORY, recompute="none"),
