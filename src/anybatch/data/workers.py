@@ -23,6 +23,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.sharedctypes import RawArray
 from typing import Any, NamedTuple, final
 
@@ -121,7 +122,7 @@ class WorkerPool:
             collate_fn=_as_it_is,
             persistent_workers=True,
             pin_memory=self._pin_memory,
-            worker_init_fn=_end_with_parent,
+            worker_init_fn=_at_start,
             timeout=min(_MOST_SECONDS, DEADLINE_SECONDS / _LOOKS),
             # Otherwise every start would draw from the generator that training draws from.
             generator=torch.Generator(device="cpu"),
@@ -272,11 +273,14 @@ class _Requests:
             yield number, [(piece.epoch, piece.indices.numpy().copy()) for piece in request]
 
 
-def _end_with_parent(_worker: int) -> None:
+def _at_start(_worker: int) -> None:
     """Run in a worker when it starts. torch's workers look at their parent between two batches only, so
     one that hangs would outlive a parent that was killed."""
     # Under "forkserver" this is the server, which ends with the process that trains.
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
+    # The first tensor that is handed over starts a thread, which a worker would wait for without end if
+    # it was refused memory: see `process.threads`.
+    ForkingPickler.dumps(torch.zeros(1))
 
 
 def _watch(parent: int) -> None:
