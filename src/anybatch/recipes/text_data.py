@@ -1,4 +1,5 @@
-"""Text: read from files in a fixed order, held out in part, and cut into windows of tokens.
+"""Text: read from files in a fixed order, held out in part, and cut into windows of tokens. A token is
+a byte; one more, `END`, ends a text.
 
     texts      a.py .................. | b.py ........ | c.py ...
     tokens     t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 ...               one stream, an end after each text
@@ -15,17 +16,20 @@ import os
 import platform
 import sysconfig
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from anybatch.errors import InputError
-from anybatch.recipes.text_tokens import Vocabulary, dtype_of, stream
 from anybatch.units import format_bytes
+
+END = 256
+NUM_TOKENS = END + 1
 
 IGNORED = -100
 """Stands where a window has no token: as a target it counts nothing."""
@@ -50,12 +54,11 @@ class Text(NamedTuple):
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Windows of a stream of tokens; see the module.
 
-    A sample is `(tokens [context + 1], bytes [])`: ids in `dtype_of(size)` with `IGNORED` after the
-    end of the stream, and the number of bytes that the predicted tokens stand for, int64.
+    A sample is `(tokens [context + 1], bytes [])`: int16 with `IGNORED` after the end of the stream,
+    and how many of the predicted tokens are bytes, int64.
 
     Args:
         texts: what the stream is made of, in order.
-        vocabulary: makes the tokens.
         context: tokens of a window that predict.
         what: names the texts in errors.
 
@@ -65,11 +68,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     Raises `InputError` if the stream does not fill one window.
     """
 
-    def __init__(
-        self, texts: Sequence[bytes], vocabulary: Vocabulary, context: int, what: str
-    ) -> None:
-        tokens = stream(texts, vocabulary)
-        self.vocabulary = vocabulary
+    def __init__(self, texts: Sequence[bytes], context: int, what: str) -> None:
+        tokens = stream(texts)
         self.num_tokens: int = len(tokens)
         if self.num_tokens <= context:
             raise InputError(
@@ -78,10 +78,9 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
                 " smaller context."
             )
         missing = -(len(tokens) - 1) % context
-        padding = torch.full((missing,), IGNORED, dtype=dtype_of(vocabulary.size))
-        lengths = vocabulary.num_bytes()[tokens[1:].long()]
-        self._tokens = torch.cat([tokens, padding])
-        self._bytes = torch.cat([lengths, lengths.new_zeros(missing)]).view(-1, context).sum(1)
+        self._tokens = torch.cat([tokens, tokens.new_full((missing,), IGNORED)])
+        targets = self._tokens[1:].view(-1, context)
+        self._bytes = ((targets != END) & (targets != IGNORED)).sum(1)
         self._context = context
         self.lengths: Tensor = torch.full((len(self),), context)
         self.lengths[-1] -= missing
@@ -93,6 +92,13 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         number = range(len(self))[index]
         begin = number * self._context
         return self._tokens[begin : begin + self._context + 1], self._bytes[number]
+
+
+def stream(texts: Iterable[bytes]) -> Tensor:
+    """The bytes of all `texts` as tokens `[n]` int16, with `END` after each text."""
+    end = np.array([END], np.int16)
+    parts = [part for text in texts for part in (np.frombuffer(text, np.uint8), end)]
+    return torch.from_numpy(np.concatenate(parts, dtype=np.int16))
 
 
 def read(data: Path | None, limit: int) -> Text:

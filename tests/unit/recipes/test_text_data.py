@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.errors import InputError
-from anybatch.recipes.text_data import IGNORED, Windows, read
-from anybatch.recipes.text_tokens import Bytes, stream
+from anybatch.recipes.text_data import IGNORED, Windows, read, stream
 
 
 def folder_of(tmp_path: Path, files: dict[str, bytes]) -> Path:
@@ -33,12 +32,12 @@ def folder_of(tmp_path: Path, files: dict[str, bytes]) -> Path:
     context=st.integers(1, 9),
 )
 def test_every_token_but_the_first_is_predicted_once(texts, context):
-    tokens = stream(texts, Bytes())
+    tokens = stream(texts)
     if len(tokens) <= context:
         with pytest.raises(InputError, match="too few for one window"):
-            Windows(texts, Bytes(), context, "the text")
+            Windows(texts, context, "the text")
         return
-    windows = Windows(texts, Bytes(), context, "the text")
+    windows = Windows(texts, context, "the text")
     samples = [windows[i] for i in range(len(windows))]
     assert {tuple(one.shape) for one, _ in samples} == {(context + 1,)}
     targets = torch.cat([one[1:] for one, _ in samples])
@@ -52,8 +51,12 @@ def test_every_token_but_the_first_is_predicted_once(texts, context):
     assert sum(int(n) for _, n in samples) == len(b"".join(texts)) - bool(texts[0])
 
 
+def test_texts_follow_each_other_with_an_end_after_each():
+    assert stream([b"ab", b"", b"\xff"]).tolist() == [97, 98, 256, 256, 255, 256]
+
+
 def test_windows_end_where_they_end():
-    windows = Windows([b"abcdef"], Bytes(), 3, "the text")
+    windows = Windows([b"abcdef"], 3, "the text")
     assert torch.equal(windows[-1][0], windows[1][0])
     with pytest.raises(IndexError):
         windows[2]
@@ -163,4 +166,4 @@ def test_a_python_without_its_sources_names_the_remedy(tmp_path, monkeypatch):
 
 def test_too_little_text_is_refused():
     with pytest.raises(InputError, match="the text has 5 tokens, too few for one window of 8"):
-        Windows([b"abcd"], Bytes(), 8, "the text")
+        Windows([b"abcd"], 8, "the text")
