@@ -166,8 +166,7 @@ def tokenizer_of(source: Source, words: int) -> Any:
         if source.has_weights:
             raise InputError(
                 f"the folder {str(folder)!r} has weights and no tokenizer, so there is no telling what"
-                " its tokens mean: add the tokenizer's files (its save_pretrained writes them), or"
-                " give data with 'input_ids'."
+                " its tokens mean: add the tokenizer's files (its save_pretrained writes them)."
             )
         if words <= _NUM_BYTES:
             raise InputError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.stand_in_datasets import datasets as datasets
 
 from anybatch.errors import InputError
 from anybatch.recipes.finetune_data import read
@@ -140,31 +139,7 @@ def test_what_is_not_there(tmp_path):
         read(tmp_path, None)
 
 
-def test_a_folder_of_datasets(tmp_path, datasets):
-    label = datasets.ClassLabel(names=["no", "yes"])
-    one = datasets.Dataset.from_dict(
-        {"text": ["a", "b", "c"], "label": [0, 1, 0]},
-        features=datasets.Features({"text": datasets.Value("string"), "label": label}),
-    )
-    one.save_to_disk(str(tmp_path / "one"))
-    data = read(tmp_path / "one", tmp_path / "one")
-    assert data.train.rows == [
-        {"text": t, "label": i} for t, i in zip("abc", (0, 1, 0), strict=True)
-    ]
-    assert data.train.names == ["no", "yes"]
-    assert data.train.places[1] == f"row 2 of {str(tmp_path / 'one')!r}"
-
-    parts = datasets.DatasetDict({"train": one, "validation": one.select([0])})
-    parts.save_to_disk(str(tmp_path / "parts"))
-    data = read(tmp_path / "parts", None)
-    assert (len(data.train.rows), len(data.held_out.rows)) == (3, 1)
-    datasets.DatasetDict({"other": one}).save_to_disk(str(tmp_path / "none"))
-    with pytest.raises(InputError, match="one has to be called 'train'"):
-        read(tmp_path / "none", None)
-
-
-def test_a_folder_of_datasets_without_the_library(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+def test_a_folder_of_datasets_names_what_to_give_in_its_place(tmp_path):
     (tmp_path / "dataset_info.json").write_text("{}")
-    with pytest.raises(InputError, match=r"pip install anybatch.datasets., or give JSON lines"):
+    with pytest.raises(InputError, match=r"written by save_to_disk .*: give JSON lines"):
         read(tmp_path, None)
