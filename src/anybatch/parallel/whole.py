@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from anybatch.errors import InputError, listed
 from anybatch.parallel.collectives import broadcast_object, overwrite
@@ -66,16 +66,13 @@ def fill(place: Tensor, whole: Tensor | None) -> None:
         overwrite(place, 0)
         return
     mesh = place.device_mesh
-    parts = mesh.size(mesh.ndim - 1)  # the last dim of a mesh is the one that shards
-    rows = -(-place.shape[0] // parts)
-    local = place.to_local()
-    taken = torch.empty((rows, *place.shape[1:]), dtype=place.dtype, device=mesh.device_type)
-    pieces: list[Tensor] | None = None
-    if whole is not None:
-        cut = [_padded(whole[i * rows : (i + 1) * rows], taken) for i in range(parts)]
-        pieces = [cut[rank % parts] for rank in range(dist.get_world_size())]
-    dist.scatter(taken, pieces, src=0)
-    local.copy_(taken[: len(local)])
+    if whole is None:
+        whole = torch.empty(place.shape, dtype=place.dtype, device=mesh.device_type)
+    else:
+        whole = whole.to(mesh.device_type, place.dtype)
+    overwrite(whole, 0)
+    part = distribute_tensor(whole, mesh, place.placements, src_data_rank=None)
+    place.to_local().copy_(part.to_local())
 
 
 def reshard(model: nn.Module) -> None:
@@ -95,15 +92,6 @@ def _gathered(value: Tensor) -> Tensor:
     if dist.get_rank() != 0:
         return torch.empty(0)
     return value.to("cpu", copy=True)
-
-
-def _padded(piece: Tensor, like: Tensor) -> Tensor:
-    piece = piece.to(like.device, like.dtype)
-    if len(piece) == len(like):
-        return piece.contiguous()
-    padded = torch.zeros_like(like)
-    padded[: len(piece)] = piece
-    return padded
 
 
 def _fault(places: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.recipes.digits import decay_groups
 from anybatch.recipes.options import ABOVE_ZERO, AT_LEAST_ZERO, COUNT, PART, check
-from anybatch.recipes.schedules import warmup_cosine
+from anybatch.recipes.schedules import scaled_lr, warmup_cosine
 from anybatch.recipes.text_data import END, NUM_TOKENS, Windows, read
 from anybatch.recipes.text_model import Decoder, Shape
 from anybatch.task import Loss, Task
@@ -52,9 +52,8 @@ def text(
     """Predict each byte of a text from those before it, with a transformer.
 
     A token is a byte, or the end of a text. A sample is a window of `context` tokens. Held out: every
-    16th file, or the end of the text
-    where there are fewer. `bits_per_byte` and `perplexity` are over all held-out tokens, each
-    predicted once, from those before it in its window.
+    16th file, or the end of the text where there are fewer. `bits_per_byte` and `perplexity` are over
+    all held-out tokens, each predicted once, from those before it in its window.
 
     Args:
         global_batch: windows per optimizer step.
@@ -90,10 +89,11 @@ def text(
     train = Windows(source.train, context, "the text to train on")
     valid = Windows(source.held_out, context, "the text that is held out")
     batch = max(1, min(global_batch, len(train)))  # below 1, the task says what is wrong
+    rate = scaled_lr(lr, batch * context, REFERENCE_TOKENS, LARGEST_LR)
     return Task(
         model=partial(Decoder, shape),
         loss=loss,
-        optimizer=partial(torch.optim.AdamW, lr=scaled_lr(lr, batch * context), betas=(0.9, 0.95)),
+        optimizer=partial(torch.optim.AdamW, lr=rate, betas=(0.9, 0.95)),
         parameters=partial(decay_groups, weight_decay=weight_decay),
         schedule=warmup_cosine(0.1, floor=0.1),
         clip_norm=1.0,
@@ -183,13 +183,6 @@ def steps_between(num_samples: int, global_batch: int, epochs: int, steps: int |
     batch = max(1, min(global_batch, num_samples))  # below 1, the task says what is wrong
     epoch_steps = -(-num_samples // batch)
     return max(1, min(epoch_steps, -(-(steps or epoch_steps * epochs) // _EVALUATIONS)))
-
-
-def scaled_lr(lr: float, tokens: int) -> float:
-    """The learning rate at a global batch of so many tokens, where it is `lr` at 4096: it grows with
-    the square root, up to a cap of 0.006, or of `lr` if that is larger. The rule is that of the
-    recipe `digits`, see there."""
-    return min(lr * math.sqrt(tokens / REFERENCE_TOKENS), max(lr, LARGEST_LR))
 
 
 # ------------------------------------------------------------------------------ text at the end

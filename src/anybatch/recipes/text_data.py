@@ -12,6 +12,7 @@ So every token but the first is predicted exactly once, and no window depends on
 
 from __future__ import annotations
 
+import codecs
 import os
 import platform
 import sysconfig
@@ -156,12 +157,11 @@ def _divided(texts: list[bytes], origin: str) -> Text:
 
 
 def _cut(texts: list[bytes], place: int) -> tuple[list[bytes], list[bytes]]:
-    """`texts` before and after the first line end from the byte `place` on, or at that place where the
-    line does not end before its text does."""
+    """`texts` before and after the first line end from the byte `place` on, or that place."""
     for number, text in enumerate(texts):
         if place < len(text):
             line_end = text.find(b"\n", place) + 1
-            at = line_end if 0 < line_end < len(text) else _character_begin(text, place)
+            at = line_end if 0 < line_end < len(text) else place
             before = [*texts[:number], text[:at]] if at else texts[:number]
             return before, [text[at:], *texts[number + 1 :]]
         place -= len(text)
@@ -224,26 +224,14 @@ def _walk(folder: Path, library: bool) -> Iterator[Path]:
 
 
 def _beginning(path: Path, limit: int) -> bytes:
-    """The first `limit` bytes of the file, or a few less, so that it ends with a whole character.
-
-    Raises `OSError` or `_NotText`.
-    """
+    """The first `limit` bytes of the file. Raises `OSError` or `_NotText`."""
     with path.open("rb") as file:
-        text = file.read(limit + 1)
-    if len(text) > limit:
-        text = text[: _character_begin(text, limit)]
+        text = file.read(limit)
+        is_whole = not file.read(1)
     if b"\0" in text:
         raise _NotText(f"a zero byte at offset {text.index(0)}")
     try:
-        text.decode()
+        codecs.getincrementaldecoder("utf-8")().decode(text, final=is_whole)
     except UnicodeDecodeError as error:
         raise _NotText(f"the byte {text[error.start]:#04x} at offset {error.start}") from None
     return text
-
-
-def _character_begin(text: bytes, place: int) -> int:
-    """The place of the character that the byte `place` belongs to."""
-    for back in range(min(4, place + 1)):
-        if text[place - back] & 0xC0 != 0x80:
-            return place - back
-    return place

@@ -21,7 +21,6 @@ from anybatch.recipes.text import (
     generated,
     loss,
     perplexity,
-    scaled_lr,
     text,
     told,
 )
@@ -162,13 +161,6 @@ def test_weight_decay_is_on_the_matrices_of_the_blocks(data):
         assert len(decayed["params"]) + len(rest["params"]) == len(list(model.parameters()))
         assert all(p.ndim == 2 for p in decayed["params"])
         assert any(p is model.embedding.weight for p in rest["params"])
-
-
-def test_the_learning_rate_grows_with_the_root_of_the_tokens_up_to_a_cap():
-    assert scaled_lr(1e-3, 4096) == pytest.approx(1e-3)
-    assert scaled_lr(1e-3, 1024) == pytest.approx(5e-4)
-    assert scaled_lr(1e-3, 10**12) == pytest.approx(6e-3)
-    assert scaled_lr(2e-2, 10**12) == pytest.approx(2e-2)
 
 
 def test_options_reach_the_task(data):
