@@ -34,7 +34,6 @@ from anybatch.recipes.finetune_data import (
 )
 from anybatch.recipes.finetune_model import (
     ALL_LINEAR,
-    Lora,
     Shape,
     Source,
     build,
@@ -117,9 +116,14 @@ def finetune(
     Raises:
         InputError: naming every option out of range, or what is wrong with model or data.
     """
-    names = tuple(name for part in lora_targets.split(",") if (name := part.strip()))
+    names = [name for part in lora_targets.split(",") if (name := part.strip())]
     alpha = 2 * lora_rank if lora_alpha is None else lora_alpha
-    lora = Lora(lora_rank, alpha, lora_dropout, names) if lora_rank else None
+    lora = {
+        "r": lora_rank,
+        "lora_alpha": alpha,
+        "lora_dropout": lora_dropout,
+        "target_modules": ALL_LINEAR if names == [ALL_LINEAR] else names,
+    }
     ranges = {
         "lr": (lr, ABOVE_ZERO),
         "clip": (clip, ABOVE_ZERO),
@@ -145,7 +149,7 @@ def finetune(
     rows, source = read(data, valid), find(model)
     kind = kind_of(rows.train, task)
     source, classes = _with_classes(source, rows) if kind == "classification" else (source, [])
-    shape = Shape(source, kind, getattr(torch, dtype), lora)
+    shape = Shape(source, kind, getattr(torch, dtype), lora if lora_rank else None)
     tokenizer = tokenizer_of(source, checked(shape))
     pad = _configured(source, tokenizer)
     longest = _longest(max_length, source, tokenizer)
@@ -161,7 +165,7 @@ def finetune(
     cut = f"; {num_cut:,} of them cut to {longest} tokens" if num_cut else ""
     weights = "with its weights" if source.has_weights else "with random weights"
     if lr is None:
-        lr = (WHOLE_LR if lora is None else LORA_LR) if source.has_weights else RANDOM_LR
+        lr = (LORA_LR if lora_rank else WHOLE_LR) if source.has_weights else RANDOM_LR
     return Task(
         model=partial(build, shape),
         loss=ab.causal_lm_loss if kind == "causal-lm" else loss_of_classes,
