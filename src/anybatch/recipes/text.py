@@ -51,9 +51,9 @@ def text(
 ) -> Task:
     """Predict each byte of a text from those before it, with a transformer.
 
-    A token is a byte, or the end of a text. A sample is a window of `context` tokens. Held out: every
-    16th file, or the end of the text where there are fewer. `bits_per_byte` and `perplexity` are over
-    all held-out tokens, each predicted once, from those before it in its window.
+    A token is a byte, or the end of a text. A sample is a window of `context` tokens. The last 16th of
+    the text is held out. `bits_per_byte` and `perplexity` are over all held-out tokens, each predicted
+    once, from those before it in its window.
 
     Args:
         global_batch: windows per optimizer step.

@@ -36,9 +36,7 @@ IGNORED = -100
 """Stands where a window has no token: as a target it counts nothing."""
 
 EVERY = 16
-"""One file of so many is held out, or that part of the text."""
-
-MOST_HELD_OUT = 1 / 4
+"""One part of so many is held out."""
 
 _NOT_THE_LIBRARY = ("site-packages", "dist-packages", "test", "tests", "idle_test")
 _NAMED = 3  # files that a sentence names
@@ -142,30 +140,21 @@ def read(data: Path | None, limit: int) -> Text:
 
 
 def _divided(texts: list[bytes], origin: str) -> Text:
-    """Every 16th file is held out; with fewer files, or if these were much of the text, the last 16th
-    of the whole text is."""
+    """The last 16th is held out, from a line's begin on."""
     size = sum(map(len, texts))
-    held_out = texts[EVERY - 1 :: EVERY]
-    if held_out and sum(map(len, held_out)) <= MOST_HELD_OUT * size:
-        train = [text for number, text in enumerate(texts, start=1) if number % EVERY]
-        what = f"{len(held_out)} of the {len(texts)} files"
-    else:
-        train, held_out = _cut(texts, size - size // EVERY)
-        what = "the end of it"
+    place = size - size // EVERY
+    train: list[bytes] = []
+    held_out: list[bytes] = []
+    for text in texts:
+        at = len(text) if place >= len(text) else place
+        if 0 < at < len(text):
+            end = text.find(b"\n", at) + 1
+            at = end if 0 < end < len(text) else at
+        train += [text[:at]] if at else []
+        held_out += [text[at:]] if at < len(text) else []
+        place = max(0, place - len(text))
     held = format_bytes(sum(map(len, held_out)))
-    return Text(train, held_out, f"{format_bytes(size)} of {origin}; held out: {what}, {held}")
-
-
-def _cut(texts: list[bytes], place: int) -> tuple[list[bytes], list[bytes]]:
-    """`texts` before and after the first line end from the byte `place` on, or that place."""
-    for number, text in enumerate(texts):
-        if place < len(text):
-            line_end = text.find(b"\n", place) + 1
-            at = line_end if 0 < line_end < len(text) else place
-            before = [*texts[:number], text[:at]] if at else texts[:number]
-            return before, [text[at:], *texts[number + 1 :]]
-        place -= len(text)
-    return texts, []
+    return Text(train, held_out, f"{format_bytes(size)} of {origin}; held out: the last {held}")
 
 
 # ------------------------------------------------------------------------------------------- files

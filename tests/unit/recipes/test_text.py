@@ -121,7 +121,7 @@ def test_it_learns_and_tells_in_the_end(data, tmp_path):
     result = ab.train(task, out=tmp_path / "run", sinks=[said.append])
     assert result.metrics["bits_per_byte"] < 5  # 8 at the start
     (event,) = [event for event in said if isinstance(event, Said)]
-    assert f"of {data}; held out: the end of it" in event.text
+    assert f"of {data}; held out: the last " in event.text
     assert event.text == task.tell(result.model)
     page = (tmp_path / "run" / "report.html").read_text()
     assert "What the model writes after" in page
