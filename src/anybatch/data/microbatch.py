@@ -117,6 +117,8 @@ def doubled(batch: Any) -> Any:
     size = batch_size(batch)
 
     def twice(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return leaf
         return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) else np.concatenate([leaf, leaf])
 
     return _mapped(batch, size, has_records(batch, size), twice, lambda some: [*some, *some])
