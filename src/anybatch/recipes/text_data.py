@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from anybatch.errors import InputError
+from anybatch.errors import InputError, some
 from anybatch.units import format_bytes
 
 END = 256
@@ -39,7 +39,6 @@ EVERY = 16
 """One part of so many is held out."""
 
 _NOT_THE_LIBRARY = ("site-packages", "dist-packages", "test", "tests", "idle_test")
-_NAMED = 3  # files that a sentence names
 
 
 class Text(NamedTuple):
@@ -130,10 +129,9 @@ def read(data: Path | None, limit: int) -> Text:
     if not left_out:
         return _divided(texts, str(data))
     count = f"{len(left_out)} file{'s' if len(left_out) > 1 else ''} left out"
-    more = f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
     warnings.warn(
         f"{count} of {str(data)!r}, for not being text in UTF-8 or not to be read:"
-        f" {', '.join(left_out[:_NAMED])}{more}.",
+        f" {some(left_out)}.",
         stacklevel=3,
     )
     return _divided(texts, f"{data} ({count})")

@@ -110,7 +110,7 @@ def test_text_without_line_ends_is_cut_all_the_same(tmp_path):
 def test_what_is_not_text_is_left_out_of_a_folder_and_named(tmp_path):
     files = {"a.txt": b"words", "b.png": b"\x89PNG", "c.bin": b"a\0b", "d": b"\xff", "e": b"\xfe"}
     os.mkfifo(tmp_path / "pipe")
-    with pytest.warns(UserWarning, match=r"4 files left out of .*b.png, c.bin, d and 1 more"):
+    with pytest.warns(UserWarning, match=r"4 files left out of .*'b.png', 'c.bin', 'd' and 1 more"):
         source = read(folder_of(tmp_path, files), 1000)
     assert b"".join([*source.train, *source.held_out]) == b"words"
     assert "(4 files left out)" in source.origin
