@@ -96,7 +96,7 @@ def stream(texts: Iterable[bytes]) -> Tensor:
     """The bytes of all `texts` as tokens `[n]` int16, with `END` after each text."""
     end = np.array([END], np.int16)
     parts = [part for text in texts for part in (np.frombuffer(text, np.uint8), end)]
-    return torch.from_numpy(np.concatenate(parts, dtype=np.int16))
+    return torch.from_numpy(np.concatenate([end[:0], *parts], dtype=np.int16))
 
 
 def read(data: Path | None, limit: int) -> Text:

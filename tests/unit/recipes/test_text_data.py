@@ -150,5 +150,6 @@ def test_a_python_without_its_sources_names_the_remedy(tmp_path, monkeypatch):
 
 
 def test_too_little_text_is_refused():
-    with pytest.raises(InputError, match="the text has 5 tokens, too few for one window of 8"):
-        Windows([b"abcd"], 8, "the text")
+    for texts, count in (([b"abcd"], 5), ([], 0)):
+        with pytest.raises(InputError, match=f"has {count} tokens, too few for one window of 8"):
+            Windows(texts, 8, "the text")
