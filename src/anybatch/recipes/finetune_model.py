@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from anybatch.errors import InputError, listed
 from anybatch.recipes.finetune_data import Kind
+from anybatch.recipes.quantized import Base, quantize_frozen
 
 ALL_LINEAR = "all-linear"
 """peft's name for every linear layer but the head."""
@@ -45,12 +46,13 @@ class Source(NamedTuple):
 
 class Lora(NamedTuple):
     """Low-rank adapters (Hu et al. 2022, "LoRA", section 4): `W + (alpha / rank) * B A` for each matrix
-    that `targets` name, with A and B trained and W as it is."""
+    that `targets` name, with A and B trained and W as it is, or in the format `base`."""
 
     rank: int
     alpha: float
     dropout: float
     targets: tuple[str, ...]
+    base: Base | None = None
 
 
 class Shape(NamedTuple):
@@ -251,7 +253,8 @@ def _adapted(model: nn.Module, lora: Lora, kind: Kind) -> nn.Module:
     with warnings.catch_warnings():
         # Of what peft asks of transformers, and of how it treats the transposed layers of GPT-2.
         warnings.simplefilter("ignore")
-        return peft.get_peft_model(model, config)
+        adapted: nn.Module = peft.get_peft_model(model, config)
+    return adapted if lora.base is None else quantize_frozen(adapted, lora.base)
 
 
 def _check_targets(model: nn.Module, targets: Iterable[str]) -> None:
