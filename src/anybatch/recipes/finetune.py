@@ -44,6 +44,7 @@ from anybatch.recipes.finetune_model import (
     tokenizer_of,
 )
 from anybatch.recipes.options import ABOVE_ZERO, AT_LEAST_ZERO, PART, Range, check
+from anybatch.recipes.quantized import Base, num_weights
 from anybatch.recipes.schedules import warmup_cosine
 from anybatch.recipes.text import TokenScore, perplexity, printable, steps_between
 from anybatch.task import Loss, Task
@@ -72,6 +73,7 @@ def finetune(
     lora_alpha: float | None = None,
     lora_dropout: float = 0.0,
     lora_targets: str = ALL_LINEAR,
+    base: Base | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     lr: float | None = None,
     warmup: float = 0.1,
@@ -102,6 +104,8 @@ def finetune(
         lora_alpha: factor of the adapters, divided by their rank; twice the rank where it is not given.
         lora_dropout: probability to drop a feature before an adapter.
         lora_targets: names of linear layers, separated by commas, or all-linear.
+        base: int8 or int4: how the frozen weights under adapters are held; in dtype where it is not
+            given.
         dtype: of the weights as they are held. What is computed in is the precision of the plan.
         lr: peak learning rate; 2e-4 for adapters, 2e-5 for all weights, 1e-3 for random ones, where it
             is not given.
@@ -136,7 +140,9 @@ def finetune(
         ),
         "lora_rank": (
             lora_rank,
-            Range("a whole number above zero, or 0 for no adapters", lambda rank: rank >= 0),
+            Range("a whole number above zero, or 0 for no adapters", lambda rank: rank >= 0)
+            if base is None
+            else Range("above zero with base, which is not trained itself", lambda rank: rank > 0),
         ),
     }
     if lora_rank > 0:
@@ -150,7 +156,7 @@ def finetune(
     rows, source = read(data, valid), find(model)
     kind = kind_of(rows.train, task)
     source, classes = _with_classes(source, rows) if kind == "classification" else (source, [])
-    shape = Shape(source, kind, getattr(torch, dtype), lora if lora_rank else None)
+    shape = Shape(source, kind, getattr(torch, dtype), lora if lora_rank else None, base)
     tokenizer = tokenizer_of(source, checked(shape))
     pad = _configured(source, tokenizer)
     longest = _longest(max_length, source, tokenizer)
@@ -273,7 +279,7 @@ def told(
 ) -> str:
     """What was trained on what, and how a language model goes on from a prompt or one of the held-out
     `samples`; writes the model to `save`, as from_pretrained reads it."""
-    total = sum(param.numel() for param in model.parameters())
+    total = num_weights(model)
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     parts = [f"{origin} Trained: {trained:,} of {total:,} parameters."]
     if save is not None:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from anybatch.errors import InputError, listed
 from anybatch.recipes.finetune_data import Kind
+from anybatch.recipes.quantized import Base, quantize_frozen
 
 ALL_LINEAR = "all-linear"
 """peft's name for every linear layer but the head."""
@@ -45,12 +46,14 @@ class Source(NamedTuple):
 
 class Shape(NamedTuple):
     """What `build` makes: a model of `kind` from `source`, in `dtype`, with adapters if there are any
-    (Hu et al. 2022, "LoRA"): then these are options of peft's `LoraConfig`."""
+    (Hu et al. 2022, "LoRA"): then these are options of peft's `LoraConfig`, and `base` is the format
+    of the frozen weights."""
 
     source: Source
     kind: Kind
     dtype: torch.dtype
     lora: Mapping[str, Any] | None
+    base: Base | None = None
 
 
 def find(folder: Path) -> Source:
@@ -109,7 +112,9 @@ def build(shape: Shape) -> nn.Module:
         finally:
             if shown:
                 logging.enable_progress_bar()
-    return model if shape.lora is None else _adapted(model, shape.lora, shape.kind)
+    if shape.lora is not None:
+        model = _adapted(model, shape.lora, shape.kind)
+    return model if shape.base is None else quantize_frozen(model, shape.base)
 
 
 def checked(shape: Shape) -> int:
