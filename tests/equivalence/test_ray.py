@@ -128,11 +128,11 @@ def test_a_worker_that_fails_goes_on_from_what_it_reported(
     monkeypatch.setitem(sys.modules, "ray.train", ray)
     failing = replace(task(), train=FailsUntilMended(tmp_path))
     with pytest.raises(ab.DataError, match="the disk is gone"):
-        train(failing, micro_batch=3, checkpoint_every=2)
+        train(failing, "64MiB", micro_batch=3, checkpoint_every=2)
     before = [found["step"] for found in ray.metrics]
     assert before[:2] == [2, 4]
     (tmp_path / "mended").touch()
-    model = train(failing, micro_batch=3, checkpoint_every=2)
+    model = train(failing, "64MiB", micro_batch=3, checkpoint_every=2)
     wanted = train_plainly(task())
     assert_close(model.state_dict(), wanted.model.state_dict(), 1e-9)
     steps = [found["step"] for found in ray.metrics]

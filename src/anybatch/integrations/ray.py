@@ -72,7 +72,7 @@ def train(
     every = Every.parse(checkpoint_every)
     told = _Told()
     if plan is None:
-        plan = make_plan(task, memory, **options)
+        plan = make_plan(task, memory=memory, **options)
     with (
         _shared(folder) as checkpoints,
         Session(task, plan, [told, *sinks], checkpoints, keep=1) as session,

@@ -121,6 +121,9 @@ def quantize_frozen(model: nn.Module, base: Base) -> nn.Module:
         weight = layer.weight.T if was_transposed else layer.weight
         if layer not in heads and group_of(weight.shape[1]) >= _LEAST_GROUP:
             setattr(parent, name, QuantizedLinear(weight, layer.bias, BITS[base], was_transposed))
+    for param in model.parameters():
+        # Weights are often mapped from one file, which is in memory as long as one of them is.
+        param.data = param.data.clone()
     return model
 
 

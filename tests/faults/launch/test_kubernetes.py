@@ -19,7 +19,6 @@ from tests.ports import free_port
 
 import anybatch as ab
 from anybatch.errors import Stopped
-from anybatch.recipes import resolve
 
 yaml = pytest.importorskip("yaml")
 
@@ -141,19 +140,17 @@ def of_operator(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
-def uninterrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    """The weights after training in one process that nobody stops."""
-    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    result = ab.train(resolve(str(folder / "my_task.py"), {}), progress=False)
-    return result.model.state_dict()
-
-
-def check(folder: Path, wanted: dict[str, torch.Tensor]) -> None:
-    [path] = (folder / "mine").glob("weights*")
-    found = torch.nn.Linear(3, 1).double()
-    ab.load_weights(found, path)
-    for name, value in found.state_dict().items():
+def check(pods: Pods, folder: Path) -> None:
+    """The run of the pods has the weights of one process that nobody stopped."""
+    pods.start(["anybatch", "train", "my_task.py", "--out", "/shared/alone"], {})
+    [(status, text)] = pods.ends()
+    assert status == 0, text
+    both = [torch.nn.Linear(3, 1).double() for _ in range(2)]
+    for model, run in zip(both, ("mine", "alone"), strict=True):
+        [path] = (folder / run).glob("weights*")
+        ab.load_weights(model, path)
+    wanted = both[1].state_dict()
+    for name, value in both[0].state_dict().items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-12)
 
 
@@ -164,9 +161,7 @@ def evict(pods: Pods, folder: Path) -> list[tuple[int, str]]:
     return pods.ends()
 
 
-def test_pods_of_the_training_operator_save_and_go_on_in_another_number(
-    pods: Pods, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_pods_of_the_training_operator_save_and_go_on_in_another_number(pods: Pods, tmp_path: Path):
     job = manifests()["PyTorchJob"]["spec"]
     specs = job["pytorchReplicaSpecs"]
     assert job["nprocPerNode"] == "1"
@@ -181,12 +176,10 @@ def test_pods_of_the_training_operator_save_and_go_on_in_another_number(
     pods.start(command, of_operator(0, 1, free_port()))
     [(status, text)] = pods.ends()
     assert status == 0, text
-    check(tmp_path, uninterrupted(tmp_path, monkeypatch))
+    check(pods, tmp_path)
 
 
-def test_pods_of_an_indexed_job_save_and_go_on(
-    pods: Pods, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_pods_of_an_indexed_job_save_and_go_on(pods: Pods, tmp_path: Path):
     job = manifests()["Job"]["spec"]
     assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [Stopped.exit_status]
     command = container_of(job["template"])["command"]
@@ -207,4 +200,4 @@ def test_pods_of_an_indexed_job_save_and_go_on(
             assert [status for status, _ in ends] == [Stopped.exit_status] * 2, ends
     for status, text in pods.ends():
         assert status == 0, text
-    check(tmp_path, uninterrupted(tmp_path, monkeypatch))
+    check(pods, tmp_path)
