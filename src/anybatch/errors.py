@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _MOST_IN_LINE = 2000
 """Characters of a line of a message: more are a value that was given, and hide what is said of it."""
@@ -141,6 +141,12 @@ def listed(names: Iterable[object], meant: str = "") -> str:
     if len(quoted) < 2:
         return "".join(quoted) or "nothing"
     return f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """The first names, quoted, and how many more there are: `'a', 'b', 'c' and 4 more`."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
 
 
 def _as_counted(name: str) -> list[tuple[str, int]]:

@@ -360,29 +360,7 @@ class Said(Event):
 Sink = Callable[[Event], None]
 """A reader of events: called once for each, in order, on the thread that trains."""
 
-_KINDS: dict[str, type[Event]] = {
-    cls.kind: cls
-    for cls in (
-        RunStarted,
-        StepDone,
-        Evaluated,
-        OutOfMemory,
-        Replanned,
-        Tried,
-        CompileDecided,
-        Rebalanced,
-        Overflowed,
-        Skipped,
-        Resumed,
-        CheckpointSaved,
-        CheckpointFailed,
-        Straggler,
-        Stalled,
-        Starved,
-        RunEnded,
-        Said,
-    )
-}
+_KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in Event.__subclasses__()}
 
 
 def to_json(event: Event) -> str:

@@ -41,11 +41,6 @@ other processes, whose needs change while training runs."""
 _LEAST_BARE = 1 << 20
 """Nobody counts in bytes below that: a number without a unit lacks it."""
 
-MMAP_THRESHOLD = 128 << 10
-"""On the CPU, under a budget, blocks from this size on are mapped by themselves and given back when
-freed. In one heap with small blocks they would leave holes that count under the limit and are of no
-use to larger blocks. The engine sets it and the estimate reckons with it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Rates:

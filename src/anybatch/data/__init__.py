@@ -37,6 +37,7 @@ from anybatch.data.microbatch import batch_size as batch_size
 from anybatch.data.microbatch import differs as differs
 from anybatch.data.microbatch import map_leaves as map_leaves
 from anybatch.data.microbatch import parts_of as parts_of
+from anybatch.data.microbatch import resized as resized
 from anybatch.data.microbatch import samples_left as samples_left
 from anybatch.data.microbatch import shows_samples as shows_samples
 from anybatch.data.microbatch import slice_batch as slice_batch
@@ -51,7 +52,6 @@ from anybatch.data.order import Order as Order
 from anybatch.data.order import mix as mix
 from anybatch.data.order import permutation as permutation
 from anybatch.data.prefetch import on_device as on_device
-from anybatch.data.resize import resized as resized
 from anybatch.data.schedule import Span as Span
 from anybatch.data.schedule import Steps as Steps
 from anybatch.data.stream import StreamLoader as StreamLoader

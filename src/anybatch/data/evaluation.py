@@ -13,7 +13,7 @@ may be left out (`gaps`): then this is how the others are given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
 from typing import Any, final
@@ -85,10 +85,8 @@ def evaluation_batches(
     if batch < 1:
         raise InputError(f"the evaluation batch is {batch}: make it at least 1.")
     if not is_map_style(dataset):
-        collate = collate or default_collate
-        return _of_stream(
-            dataset, collate, batch, first, rank, shares, seed, lockstep, gaps, endless
-        )
+        stream = partial(_Stream, dataset, collate or default_collate, seed, gaps, endless)
+        return _of_stream(stream, batch, first, rank, shares, lockstep)
     ranks = range(len(shares)) if lockstep else (rank,)
     kept = None if lengths is None else np.delete(lengths.numpy(), list(gaps))
     extent = Extent(len(dataset) - len(gaps), kept)
@@ -132,43 +130,31 @@ def _by_index(
 
 
 def _of_stream(
-    dataset: Any,
-    collate: Collate,
+    begin: Callable[[], _Stream],
     batch: int,
     first: int,
     rank: int,
     shares: Sequence[float],
-    seed: int,
     lockstep: bool,
-    gaps: Sequence[int],
-    endless: int | None,
 ) -> Iterator[tuple[Any, int]]:
-    stream = _Stream(_checked(dataset), seed, gaps, endless)
+    stream = begin()
     given = len(stream.read(first))
     counts = [0] * len(shares)  # blocks, by rank
     last: list[tuple[int, Any]] = []  # a sample for those who only keep step
-
-    def batch_of(numbered: list[tuple[int, Any]]) -> Any:
-        names = [(0, number) for number, _ in numbered]
-        with Borrowed():
-            return collated(collate, [sample for _, sample in numbered], names, seed, dataset)
-
     for owner in turns(shares):
         samples = stream.read(batch)
         if not samples:
             break
         if owner == rank:
             places = [number for number, _ in samples]
-            yield fetched(partial(batch_of, samples), places), len(samples)
+            yield fetched(partial(stream.batch_of, samples), places), len(samples)
         given += len(samples)
         counts[owner] += 1
         last = samples[-1:]
     if given == 0:
-        raise DataError(
-            f"the stream {type(dataset).__name__} gave no sample at all: give at least one."
-        )
+        raise DataError(f"the stream {stream.name} gave no sample at all: give at least one.")
     for _ in range(max(counts) - counts[rank] if lockstep and last else 0):
-        yield batch_of(last), 0
+        yield stream.batch_of(last), 0
 
 
 def turns(shares: Sequence[float]) -> Iterator[int]:
@@ -187,35 +173,33 @@ def turns(shares: Sequence[float]) -> Iterator[int]:
         yield rank
 
 
-def _checked(dataset: Any) -> Any:
-    """A stream that can be read from its beginning again. Raises `InputError` for any other."""
-    name = type(dataset).__name__
-    if isinstance(dataset, Iterator):
-        raise InputError(
-            f"the stream is an iterator (of type {name}), which can be read only once, and"
-            " evaluation may have to begin again: give an object whose __iter__ starts anew, or a"
-            " list."
-        )
-    return dataset
-
-
 @final
 class _Stream:
     """A stream, read once from its beginning. See `evaluation_batches` for `gaps` and `endless`."""
 
-    def __init__(self, dataset: Any, seed: int, gaps: Sequence[int], endless: int | None) -> None:
+    def __init__(
+        self, dataset: Any, collate: Collate, seed: int, gaps: Sequence[int], endless: int | None
+    ) -> None:
+        self.name: str = type(dataset).__name__
+        if isinstance(dataset, Iterator):
+            raise InputError(
+                f"the stream is an iterator (of type {self.name}), which can be read only once, and"
+                " evaluation may have to begin again: give an object whose __iter__ starts anew, or a"
+                " list."
+            )
         self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
         self._length = num_samples_of(dataset)
         self._endless = endless
         self._gaps = frozenset(gaps)
-        self._name = type(dataset).__name__
         try:
             self._reading = Reading(dataset, seed, 0)
         except Exception as error:
             if is_memory_error(error):
                 raise
             raise DataError(
-                f"the stream {self._name} cannot be begun: {told(error)}; mend its __iter__."
+                f"the stream {self.name} cannot be begun: {told(error)}; mend its __iter__."
             ) from error
 
     def read(self, count: int) -> list[tuple[int, Any]]:
@@ -232,7 +216,7 @@ class _Stream:
             if not found:
                 break
             if self._length is None:
-                check_ends(self._name, self._reading.position, self._endless)
+                check_ends(self.name, self._reading.position, self._endless)
             numbered = enumerate(found, first)
             kept += [(number, one) for number, one in numbered if number not in self._gaps]
         places = [Place(number, 0, number) for number, _ in kept]
@@ -241,6 +225,13 @@ class _Stream:
             [number for number, _ in kept],
         )
         return kept
+
+    def batch_of(self, numbered: list[tuple[int, Any]]) -> Any:
+        """Samples with their numbers, collated."""
+        names = [(0, number) for number, _ in numbered]
+        samples = [sample for _, sample in numbered]
+        with Borrowed():
+            return collated(self._collate, samples, names, self._seed, self._dataset)
 
 
 def join(pieces: Sequence[Any], sizes: Sequence[int], place: str = "the output") -> Any:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -84,8 +84,7 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
 
     Raises `DataError` as `batch_size` does.
     """
-    size = batch_size(batch)
-    return _sliced(batch, size, start, stop, has_records(batch, size))
+    return _sliced(batch, batch_size(batch), start, stop)
 
 
 def shows_samples(batch: Any) -> bool:
@@ -116,7 +115,44 @@ def doubled(batch: Any) -> Any:
     Raises `DataError` as `batch_size` does.
     """
     size = batch_size(batch)
-    return _doubled(batch, size, has_records(batch, size))
+
+    def twice(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return leaf
+        return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) else np.concatenate([leaf, leaf])
+
+    return _mapped(batch, size, has_records(batch, size), twice, lambda some: [*some, *some])
+
+
+class NoSizes(Exception):
+    """Of a batch none of another size can be made: it does not show how many samples it has, or is of
+    a kind that has no empty one."""
+
+
+def resized(batch: Any, num_samples: int) -> Any:
+    """`batch` with `num_samples` samples, for planning, where only shapes matter: tensors are new and
+    empty, samples in lists repeat.
+
+    Raises `NoSizes` if that cannot be done.
+    """
+    try:
+        size = batch_size(batch)
+    except DataError as error:
+        raise NoSizes(str(error)) from error
+
+    def empty(leaf: Any) -> Any:
+        is_odd = isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested)
+        if is_odd or isinstance(leaf, PackedSequence):
+            raise NoSizes(f"a {type(leaf).__name__} of another size cannot be made of one")
+        shape = (num_samples, *leaf.shape[1:])
+        if len(leaf) != size:
+            return leaf
+        return leaf.new_empty(shape) if isinstance(leaf, Tensor) else np.empty(shape, leaf.dtype)
+
+    def repeated(some: Sequence[Any]) -> Iterator[Any]:
+        return (some[i % size] for i in range(num_samples))
+
+    return _mapped(batch, size, has_records(batch, size), empty, repeated)
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
@@ -132,8 +168,15 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
         )
     if len(sizes) == 1:
         return [batch]
-    stops, beside = list(accumulate(sizes)), has_records(batch, total)
-    return [_sliced(batch, total, b - n, b, beside) for n, b in zip(sizes, stops, strict=True)]
+    stops = accumulate(sizes)
+    return [_sliced(batch, total, stop - n, stop) for n, stop in zip(sizes, stops, strict=True)]
+
+
+def _sliced(batch: Any, size: int, start: int, stop: int) -> Any:
+    def rows(leaf: Any) -> Any:
+        return _rows(leaf, start, stop)
+
+    return _mapped(batch, size, has_records(batch, size), rows, lambda some: some[start:stop])
 
 
 def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
@@ -329,28 +372,22 @@ def has_records(batch: Any, size: int) -> bool:
     return any(has_records(value, size) for _, value in parts_of(batch) or ())
 
 
-def _sliced(node: Any, size: int, start: int, stop: int, beside: bool) -> Any:
+def _mapped(
+    node: Any,
+    size: int,
+    beside: bool,
+    rows: Callable[[Any], Any],
+    samples: Callable[[Sequence[Any]], Iterable[Any]],
+) -> Any:
+    """`node`, of a batch of `size`, with `rows` of tensors and arrays, and `samples` of lists."""
+    if not _has_samples(node):
+        return node
     if isinstance(node, Tensor | np.ndarray | PackedSequence):
-        return _rows(node, start, stop) if _has_samples(node) else node
-    parts = parts_of(node)
-    if not parts or not _has_samples(node):
-        return node
+        return rows(node)
     if is_samples(node, size, beside):
-        return node[start:stop] if type(node) in (list, tuple) else type(node)(node[start:stop])
-    return rebuilt(node, [_sliced(value, size, start, stop, beside) for _, value in parts])
-
-
-def _doubled(node: Any, size: int, beside: bool) -> Any:
-    if isinstance(node, Tensor):
-        return torch.cat([node, node]) if node.ndim else node
-    if isinstance(node, np.ndarray):
-        return np.concatenate([node, node]) if node.ndim else node
-    parts = parts_of(node)
-    if not parts or not _has_samples(node):
-        return node
-    if is_samples(node, size, beside):
-        return type(node)([*node, *node])
-    return rebuilt(node, [_doubled(value, size, beside) for _, value in parts])
+        return type(node)(samples(node))
+    values = [_mapped(value, size, beside, rows, samples) for _, value in parts_of(node) or ()]
+    return rebuilt(node, values)
 
 
 def is_samples(node: Any, size: int, beside: bool = False) -> bool:

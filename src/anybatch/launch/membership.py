@@ -93,7 +93,7 @@ def find(environment: Mapping[str, str] | None = None) -> Membership | None:
     In this order: a process group of torch that is there already; torchrun's variables (`RANK`,
     `WORLD_SIZE`; a group of one counts); a Slurm job step of several tasks (not the shell of
     `sbatch`); an MPI job of several ranks. `LOCAL_RANK` is the rank where it is not set, as on one
-    machine.
+    machine, but 0 in a pod of Kubeflow's training operator, which has one rank, or starts several.
 
     Args:
         environment: instead of the process's own.
@@ -232,6 +232,12 @@ def _from_torchrun(variables: _Variables) -> Membership | None:
             " start the ranks with torchrun, or set both, or unset it if this process is to run by"
             " itself."
         )
+    if there == ["RANK", "WORLD_SIZE"] and (pods := variables.text("PET_NNODES")) is not None:
+        # A pod of Kubeflow's training operator: RANK counts pods. It is a rank if pods have one each;
+        # with more (nprocPerNode) it starts them.
+        if pods != str(world_size):
+            return None
+        numbers |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     ours = variables.text(MARK) is not None
     attempt = variables.number(ATTEMPT if ours else "TORCHELASTIC_RESTART_COUNT") or 0
     local_rank, local_size = numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"]

@@ -133,10 +133,9 @@ class AbortableGroup:
 
     def connect(self, module: FSDPModule) -> None:
         """Let the collectives of `module` go through this wire."""
-        gather: Any = _Gather(
-            self
-        )  # FSDP asks for these two methods, and has no public type for them
-        scatter: Any = _Scatter(self)
+        # FSDP asks for these two methods, and has no public type for them.
+        gather: Any = _InPass(self, "while weights were gathered in a pass", _all_gather)
+        scatter: Any = _InPass(self, "while gradients were added up in a pass", _reduce_scatter)
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(scatter)
 
@@ -217,42 +216,20 @@ class Alarm:
             self._store.wait([_ALL_HEARD], _HEARING)
 
 
-class _Buffers:
-    """Where the two collectives take their memory: what FSDP calls before each of them."""
+class _InPass:
+    """A collective as FSDP calls it, through the wire, with memory of its own for each call."""
 
-    def __init__(self, wire: AbortableGroup) -> None:
-        self._wire = wire
+    def __init__(self, wire: AbortableGroup, when: str, collective: Any) -> None:
+        self._wire, self._when, self._collective = wire, when, collective
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of its own for each call."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-@final
-class _Gather(_Buffers):
-    """The weights of a block, from the parts that the ranks hold."""
-
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False
+        self, output_tensor: Tensor, input_tensor: Tensor, group: object, **options: Any
     ) -> Any:
-        with self._wire.speaking("while weights were gathered in a pass") as ring:
-            return _all_gather(output_tensor, input_tensor, ring, async_op)
-
-
-@final
-class _Scatter(_Buffers):
-    """The sums of the gradients of a block, each rank keeping its part."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: object,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        with self._wire.speaking("while gradients were added up in a pass") as ring:
-            return _reduce_scatter(output_tensor, input_tensor, op, ring, async_op)
+        with self._wire.speaking(self._when) as ring:
+            return self._collective(output_tensor, input_tensor, group=ring, **options)
 
 
 def _sockets() -> set[tuple[int, int]]:

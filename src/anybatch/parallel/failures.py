@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from anybatch.data.failure import Bad
 from anybatch.errors import AnybatchError, InputError, PeerFailed, name_of
@@ -31,18 +31,6 @@ class Outdated(InputError):
 
 class PeerOutdated(PeerFailed):
     """The same, of another rank."""
-
-
-class Books(Protocol):
-    """Who knows the memory of a rank."""
-
-    def used_bytes(self) -> int:
-        """Bytes in use now."""
-        ...
-
-    def fragmented_bytes(self) -> int | None:
-        """Bytes held in pieces that nobody uses; None: unknown."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +58,11 @@ class RankReport:
     outdated: bool = False
 
     @classmethod
-    def of(cls, error: Exception, phase: str = "", books: Books | None = None) -> RankReport:
-        """What there is to tell of `error`. `books`: of the memory of this rank, as they are now."""
+    def of(cls, error: Exception, phase: str = "", meter: Any = None) -> RankReport:
+        """What there is to tell of `error`. `meter`: the engine's, of the memory of this rank."""
         status = error.exit_status if isinstance(error, AnybatchError) else 1
         failure = as_memory_failure(error)
-        used, pieces = (books.used_bytes(), books.fragmented_bytes()) if books else (0, None)
+        used, pieces = (meter.used_bytes(), meter.fragmented_bytes()) if meter else (0, None)
         sentences = (first_line(error), *getattr(error, "__notes__", ()))
         what = " ".join(f"{sentence.rstrip('.')}." for sentence in sentences)
         outdated = isinstance(error, Outdated)

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from anybatch.errors import InputError, listed
-from anybatch.parallel.collectives import broadcast_object, overwrite
+from anybatch.parallel.collectives import overwrite
 from anybatch.parallel.vote import calling
 
 
@@ -38,23 +37,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None) -> None:
-    """Fill `model` with `state` of rank 0; what other ranks give is not looked at.
-
-    Raises `InputError`, on all ranks, if names or shapes are not those of the model.
-    """
+    """Fill `model` with `state` of rank 0, which has its names and shapes; the others give None."""
     reshard(model)
     places = cast(dict[str, Tensor], model.state_dict(keep_vars=True))
-    first = dist.get_rank() == 0
-    fault = _fault(places, state or {}) if first else ""
     with calling("while the weights were sent"):
-        fault = broadcast_object(fault, 0)
-        if fault:
-            raise InputError(fault)
-        seen: set[int] = set()
-        for name, place in places.items():
-            if id(place) not in seen:
-                seen.add(id(place))
-                fill(place, state[name] if first and state is not None else None)
+        for name, place in {id(one): (name, one) for name, one in places.items()}.values():
+            fill(place, None if state is None else state[name])
 
 
 @torch.no_grad()
@@ -66,16 +54,13 @@ def fill(place: Tensor, whole: Tensor | None) -> None:
         overwrite(place, 0)
         return
     mesh = place.device_mesh
-    parts = mesh.size(mesh.ndim - 1)  # the last dim of a mesh is the one that shards
-    rows = -(-place.shape[0] // parts)
-    local = place.to_local()
-    taken = torch.empty((rows, *place.shape[1:]), dtype=place.dtype, device=mesh.device_type)
-    pieces: list[Tensor] | None = None
-    if whole is not None:
-        cut = [_padded(whole[i * rows : (i + 1) * rows], taken) for i in range(parts)]
-        pieces = [cut[rank % parts] for rank in range(dist.get_world_size())]
-    dist.scatter(taken, pieces, src=0)
-    local.copy_(taken[: len(local)])
+    if whole is None:
+        whole = torch.empty(place.shape, dtype=place.dtype, device=mesh.device_type)
+    else:
+        whole = whole.to(mesh.device_type, place.dtype)
+    overwrite(whole, 0)
+    part = distribute_tensor(whole, mesh, place.placements, src_data_rank=None)
+    place.to_local().copy_(part.to_local())
 
 
 def reshard(model: nn.Module) -> None:
@@ -95,30 +80,3 @@ def _gathered(value: Tensor) -> Tensor:
     if dist.get_rank() != 0:
         return torch.empty(0)
     return value.to("cpu", copy=True)
-
-
-def _padded(piece: Tensor, like: Tensor) -> Tensor:
-    piece = piece.to(like.device, like.dtype)
-    if len(piece) == len(like):
-        return piece.contiguous()
-    padded = torch.zeros_like(like)
-    padded[: len(piece)] = piece
-    return padded
-
-
-def _fault(places: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
-    """What keeps `state` from being loaded, as a sentence; empty if nothing does."""
-    missing, unknown = places.keys() - state.keys(), state.keys() - places.keys()
-    if missing:
-        return f"the weights lack {listed(missing)}: they are for another model."
-    if unknown:
-        return (
-            f"the weights have {listed(unknown)}, which the model does not: they are for another."
-        )
-    for name, place in places.items():
-        if place.shape != state[name].shape:
-            return (
-                f"{name!r} has the shape {tuple(state[name].shape)} in the weights and"
-                f" {tuple(place.shape)} in the model: they are for another model."
-            )
-    return ""

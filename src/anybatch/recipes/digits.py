@@ -8,7 +8,6 @@ it needs no network; with `data` it reads MNIST itself, or anything in MNIST's f
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch.utils.data import TensorDataset
 from anybatch.errors import InputError
 from anybatch.recipes.idx import load_folder
 from anybatch.recipes.options import ABOVE_ZERO, AT_LEAST_ZERO, COUNT, PART, check
-from anybatch.recipes.schedules import warmup_cosine
+from anybatch.recipes.schedules import scaled_lr, warmup_cosine
 from anybatch.task import Loss, Task
 
 REFERENCE_BATCH = 128
@@ -70,6 +69,7 @@ def digits(
     check("digits", ranges)
     images = _scikit_learn() if data is None else _mnist(data)
     num_train, _, image_height, image_width = images.train_x.shape
+    batch = max(1, min(global_batch, num_train))  # below 1, the task says what is wrong
     return Task(
         model=partial(
             build,
@@ -79,7 +79,7 @@ def digits(
             dropout=dropout,
         ),
         loss=loss,
-        optimizer=partial(torch.optim.AdamW, lr=scaled_lr(lr, global_batch, num_train)),
+        optimizer=partial(torch.optim.AdamW, lr=scaled_lr(lr, batch, REFERENCE_BATCH, LARGEST_LR)),
         parameters=partial(decay_groups, weight_decay=weight_decay),
         schedule=warmup_cosine(0.1),
         train=TensorDataset(images.train_x, images.train_y),
@@ -99,19 +99,6 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
     correct = (logits.detach().argmax(dim=1) == labels).sum()
     total = F.cross_entropy(logits, labels, reduction="sum")
     return Loss(total, weight=len(labels), metrics={"accuracy": correct})
-
-
-def scaled_lr(lr: float, global_batch: int, num_samples: int) -> float:
-    """The learning rate at `global_batch`, where it is `lr` at a global batch of 128.
-
-    It grows with the square root of the batch, the rule for Adam (Malladi, Lyu, Panigrahi and Arora
-    (2022), "On the SDEs and scaling rules for adaptive gradient algorithms"; the linear rule of
-    Goyal et al. (2017) is one for SGD), up to a cap of 0.01, or of `lr` if that is larger. Of the
-    rule, the learning rate alone is taken: the betas stay. A batch holds at most `num_samples`, all
-    there are.
-    """
-    batch = max(1, min(global_batch, num_samples))  # below 1, the task says what is wrong
-    return min(lr * math.sqrt(batch / REFERENCE_BATCH), max(lr, LARGEST_LR))
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

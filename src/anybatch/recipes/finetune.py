@@ -34,7 +34,6 @@ from anybatch.recipes.finetune_data import (
 )
 from anybatch.recipes.finetune_model import (
     ALL_LINEAR,
-    Lora,
     Shape,
     Source,
     build,
@@ -45,6 +44,7 @@ from anybatch.recipes.finetune_model import (
     tokenizer_of,
 )
 from anybatch.recipes.options import ABOVE_ZERO, AT_LEAST_ZERO, PART, Range, check
+from anybatch.recipes.quantized import Base, num_weights
 from anybatch.recipes.schedules import warmup_cosine
 from anybatch.recipes.text import TokenScore, perplexity, printable, steps_between
 from anybatch.task import Loss, Task
@@ -58,8 +58,6 @@ LONGEST = 1024
 
 TOKENS_TOLD = 100
 _FIRST_TOKENS = 8  # of a held-out text, which the model goes on from
-_SAMPLES_TOLD = 3
-_CHARACTERS = 60
 
 
 def finetune(
@@ -75,6 +73,7 @@ def finetune(
     lora_alpha: float | None = None,
     lora_dropout: float = 0.0,
     lora_targets: str = ALL_LINEAR,
+    base: Base | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     lr: float | None = None,
     warmup: float = 0.1,
@@ -87,8 +86,8 @@ def finetune(
     """Fine-tune a causal language model or a classifier of Hugging Face's transformers.
 
     The model is a folder as save_pretrained writes it; with a config.json alone it begins with random
-    weights. A row of data has a text, a prompt and its completion, a text and its label, or input_ids.
-    Nothing is downloaded.
+    weights. A row of data has a text, a prompt and its completion, or a text and its label. Nothing is
+    downloaded.
 
     Args:
         model: folder with config.json, and weights and tokenizer if there are any.
@@ -105,6 +104,8 @@ def finetune(
         lora_alpha: factor of the adapters, divided by their rank; twice the rank where it is not given.
         lora_dropout: probability to drop a feature before an adapter.
         lora_targets: names of linear layers, separated by commas, or all-linear.
+        base: int8 or int4: how the frozen weights under adapters are held; in dtype where it is not
+            given.
         dtype: of the weights as they are held. What is computed in is the precision of the plan.
         lr: peak learning rate; 2e-4 for adapters, 2e-5 for all weights, 1e-3 for random ones, where it
             is not given.
@@ -120,9 +121,14 @@ def finetune(
     Raises:
         InputError: naming every option out of range, or what is wrong with model or data.
     """
-    names = tuple(name for part in lora_targets.split(",") if (name := part.strip()))
+    names = [name for part in lora_targets.split(",") if (name := part.strip())]
     alpha = 2 * lora_rank if lora_alpha is None else lora_alpha
-    lora = Lora(lora_rank, alpha, lora_dropout, names) if lora_rank else None
+    lora = {
+        "r": lora_rank,
+        "lora_alpha": alpha,
+        "lora_dropout": lora_dropout,
+        "target_modules": ALL_LINEAR if names == [ALL_LINEAR] else names,
+    }
     ranges = {
         "lr": (lr, ABOVE_ZERO),
         "clip": (clip, ABOVE_ZERO),
@@ -134,7 +140,9 @@ def finetune(
         ),
         "lora_rank": (
             lora_rank,
-            Range("a whole number above zero, or 0 for no adapters", lambda rank: rank >= 0),
+            Range("a whole number above zero, or 0 for no adapters", lambda rank: rank >= 0)
+            if base is None
+            else Range("above zero with base, which is not trained itself", lambda rank: rank > 0),
         ),
     }
     if lora_rank > 0:
@@ -148,19 +156,11 @@ def finetune(
     rows, source = read(data, valid), find(model)
     kind = kind_of(rows.train, task)
     source, classes = _with_classes(source, rows) if kind == "classification" else (source, [])
-    shape = Shape(source, kind, getattr(torch, dtype), lora)
-    words = checked(shape)
-    try:
-        tokenizer = tokenizer_of(source, words)
-    except InputError:
-        if "input_ids" not in rows.train.rows[0]:
-            raise
-        tokenizer = None  # and what the tokens mean stays unknown
+    shape = Shape(source, kind, getattr(torch, dtype), lora if lora_rank else None, base)
+    tokenizer = tokenizer_of(source, checked(shape))
     pad = _configured(source, tokenizer)
     longest = _longest(max_length, source, tokenizer)
-    make = partial(
-        encoded, kind=kind, tokenizer=tokenizer, longest=longest, words=words, classes=classes
-    )
+    make = partial(encoded, kind=kind, tokenizer=tokenizer, longest=longest, classes=classes)
     train, num_cut = make(rows.train)
     held, held_cut = (None, 0) if rows.held_out is None else make(rows.held_out)
     if num_cut := num_cut + held_cut:
@@ -172,7 +172,7 @@ def finetune(
     cut = f"; {num_cut:,} of them cut to {longest} tokens" if num_cut else ""
     weights = "with its weights" if source.has_weights else "with random weights"
     if lr is None:
-        lr = (WHOLE_LR if lora is None else LORA_LR) if source.has_weights else RANDOM_LR
+        lr = (LORA_LR if lora_rank else WHOLE_LR) if source.has_weights else RANDOM_LR
     return Task(
         model=partial(build, shape),
         loss=ab.causal_lm_loss if kind == "causal-lm" else loss_of_classes,
@@ -195,8 +195,7 @@ def finetune(
             told,
             origin=f"The model: {source.folder}, {weights}. The data: {rows.origin}{cut}.",
             tokenizer=tokenizer,
-            samples=train if held is None else held,
-            classes=classes,
+            samples=(train if held is None else held) if kind == "causal-lm" else None,
             prompt=prompt,
             longest=longest,
             save=save,
@@ -244,13 +243,11 @@ def _with_classes(source: Source, rows: Data) -> tuple[Source, list[str]]:
 def _configured(source: Source, tokenizer: Any) -> int:
     """Lets the configuration know the special tokens. Returns the one that fills up what is shorter: it
     is masked, so which one does not matter."""
-    pad = 0
-    if tokenizer is not None:
-        ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        pad = next(token for token in ids if token is not None)
-        if not source.has_weights:  # what it is saved with, to be read again
-            source.config.bos_token_id = tokenizer.bos_token_id
-            source.config.eos_token_id = tokenizer.eos_token_id
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    pad = next(token for token in ids if token is not None)
+    if not source.has_weights:  # what it is saved with, to be read again
+        source.config.bos_token_id = tokenizer.bos_token_id
+        source.config.eos_token_id = tokenizer.eos_token_id
     if source.config.pad_token_id is None:
         source.config.pad_token_id = pad  # by which a decoder finds the last token of each row
     return pad
@@ -258,7 +255,7 @@ def _configured(source: Source, tokenizer: Any) -> int:
 
 def _longest(wanted: int | None, source: Source, tokenizer: Any) -> int:
     """Tokens of a sample at most. Raises `InputError` for more than the model takes."""
-    limits = [num_positions(source.config), getattr(tokenizer, "model_max_length", None)]
+    limits = [num_positions(source.config), tokenizer.model_max_length]
     most = min((limit for limit in limits if limit is not None), default=1 << 62)
     if wanted is not None and wanted > most:
         raise InputError(
@@ -275,15 +272,14 @@ def told(
     model: Any,
     origin: str,
     tokenizer: Any,
-    samples: Samples,
-    classes: list[str],
+    samples: Samples | None,
     prompt: str | None,
     longest: int,
     save: Path | None,
 ) -> str:
-    """What was trained on what, what the model makes of a prompt or of held-out `samples`; writes the
-    model to `save`, as from_pretrained reads it."""
-    total = sum(param.numel() for param in model.parameters())
+    """What was trained on what, and how a language model goes on from a prompt or one of the held-out
+    `samples`; writes the model to `save`, as from_pretrained reads it."""
+    total = num_weights(model)
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     parts = [f"{origin} Trained: {trained:,} of {total:,} parameters."]
     if save is not None:
@@ -293,11 +289,8 @@ def told(
         else:
             model.save_pretrained(save)
             parts.append(f"The model is in {save}.")
-        if tokenizer is not None:
-            tokenizer.save_pretrained(save)
-    if tokenizer is not None and classes:
-        parts += _classified(model, tokenizer, samples, classes)
-    elif tokenizer is not None:
+        tokenizer.save_pretrained(save)
+    if samples is not None:
         parts.append(_written(model, tokenizer, samples, prompt, longest))
     return "\n".join(parts) + "\n"
 
@@ -328,16 +321,3 @@ def _written(model: Any, tokenizer: Any, samples: Samples, prompt: str | None, l
         for part in (begin, made[len(begin) :].tolist())
     )
     return f"What the model writes after {before!r}:\n\n{after}"
-
-
-@torch.no_grad()
-def _classified(model: Any, tokenizer: Any, samples: Samples, classes: list[str]) -> list[str]:
-    lines = []
-    for number in range(min(_SAMPLES_TOLD, len(samples))):
-        ids = samples[number]["input_ids"][None].to(next(model.parameters()).device)
-        found = int(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.argmax())
-        text = printable(tokenizer.decode(ids[0].tolist(), skip_special_tokens=True))
-        more = "..." * (len(text) > _CHARACTERS)
-        right = classes[int(samples[number]["labels"])]
-        lines.append(f"{text[:_CHARACTERS]}{more}: {classes[found]} (it is {right})")
-    return lines

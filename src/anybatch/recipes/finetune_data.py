@@ -8,7 +8,6 @@
     text                    t t t t t .        every token is predicted from those before it
     prompt + completion     p p p c c .        of which those of the completion count
     text + label            t t t t t          one label for all
-    input_ids (+ labels)    t t t t t          tokens that were made before
 
 The label of a token has the token's own place: the model moves labels by one. -100 counts nothing.
 """
@@ -43,7 +42,7 @@ HELD_OUT = ("validation", "valid", "dev", "test")
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _SUFFIXES = (".jsonl", ".json", *_SEPARATORS, ".txt")
-_WANTED = "'text', 'prompt' with 'completion', 'text' with 'label', or 'input_ids'"
+_WANTED = "'text', 'prompt' with 'completion', or 'text' with 'label'"
 _TEXTS_AT_ONCE = 1000  # that a tokenizer is given
 _SHOWN = 12  # names of classes in a message
 
@@ -284,8 +283,8 @@ def kind_of(table: Table, wanted: Kind | None) -> Kind:
     Raises `InputError` if they mean nothing, or have no label where one is wanted.
     """
     columns = table.rows[0].keys()
-    labelled = "label" in columns and ("text" in columns or "input_ids" in columns)
-    if not ({"text", "input_ids"} & columns or {"prompt", "completion"} <= columns):
+    labelled = {"text", "label"} <= columns
+    if not ("text" in columns or {"prompt", "completion"} <= columns):
         raise InputError(f"{table.places[0]} has {listed(columns)}: give rows with {_WANTED}.")
     if wanted == "classification" and not labelled:
         raise InputError(
@@ -296,24 +295,24 @@ def kind_of(table: Table, wanted: Kind | None) -> Kind:
 
 
 def classes_of(tables: Sequence[Table]) -> list[str]:
-    """The names of the classes: those that the data has, else the labels that occur, sorted, or
-    counted from 0 where they are numbers.
+    """The names of the classes: those that the data has, else the labels that occur, sorted, or where
+    they are numbers, all from 0.
 
     Raises `DataError` for a row whose label is none, `InputError` for a single class.
     """
-    names = next((table.names for table in tables if table.names), None)
-    if names is None:
-        first = type(tables[0].rows[0].get("label"))
-        found = {str(label) for table in tables for label in _labels(table, first)}
-        numbers = all(map(str.isdecimal, found))
-        names = list(map(str, sorted(map(int, found)) if numbers else sorted(found)))
-        if numbers and int(names[-1]) >= 2 * len(names) + 1000:
+    first = type(tables[0].rows[0].get("label"))
+    found = {str(label) for table in tables for label in _labels(table, first)}
+    names = sorted(found)
+    if given := next((table.names for table in tables if table.names), None):
+        names = given
+    elif all(map(str.isdecimal, found)):
+        last = max(map(int, found))
+        if last >= 2 * len(found) + 1000:
             raise DataError(
-                f"the labels of {tables[0].source!r} go up to {names[-1]}, and only {len(names)} occur:"
-                " give names, or whole numbers that count the classes from 0."
+                f"the labels of {tables[0].source!r} go up to {last}, and only {len(found)} occur: give"
+                " names, or whole numbers that count the classes from 0."
             )
-        if numbers:
-            names = list(map(str, range(int(names[-1]) + 1)))
+        names = list(map(str, range(last + 1)))
     if len(names) < 2:
         raise InputError(
             f"every row of {tables[0].source!r} has the label {names[0]!r}: a classifier needs two"
@@ -353,23 +352,15 @@ def _targets(table: Table, classes: list[str]) -> list[int]:
 
 
 def encoded(
-    table: Table, kind: Kind, tokenizer: Any, longest: int, words: int, classes: list[str]
+    table: Table, kind: Kind, tokenizer: Any, longest: int, classes: list[str]
 ) -> tuple[Samples, int]:
     """The samples of `table`, and how many of them were cut. Rows in which there is nothing to learn
     from (an empty text, a completion that is empty or does not begin before the cut) are left out, with
     a warning that names the first.
 
-    Args:
-        kind: what is learned.
-        tokenizer: of transformers; not used where the rows have `input_ids`.
-        longest: tokens of a sample at most: what comes after is cut off.
-        words: that the model knows: ids are below it.
-        classes: names, for a classifier.
-
-    Raises `DataError` for a row that is not as the first one, or a token that is no word; `InputError`
-    if no row is left.
+    Raises `DataError` for a row that is not as the first one, `InputError` if no row is left.
     """
-    ids, labels = _tokens_and_labels(table, kind, tokenizer, words)
+    ids, labels = _tokens_and_labels(table, kind, tokenizer)
     if kind == "classification":
         targets: list[Any] = _targets(table, classes)
         kept = [number for number, one in enumerate(ids) if one]
@@ -394,23 +385,10 @@ def encoded(
 
 
 def _tokens_and_labels(
-    table: Table, kind: Kind, tokenizer: Any, words: int
+    table: Table, kind: Kind, tokenizer: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Tokens of each row, and the label of each token (of no use where the row has one)."""
-    columns = table.rows[0].keys()
-    if "input_ids" in columns:
-        ids = _numbers(table, "input_ids", words)
-        if "labels" not in columns or kind == "classification":
-            return ids, ids
-        labels = _numbers(table, "labels", words)
-        for place, one, other in zip(table.places, ids, labels, strict=True):
-            if len(one) != len(other):
-                raise DataError(
-                    f"{place} has {len(one)} input_ids and {len(other)} labels: give one label for"
-                    " each token, -100 where it counts nothing."
-                )
-        return ids, labels
-    is_pair = {"prompt", "completion"} <= columns and kind == "causal-lm"
+    is_pair = {"prompt", "completion"} <= table.rows[0].keys() and kind == "causal-lm"
     last = _encoded(table, "completion" if is_pair else "text", tokenizer, whole=not is_pair)
     if kind == "classification":
         return last, last
@@ -427,7 +405,7 @@ def _tokens_and_labels(
 def _encoded(table: Table, column: str, tokenizer: Any, whole: bool = True) -> list[list[int]]:
     """The tokens of a column of texts; none for one that is blank. `whole`: with those that begin and
     end a text, where the tokenizer adds such."""
-    texts = _column(table, column, "a text", lambda value: isinstance(value, str))
+    texts = _texts(table, column)
     found: list[list[int]] = []
     for start in range(0, len(texts), _TEXTS_AT_ONCE):
         some = texts[start : start + _TEXTS_AT_ONCE]
@@ -438,34 +416,16 @@ def _encoded(table: Table, column: str, tokenizer: Any, whole: bool = True) -> l
     return found
 
 
-def _numbers(table: Table, column: str, words: int) -> list[list[int]]:
-    """Raises `DataError` for a number that is no word (nor, among labels, -100)."""
-    found = _column(
-        table,
-        column,
-        "a list of whole numbers",
-        lambda value: isinstance(value, list) and all(type(one) is int for one in value),
-    )
-    known = {IGNORED} if column == "labels" else set()
-    for place, some in zip(table.places, found, strict=True):
-        for position, value in enumerate(some):
-            if not 0 <= value < words and value not in known:
-                raise DataError(
-                    f"{place} has {value} at position {position} of {column!r}, and the model knows"
-                    f" {words} words, 0 to {words - 1}: is it from another model's tokenizer?"
-                )
-    return found
-
-
-def _column(table: Table, column: str, wanted: str, fits: Any) -> list[Any]:
-    values = []
+def _texts(table: Table, column: str) -> list[str]:
+    """Raises `DataError` for a row that has none."""
+    texts = []
     for row, place in zip(table.rows, table.places, strict=True):
-        value = row.get(column)
-        if not fits(value):
-            what = "null" if value is None else f"a value of type {type(value).__name__}"
+        text = row.get(column)
+        if not isinstance(text, str):
+            what = "null" if text is None else f"a value of type {type(text).__name__}"
             what = f"{what} as" if column in row else "no"
             raise DataError(
-                f"{place} has {what} {column!r}: give {wanted} in every row, as in the first."
+                f"{place} has {what} {column!r}: give a text in every row, as in the first."
             )
-        values.append(value)
-    return values
+        texts.append(text)
+    return texts

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from anybatch.errors import InputError, listed
 from anybatch.recipes.finetune_data import Kind
+from anybatch.recipes.quantized import Base, quantize_frozen
 
 ALL_LINEAR = "all-linear"
 """peft's name for every linear layer but the head."""
@@ -43,24 +44,16 @@ class Source(NamedTuple):
     has_weights: bool
 
 
-class Lora(NamedTuple):
-    """Low-rank adapters (Hu et al. 2022, "LoRA", section 4): `W + (alpha / rank) * B A` for each matrix
-    that `targets` name, with A and B trained and W as it is."""
-
-    rank: int
-    alpha: float
-    dropout: float
-    targets: tuple[str, ...]
-
-
 class Shape(NamedTuple):
-    """What `build` makes: a model of `kind` from `source`, in `dtype`, with adapters if there are any.
-    The configuration of the source says how many labels there are."""
+    """What `build` makes: a model of `kind` from `source`, in `dtype`, with adapters if there are any
+    (Hu et al. 2022, "LoRA"): then these are options of peft's `LoraConfig`, and `base` is the format
+    of the frozen weights."""
 
     source: Source
     kind: Kind
     dtype: torch.dtype
-    lora: Lora | None
+    lora: Mapping[str, Any] | None
+    base: Base | None = None
 
 
 def find(folder: Path) -> Source:
@@ -119,7 +112,9 @@ def build(shape: Shape) -> nn.Module:
         finally:
             if shown:
                 logging.enable_progress_bar()
-    return model if shape.lora is None else _adapted(model, shape.lora, shape.kind)
+    if shape.lora is not None:
+        model = _adapted(model, shape.lora, shape.kind)
+    return model if shape.base is None else quantize_frozen(model, shape.base)
 
 
 def checked(shape: Shape) -> int:
@@ -139,7 +134,7 @@ def checked(shape: Shape) -> int:
             f" for the task {shape.kind!r}, or reads no tokens: {_first_line(error)}"
         ) from None
     if shape.lora is not None:
-        _check_targets(model, shape.lora.targets)
+        _check_targets(model, shape.lora["target_modules"])
     return num_words
 
 
@@ -166,8 +161,7 @@ def tokenizer_of(source: Source, words: int) -> Any:
         if source.has_weights:
             raise InputError(
                 f"the folder {str(folder)!r} has weights and no tokenizer, so there is no telling what"
-                " its tokens mean: add the tokenizer's files (its save_pretrained writes them), or"
-                " give data with 'input_ids'."
+                " its tokens mean: add the tokenizer's files (its save_pretrained writes them)."
             )
         if words <= _NUM_BYTES:
             raise InputError(
@@ -233,7 +227,7 @@ def _auto(kind: Kind) -> Any:
     return found.AutoModelForCausalLM if is_causal else found.AutoModelForSequenceClassification
 
 
-def _adapted(model: nn.Module, lora: Lora, kind: Kind) -> nn.Module:
+def _adapted(model: nn.Module, lora: Mapping[str, Any], kind: Kind) -> nn.Module:
     try:
         peft: Any = import_module("peft")
     except ImportError as error:
@@ -241,12 +235,9 @@ def _adapted(model: nn.Module, lora: Lora, kind: Kind) -> nn.Module:
             f"adapters (lora_rank) need Hugging Face's peft, which cannot be imported ({error}):"
             " pip install anybatch[hf], or give lora_rank=0, which trains all weights."
         ) from error
+    kinds = peft.TaskType
     config = peft.LoraConfig(
-        task_type=peft.TaskType.CAUSAL_LM if kind == "causal-lm" else peft.TaskType.SEQ_CLS,
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
+        task_type=kinds.CAUSAL_LM if kind == "causal-lm" else kinds.SEQ_CLS, **lora
     )
     with warnings.catch_warnings():
         # Of what peft asks of transformers, and of how it treats the transposed layers of GPT-2.
@@ -254,7 +245,7 @@ def _adapted(model: nn.Module, lora: Lora, kind: Kind) -> nn.Module:
         return peft.get_peft_model(model, config)
 
 
-def _check_targets(model: nn.Module, targets: Iterable[str]) -> None:
+def _check_targets(model: nn.Module, targets: str | Sequence[str]) -> None:
     linear = [
         name
         for name, module in model.named_modules()
@@ -262,8 +253,8 @@ def _check_targets(model: nn.Module, targets: Iterable[str]) -> None:
     ]
     strange = [
         target
-        for target in targets
-        if target != ALL_LINEAR and not any(f".{name}".endswith(f".{target}") for name in linear)
+        for target in (targets if targets != ALL_LINEAR else ())
+        if not any(f".{name}".endswith(f".{target}") for name in linear)
     ]
     if strange:
         names = dict.fromkeys(name.rpartition(".")[2] for name in linear)  # each once

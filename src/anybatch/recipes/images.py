@@ -20,7 +20,7 @@ from anybatch.errors import InputError
 from anybatch.recipes.digits import Residual, decay_groups
 from anybatch.recipes.images_data import CentreCrop, Images, RandomCrop, find
 from anybatch.recipes.options import ABOVE_ZERO, AT_LEAST_ZERO, PART, Range, check
-from anybatch.recipes.schedules import warmup_cosine
+from anybatch.recipes.schedules import scaled_lr, warmup_cosine
 from anybatch.task import Loss, Task
 
 MEAN = (0.485, 0.456, 0.406)
@@ -117,11 +117,11 @@ def images(
         1, min(global_batch, len(found.train.paths))
     )  # below 1, the task says what is wrong
     if optimizer == "sgd" or (optimizer is None and model != "small"):
-        rate = scaled_lr(SGD_LR if lr is None else lr, batch, 1.0, LARGEST_SGD_LR)
+        rate = scaled_lr(lr or SGD_LR, batch, REFERENCE_BATCH, LARGEST_SGD_LR, power=1)
         make = partial(torch.optim.SGD, lr=rate, momentum=0.9, nesterov=True)
         decay = _SGD_DECAY
     else:
-        rate = scaled_lr(ADAMW_LR if lr is None else lr, batch, 0.5, LARGEST_ADAMW_LR)
+        rate = scaled_lr(lr or ADAMW_LR, batch, REFERENCE_BATCH, LARGEST_ADAMW_LR)
         make = partial(torch.optim.AdamW, lr=rate)
         decay = _ADAMW_DECAY
     valid = Images(found.held_out, CentreCrop(pixels))
@@ -171,14 +171,6 @@ def normalised(pixels: Tensor, dtype: torch.dtype) -> Tensor:
     # Channel by channel: plain numbers need no copy from the host in every pass.
     channels = zip(pixels.unbind(1), MEAN, STANDARD_DEVIATION, strict=True)
     return torch.stack([(one.to(wide) / 255 - mean) / std for one, mean, std in channels], 1)
-
-
-def scaled_lr(lr: float, batch: int, power: float, largest: float) -> float:
-    """The learning rate at a global batch of so many images, where it is `lr` at 256: it grows with
-    that power of the batch, up to `largest`, or `lr` if that is larger. For SGD the power is 1 (Goyal
-    et al. (2017), "Accurate, large minibatch SGD", section 2.1), for AdamW 0.5 (see the recipe
-    `digits`)."""
-    return min(lr * (batch / REFERENCE_BATCH) ** power, max(lr, largest))
 
 
 # ------------------------------------------------------------------------------------- the model

@@ -26,14 +26,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from anybatch.errors import DataError, InputError
+from anybatch.errors import DataError, InputError, some
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 HELD_OUT_NAMES = ("val", "valid", "validation")
-_NAMED = 3  # files or classes that a sentence names
 _TRIES = 10  # to find a crop inside the image
 _CENTRE = 0.875  # of the shorter side, in evaluation: the 224 pixels of 256 of the usual recipe
 _ASPECTS = (3 / 4, 4 / 3)
@@ -159,7 +158,7 @@ def find(folder: Path, held_out: float, seed: int) -> Found:
     if empty:
         raise InputError(
             f"{str(root)!r} has no image of the class{'es' if len(empty) > 1 else ''}"
-            f" {_some(empty)}: put some there ({', '.join(SUFFIXES)}), or remove the folder."
+            f" {some(empty)}: put some there ({', '.join(SUFFIXES)}), or remove the folder."
         )
     own = next((folder / n for n in HELD_OUT_NAMES if (folder / n).is_dir()), None)
     if root is train and own is not None:
@@ -169,7 +168,7 @@ def find(folder: Path, held_out: float, seed: int) -> Found:
     if passed_over:
         warnings.warn(
             f"{len(passed_over):,} file{'s' if len(passed_over) > 1 else ''} in {str(folder)!r} that"
-            f" by name are no images are left out: {_some(passed_over)}.",
+            f" by name are no images are left out: {some(passed_over)}.",
             stacklevel=3,
         )
     return Found(classes, *parts)
@@ -259,7 +258,7 @@ def _held_out_in(
     unknown = [name for name in there if name not in set(classes)]
     if unknown:
         raise InputError(
-            f"{str(folder)!r} has the class{'es' if len(unknown) > 1 else ''} {_some(unknown)}, of"
+            f"{str(folder)!r} has the class{'es' if len(unknown) > 1 else ''} {some(unknown)}, of"
             f" which {str(train)!r} has no image: put some there, or remove the folder."
         )
     names = set(there)
@@ -280,9 +279,3 @@ def _too_few(root: Path, classes: Sequence[str]) -> str:
         f"the folder of images {str(root)!r} {has}: give one that has a folder for each of two classes"
         " or more."
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first three, quoted, and how many more there are."""
-    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-    return ", ".join(map(repr, names[:_NAMED])) + more

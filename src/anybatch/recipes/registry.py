@@ -1,6 +1,6 @@
 """From a word to a `Task`: a recipe's name, or `FILE.py[:function]` of the user.
 
-The table below holds strings, not functions: listing the recipes must not import torch, and a
+The table below holds names, not functions: listing the recipes must not import torch, and a
 recipe whose library is not installed must not hide the others. A user's file is run as
 `python FILE.py` would run it (its folder in front of `sys.path`, for good, so that it may import
 its neighbours while training too), and what goes wrong in it is told with the lines of that file
@@ -29,36 +29,21 @@ if TYPE_CHECKING:
     from anybatch.task import Task
 
 
-class _Recipe(NamedTuple):
-    target: str
-    description: str
-
-
 _RECIPES = {
-    "digits": _Recipe(
-        "anybatch.recipes.digits:digits",
-        "Handwritten digits (scikit-learn's, or MNIST's files): a small residual network.",
-    ),
-    "finetune": _Recipe(
-        "anybatch.recipes.finetune:finetune",
-        "A language model or a classifier of transformers, from a folder, on data of your own.",
-    ),
-    "images": _Recipe(
-        "anybatch.recipes.images:images",
-        "Images in folders, one per class: a residual network, or a model of torchvision.",
-    ),
-    "text": _Recipe(
-        "anybatch.recipes.text:text",
-        "Text (the sources of Python's library, or any files): a transformer language model.",
-    ),
+    "digits": "Handwritten digits (scikit-learn's, or MNIST's files): a small residual network.",
+    "finetune": "A language model or a classifier of transformers, from a folder, on data of your own.",
+    "images": "Images in folders, one per class: a residual network, or a model of torchvision.",
+    "text": "Text (the sources of Python's library, or any files): a transformer language model.",
 }
+"""What each trains: the function of that name in the module of that name."""
+
 _DEFAULT_FUNCTION = "task"
 _UNNAMED = "task"  # the name that a Task has if its author gave it none
 
 
 def names() -> dict[str, str]:
     """Every recipe's name and a line on what it trains. Loads neither torch nor any recipe."""
-    return {name: recipe.description for name, recipe in _RECIPES.items()}
+    return dict(_RECIPES)
 
 
 def resolve(spec: str, options: Mapping[str, str] | None = None) -> Task:
@@ -151,10 +136,9 @@ def sha256_of(file: Path) -> str:
 
 
 def _find_recipe(name: str) -> _Found:
-    module_name, _, function = _RECIPES[name].target.partition(":")
-    module = importlib.import_module(module_name)
+    module = importlib.import_module(f"anybatch.recipes.{name}")
     file = Path(str(module.__file__))
-    return _Found(getattr(module, function), f"the recipe {name!r}", name, file, name)
+    return _Found(getattr(module, name), f"the recipe {name!r}", name, file, name)
 
 
 def _whole_paths(options: Mapping[str, str], arguments: Mapping[str, Any]) -> dict[str, str]:
@@ -239,29 +223,25 @@ def _function_in(module: ModuleType, name: str, spec: str) -> Callable[..., Any]
 # ----------------------------------------------------------------------------- run the user's file
 
 
-class _Loaded(NamedTuple):
-    module: ModuleType
-    state: tuple[int, int]  # modification time and size of the file when it was run
-
-
-_loaded: dict[Path, _Loaded] = {}
+_loaded: dict[Path, tuple[ModuleType, tuple[int, int]]] = {}
+"""With the modification time and the size that the file had."""
 
 
 def _load(file: Path, spec: str) -> ModuleType:
     """The module of `file`: run once, and again when the file has changed since."""
-    known = _loaded.get(file)
+    known, before = _loaded.get(file, (None, None))
     try:
         status = file.stat()
     except OSError as error:
         raise InputError(f"the file of the task {spec!r} cannot be read: {error}.") from error
     state = (status.st_mtime_ns, status.st_size)
-    if known is not None and known.state == state:
-        return known.module
+    if known is not None and before == state:
+        return known
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
-    name = known.module.__name__ if known is not None else _module_name(file)
+    name = known.__name__ if known is not None else _module_name(file)
     module = _run(file, name, spec)
-    _loaded[file] = _Loaded(module, state)
+    _loaded[file] = module, state
     return module
 
 

@@ -46,6 +46,17 @@ def warmup_constant(warmup: float = 0.1) -> Schedule:
     return warmup_linear(warmup, floor=1.0)
 
 
+def scaled_lr(lr: float, batch: int, reference: int, most: float, power: float = 0.5) -> float:
+    """The learning rate at a global `batch`, where it is `lr` at the `reference`: it grows with that
+    power of the batch, up to `most`, or `lr` if that is larger.
+
+    For Adam the power is 0.5 (Malladi, Lyu, Panigrahi and Arora (2022), "On the SDEs and scaling rules
+    for adaptive gradient algorithms"), and of that rule the learning rate alone is taken: the betas
+    stay. For SGD it is 1 (Goyal et al. (2017), section 2.1).
+    """
+    return min(lr * (batch / reference) ** power, max(lr, most))
+
+
 def _check(warmup: float, floor: float) -> None:
     for name, value in (("warmup", warmup), ("floor", floor)):
         if not 0 <= value <= 1:

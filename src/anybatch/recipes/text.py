@@ -19,10 +19,9 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.recipes.digits import decay_groups
 from anybatch.recipes.options import ABOVE_ZERO, AT_LEAST_ZERO, COUNT, PART, check
-from anybatch.recipes.schedules import warmup_cosine
-from anybatch.recipes.text_data import Windows, read
+from anybatch.recipes.schedules import scaled_lr, warmup_cosine
+from anybatch.recipes.text_data import END, NUM_TOKENS, Windows, read
 from anybatch.recipes.text_model import Decoder, Shape
-from anybatch.recipes.text_tokens import LEAST, Vocabulary, vocabulary_of
 from anybatch.task import Loss, Task
 from anybatch.units import parse_bytes
 
@@ -39,7 +38,6 @@ def text(
     steps: int | None = None,
     data: Path | None = None,
     limit: str = "2MiB",
-    vocabulary: int = LEAST,
     context: int = 256,
     width: int = 128,
     depth: int = 4,
@@ -51,11 +49,11 @@ def text(
     prompt: str = "def ",
     seed: int = 0,
 ) -> Task:
-    """Predict each token of a text from those before it, with a transformer.
+    """Predict each byte of a text from those before it, with a transformer.
 
-    A sample is a window of `context` tokens. Held out: every 16th file, or the end of the text
-    where there are fewer. `bits_per_byte` and `perplexity` are over all held-out tokens, each
-    predicted once, from those before it in its window.
+    A token is a byte, or the end of a text. A sample is a window of `context` tokens. The last 16th of
+    the text is held out. `bits_per_byte` and `perplexity` are over all held-out tokens, each predicted
+    once, from those before it in its window.
 
     Args:
         global_batch: windows per optimizer step.
@@ -63,8 +61,6 @@ def text(
         steps: optimizer steps, in place of epochs.
         data: file or folder of text (UTF-8); without it the sources of Python's own library.
         limit: bytes of text to read at most, such as 64MiB.
-        vocabulary: number of tokens; 257 are the bytes, more are byte-level BPE learned from the
-            text (needs anybatch[hf]).
         context: tokens of a window.
         width: of the vectors between the blocks.
         depth: number of blocks.
@@ -79,7 +75,7 @@ def text(
     Raises:
         InputError: naming every option out of range, or what is wrong with the data.
     """
-    shape = Shape(vocabulary, context, width, depth, heads, dropout, tied)
+    shape = Shape(NUM_TOKENS, context, width, depth, heads, dropout, tied)
     ranges = {
         "context": (context, COUNT),
         "width": (width, COUNT),
@@ -90,14 +86,14 @@ def text(
     }
     check("text", ranges, _faults_of_heads(width, heads))
     source = read(data, parse_bytes(limit, "limit"))
-    words = vocabulary_of(vocabulary, source.train)
-    train = Windows(source.train, words, context, "the text to train on")
-    valid = Windows(source.held_out, words, context, "the text that is held out")
+    train = Windows(source.train, context, "the text to train on")
+    valid = Windows(source.held_out, context, "the text that is held out")
     batch = max(1, min(global_batch, len(train)))  # below 1, the task says what is wrong
+    rate = scaled_lr(lr, batch * context, REFERENCE_TOKENS, LARGEST_LR)
     return Task(
         model=partial(Decoder, shape),
         loss=loss,
-        optimizer=partial(torch.optim.AdamW, lr=scaled_lr(lr, batch * context), betas=(0.9, 0.95)),
+        optimizer=partial(torch.optim.AdamW, lr=rate, betas=(0.9, 0.95)),
         parameters=partial(decay_groups, weight_decay=weight_decay),
         schedule=warmup_cosine(0.1, floor=0.1),
         clip_norm=1.0,
@@ -110,9 +106,7 @@ def text(
         epochs=epochs if steps is None else None,
         steps=steps,
         evaluate_every=steps_between(len(train), global_batch, epochs, steps),
-        tell=partial(
-            told, words=words, context=context, prompt=prompt, seed=seed, origin=source.origin
-        ),
+        tell=partial(told, context=context, prompt=prompt, seed=seed, origin=source.origin),
         seed=seed,
         name="text",
     )
@@ -191,22 +185,13 @@ def steps_between(num_samples: int, global_batch: int, epochs: int, steps: int |
     return max(1, min(epoch_steps, -(-(steps or epoch_steps * epochs) // _EVALUATIONS)))
 
 
-def scaled_lr(lr: float, tokens: int) -> float:
-    """The learning rate at a global batch of so many tokens, where it is `lr` at 4096: it grows with
-    the square root, up to a cap of 0.006, or of `lr` if that is larger. The rule is that of the
-    recipe `digits`, see there."""
-    return min(lr * math.sqrt(tokens / REFERENCE_TOKENS), max(lr, LARGEST_LR))
-
-
 # ------------------------------------------------------------------------------ text at the end
 
 
-def told(
-    model: nn.Module, words: Vocabulary, context: int, prompt: str, seed: int, origin: str
-) -> str:
+def told(model: nn.Module, context: int, prompt: str, seed: int, origin: str) -> str:
     """What the text was, and what the model makes of `prompt`."""
-    begin = words.encode(prompt.encode(errors="replace")).tolist() or [words.end]
-    made = words.decode(list(generated(model, begin, words.end, context, seed)))
+    begin = list(prompt.encode(errors="replace")) or [END]
+    made = bytes(generated(model, begin, END, context, seed)).decode(errors="replace")
     return (
         f"The text: {origin}. What the model writes after {prompt!r} (at temperature"
         f" {_TEMPERATURE}, seed {seed}):\n\n{printable(prompt + made)}\n"

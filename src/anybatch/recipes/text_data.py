@@ -1,4 +1,5 @@
-"""Text: read from files in a fixed order, held out in part, and cut into windows of tokens.
+"""Text: read from files in a fixed order, held out in part, and cut into windows of tokens. A token is
+a byte; one more, `END`, ends a text.
 
     texts      a.py .................. | b.py ........ | c.py ...
     tokens     t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 ...               one stream, an end after each text
@@ -11,32 +12,33 @@ So every token but the first is predicted exactly once, and no window depends on
 
 from __future__ import annotations
 
+import codecs
 import os
 import platform
 import sysconfig
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from anybatch.errors import InputError
-from anybatch.recipes.text_tokens import Vocabulary, dtype_of, stream
+from anybatch.errors import InputError, some
 from anybatch.units import format_bytes
+
+END = 256
+NUM_TOKENS = END + 1
 
 IGNORED = -100
 """Stands where a window has no token: as a target it counts nothing."""
 
 EVERY = 16
-"""One file of so many is held out, or that part of the text."""
-
-MOST_HELD_OUT = 1 / 4
+"""One part of so many is held out."""
 
 _NOT_THE_LIBRARY = ("site-packages", "dist-packages", "test", "tests", "idle_test")
-_NAMED = 3  # files that a sentence names
 
 
 class Text(NamedTuple):
@@ -50,12 +52,11 @@ class Text(NamedTuple):
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Windows of a stream of tokens; see the module.
 
-    A sample is `(tokens [context + 1], bytes [])`: ids in `dtype_of(size)` with `IGNORED` after the
-    end of the stream, and the number of bytes that the predicted tokens stand for, int64.
+    A sample is `(tokens [context + 1], bytes [])`: int16 with `IGNORED` after the end of the stream,
+    and how many of the predicted tokens are bytes, int64.
 
     Args:
         texts: what the stream is made of, in order.
-        vocabulary: makes the tokens.
         context: tokens of a window that predict.
         what: names the texts in errors.
 
@@ -65,11 +66,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     Raises `InputError` if the stream does not fill one window.
     """
 
-    def __init__(
-        self, texts: Sequence[bytes], vocabulary: Vocabulary, context: int, what: str
-    ) -> None:
-        tokens = stream(texts, vocabulary)
-        self.vocabulary = vocabulary
+    def __init__(self, texts: Sequence[bytes], context: int, what: str) -> None:
+        tokens = stream(texts)
         self.num_tokens: int = len(tokens)
         if self.num_tokens <= context:
             raise InputError(
@@ -78,10 +76,9 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
                 " smaller context."
             )
         missing = -(len(tokens) - 1) % context
-        padding = torch.full((missing,), IGNORED, dtype=dtype_of(vocabulary.size))
-        lengths = vocabulary.num_bytes()[tokens[1:].long()]
-        self._tokens = torch.cat([tokens, padding])
-        self._bytes = torch.cat([lengths, lengths.new_zeros(missing)]).view(-1, context).sum(1)
+        self._tokens = torch.cat([tokens, tokens.new_full((missing,), IGNORED)])
+        targets = self._tokens[1:].view(-1, context)
+        self._bytes = ((targets != END) & (targets != IGNORED)).sum(1)
         self._context = context
         self.lengths: Tensor = torch.full((len(self),), context)
         self.lengths[-1] -= missing
@@ -93,6 +90,13 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         number = range(len(self))[index]
         begin = number * self._context
         return self._tokens[begin : begin + self._context + 1], self._bytes[number]
+
+
+def stream(texts: Iterable[bytes]) -> Tensor:
+    """The bytes of all `texts` as tokens `[n]` int16, with `END` after each text."""
+    end = np.array([END], np.int16)
+    parts = [part for text in texts for part in (np.frombuffer(text, np.uint8), end)]
+    return torch.from_numpy(np.concatenate([end[:0], *parts], dtype=np.int16))
 
 
 def read(data: Path | None, limit: int) -> Text:
@@ -125,41 +129,30 @@ def read(data: Path | None, limit: int) -> Text:
     if not left_out:
         return _divided(texts, str(data))
     count = f"{len(left_out)} file{'s' if len(left_out) > 1 else ''} left out"
-    more = f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
     warnings.warn(
         f"{count} of {str(data)!r}, for not being text in UTF-8 or not to be read:"
-        f" {', '.join(left_out[:_NAMED])}{more}.",
+        f" {some(left_out)}.",
         stacklevel=3,
     )
     return _divided(texts, f"{data} ({count})")
 
 
 def _divided(texts: list[bytes], origin: str) -> Text:
-    """Every 16th file is held out; with fewer files, or if these were much of the text, the last 16th
-    of the whole text is."""
+    """The last 16th is held out, from a line's begin on."""
     size = sum(map(len, texts))
-    held_out = texts[EVERY - 1 :: EVERY]
-    if held_out and sum(map(len, held_out)) <= MOST_HELD_OUT * size:
-        train = [text for number, text in enumerate(texts, start=1) if number % EVERY]
-        what = f"{len(held_out)} of the {len(texts)} files"
-    else:
-        train, held_out = _cut(texts, size - size // EVERY)
-        what = "the end of it"
+    place = size - size // EVERY
+    train: list[bytes] = []
+    held_out: list[bytes] = []
+    for text in texts:
+        at = len(text) if place >= len(text) else place
+        if 0 < at < len(text):
+            end = text.find(b"\n", at) + 1
+            at = end if 0 < end < len(text) else at
+        train += [text[:at]] if at else []
+        held_out += [text[at:]] if at < len(text) else []
+        place = max(0, place - len(text))
     held = format_bytes(sum(map(len, held_out)))
-    return Text(train, held_out, f"{format_bytes(size)} of {origin}; held out: {what}, {held}")
-
-
-def _cut(texts: list[bytes], place: int) -> tuple[list[bytes], list[bytes]]:
-    """`texts` before and after the first line end from the byte `place` on, or at that place where the
-    line does not end before its text does."""
-    for number, text in enumerate(texts):
-        if place < len(text):
-            line_end = text.find(b"\n", place) + 1
-            at = line_end if 0 < line_end < len(text) else _character_begin(text, place)
-            before = [*texts[:number], text[:at]] if at else texts[:number]
-            return before, [text[at:], *texts[number + 1 :]]
-        place -= len(text)
-    return texts, []
+    return Text(train, held_out, f"{format_bytes(size)} of {origin}; held out: the last {held}")
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -218,26 +211,14 @@ def _walk(folder: Path, library: bool) -> Iterator[Path]:
 
 
 def _beginning(path: Path, limit: int) -> bytes:
-    """The first `limit` bytes of the file, or a few less, so that it ends with a whole character.
-
-    Raises `OSError` or `_NotText`.
-    """
+    """The first `limit` bytes of the file. Raises `OSError` or `_NotText`."""
     with path.open("rb") as file:
-        text = file.read(limit + 1)
-    if len(text) > limit:
-        text = text[: _character_begin(text, limit)]
+        text = file.read(limit)
+        is_whole = not file.read(1)
     if b"\0" in text:
         raise _NotText(f"a zero byte at offset {text.index(0)}")
     try:
-        text.decode()
+        codecs.getincrementaldecoder("utf-8")().decode(text, final=is_whole)
     except UnicodeDecodeError as error:
         raise _NotText(f"the byte {text[error.start]:#04x} at offset {error.start}") from None
     return text
-
-
-def _character_begin(text: bytes, place: int) -> int:
-    """The place of the character that the byte `place` belongs to."""
-    for back in range(min(4, place + 1)):
-        if text[place - back] & 0xC0 != 0x80:
-            return place - back
-    return place

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from anybatch.errors import InputError, listed
 from anybatch.parallel import SingleDevice
 from anybatch.process.files import whole_folder
+from anybatch.recipes.quantized import dequantize
 from anybatch.report import PastRun, read_run
 from anybatch.report.folder import ADAPTERS, PRETRAINED
 from anybatch.runs.reload_run import check_has_weights, checked_step, task_of
@@ -190,14 +191,14 @@ class _Job:
 
     def merged(self, taken: _Taken) -> _Merged:
         """The weights with the adapters added to them."""
-        model: Any = self._with_weights(taken)
+        model = self._with_weights(taken)
         if not has_adapters(model):
             raise InputError(
                 f"merge is asked for, but the model of {self.run.task!r} has no adapters of peft: leave"
                 " it out."
             )
         try:
-            plain = model.merge_and_unload()
+            plain = dequantize(model).merge_and_unload()
         except Exception as error:  # of every kind of adapters that cannot be
             raise InputError(
                 f"peft cannot merge the adapters of {self.run.task!r} ({type(error).__name__}:"

@@ -12,7 +12,7 @@ module: nobody knows how that was made.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import final
 
@@ -22,12 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from anybatch.compute import Replica
 from anybatch.compute.low_bit_optimizers import parts_of
-from anybatch.errors import InputError
+from anybatch.errors import InputError, some
 from anybatch.parallel import Group
 from anybatch.state.blocks import bytes_of
 from anybatch.task import Task, parameters_in
-
-_SHOWN = 3  # names in a message
 
 
 def frozen_checksums(task: Task, model: nn.Module) -> dict[str, int]:
@@ -97,7 +95,7 @@ class Base:
         trained = [name for name in left_out if name in self._names and name not in self.checksums]
         if trained:
             raise InputError(
-                f"the checkpoint {folder} does not hold {_some(trained)}: nothing trained that when it"
+                f"the checkpoint {folder} does not hold {some(trained)}: nothing trained that when it"
                 " was written, and now the task does. Train what was trained before, or begin anew from"
                 " the weights of the run in another folder."
             )
@@ -114,15 +112,10 @@ def check_same(
         made = " and ".join(f"{name} {number}" for name, number in versions.items())
         made = f" under {made}" if made else ""
         raise InputError(
-            f"the checkpoint {folder} is of another base: nothing trains {_some(differing)}, so it is"
+            f"the checkpoint {folder} is of another base: nothing trains {some(differing)}, so it is"
             " not held, and the task builds other values than when it was written. Let it build those"
             f" again: from the same file, or by the same code and seed{made}."
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(repr, names[:_SHOWN])) + more
 
 
 def _checksum(tensor: Tensor) -> int:

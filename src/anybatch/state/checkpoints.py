@@ -18,13 +18,12 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -40,8 +39,6 @@ from anybatch.state.manifest import Manifest, data_name, read_manifest
 from anybatch.state.storage import Reader, Writer
 
 _VERIFY_THREADS = 4  # a file each
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +123,7 @@ class Checkpoints:
         self._folder = Folder(Path(folder))
         self._group = group
         self._keep = keep
-        self._job: _Job | None = None
+        self._job: Writer | None = None
         self._outcomes: list[Saved | Failed] = []
         self._passed_over: set[Path] = set()
 
@@ -149,12 +146,17 @@ class Checkpoints:
         """
         self._settle()
         group = self._group
-        writer = Writer(
-            self._folder, content.tensors, content.facts, step, rank=group.rank, stage=stage
+        job = Writer(
+            self._folder,
+            content.tensors,
+            content.facts,
+            step,
+            None if score is None else float(score),
+            rank=group.rank,
+            stage=stage,
         )
-        job = _Job(writer, step, None if score is None else float(score))
         try:
-            writer.run(alone=group.size == 1)
+            job.run(alone=group.size == 1)
         except CheckpointException as error:
             reason = None
             try:
@@ -263,7 +265,7 @@ class Checkpoints:
         """Wait for what is under way, at most `seconds`, and give it up then. No thread is left."""
         self.wait(seconds)
         if self._job is not None:
-            self._job.writer.given_up.set()
+            self._job.given_up.set()
             self.wait()
         if self._group.rank == 0:
             self._folder.leave()
@@ -271,31 +273,27 @@ class Checkpoints:
     # -------------------------------------------------------------------------------------- saving
 
     def _settle(self) -> None:
-        """The save before has come to its end on all ranks.
-
-        A rank knows how its own writing ended, and rank 0 is told before it waits for a part that will
-        not come. Every rank has a job here, or none has: saves succeed and fail together.
-        """
+        """The save before has come to its end on all ranks: all have one here, or none has."""
         job = self._job
         if job is None:
             return
         job.written.wait()
         told = self._group.exchange(job.wrong)
-        job.writer.told = next(filter(None, told), "")
+        job.told = next(filter(None, told), "")
         self.wait()
         self._job = None
 
-    def _carry_out(self, job: _Job) -> None:
+    def _carry_out(self, job: Writer) -> None:
         """What is left of a save after all ranks have agreed on it; runs in a thread."""
-        writer, rank = job.writer, self._group.rank
+        rank = self._group.rank
         try:
-            writer.write_pending()
+            job.write_pending()
         except BaseException as error:
-            writer.pending = None
+            job.pending = None
             job.wrong = f"rank {rank}: {_sentence(error)}" if rank else _sentence(error)
             if rank:
                 with contextlib.suppress(OSError):
-                    writer.tell_failure(job.wrong)
+                    job.tell_failure(job.wrong)
             else:
                 self._drop(job, job.wrong)
             if not isinstance(error, Exception):
@@ -305,7 +303,7 @@ class Checkpoints:
         if rank or job.wrong:
             return
         try:
-            folder, manifest = writer.complete(job.score)
+            folder, manifest = job.complete()
         except BaseException as error:
             self._drop(job, _sentence(error))
             if not isinstance(error, Exception):
@@ -317,16 +315,16 @@ class Checkpoints:
         self._passed_over.discard(folder)
         with contextlib.suppress(Exception):  # the next one tries again
             self._prune(job.step)
-        writer.release()
+        job.release()
         self._outcomes.append(saved)
 
-    def _drop(self, job: _Job, reason: str | None) -> None:
+    def _drop(self, job: Writer, reason: str | None) -> None:
         """Leave nothing of a save that failed; on rank 0 tell of it, if there is a reason."""
-        job.writer.pending = None
+        job.pending = None
         if self._group.rank == 0:
-            if job.writer.partial is not None:
-                shutil.rmtree(job.writer.partial, ignore_errors=True)
-            job.writer.release()
+            if job.partial is not None:
+                shutil.rmtree(job.partial, ignore_errors=True)
+            job.release()
             if reason is not None:
                 self._outcomes.append(
                     Failed(
@@ -401,26 +399,6 @@ class Checkpoints:
             f"there is no checkpoint of step {step:,} in {self._folder.path}: give one that is there,"
             f" of {of}."
         )
-
-
-@dataclass
-class _Job:
-    """A save under way, on one rank.
-
-    Attributes:
-        ended: set when its thread has; None: it has none.
-        written: set when this rank's bytes are, or will not be.
-        wrong: why they are not.
-    """
-
-    writer: Writer
-    step: int
-    score: float | None
-    started: float = field(default_factory=time.monotonic)
-    held_seconds: float = 0.0
-    ended: threading.Event | None = None
-    written: threading.Event = field(default_factory=threading.Event)
-    wrong: str = ""
 
 
 def _verify(folder: Path, manifest: Manifest, step: int, only: str = "") -> None:

@@ -104,11 +104,17 @@ class Writer(StorageWriter):
     """One save, seen from one rank.
 
     Attributes:
+        step: of training.
+        started: when, by the monotonic clock.
+        held_seconds: how long training waited for it.
         partial: the hidden folder to write in, once it is known.
         pending: copies of this rank's slices, which are not written yet; None: all is written.
         release: on rank 0, gives the lock of the folder back.
+        written: set when this rank's bytes are, or will not be.
+        wrong: why they are not.
         told: what another rank told of its failure, if anything.
         given_up: set when nobody waits for it any more.
+        ended: set when its thread has; None: it has none.
     """
 
     def __init__(
@@ -117,10 +123,17 @@ class Writer(StorageWriter):
         tensors: Mapping[str, Tensor],
         facts: Mapping[str, Any],
         step: int,
+        score: float | None,
         *,
         rank: int,
         stage: bool,
     ) -> None:
+        self.step: int = step
+        self.started: float = time.monotonic()
+        self.held_seconds = 0.0
+        self.ended: threading.Event | None = None
+        self.written = threading.Event()
+        self.wrong = ""
         self.partial: Path | None = None
         self.pending: list[Tensor] | None = None
         self.release: Callable[[], object] = lambda: None
@@ -129,7 +142,7 @@ class Writer(StorageWriter):
         self._folder = folder
         self._tensors = tensors
         self._facts = facts
-        self._step = step
+        self._score = score
         self._rank = rank
         self._stage = stage
         self._metadata: Metadata | None = None
@@ -166,7 +179,7 @@ class Writer(StorageWriter):
         try:
             self.release = self._folder.lock()
             self._folder.clear()
-            self.partial = self._folder.begin(self._step)
+            self.partial = self._folder.begin(self.step)
         except OSError as error:
             raise InputError(told_by_system(error)) from None
         return [replace(plan, storage_data=self.partial.name) for plan in plans]
@@ -225,17 +238,17 @@ class Writer(StorageWriter):
         assert self.partial is not None
         _seal(self.partial, self._rank, Part(wrong=reason))
 
-    def complete(self, score: float | None) -> tuple[Path, Manifest]:
+    def complete(self) -> tuple[Path, Manifest]:
         """On rank 0, once its own part is sealed: wait for the others', and publish the checkpoint.
 
         Raises `InputError` or `OSError`; the partial folder is then still there.
         """
         assert self.partial is not None
-        manifest = self._manifest(self._await_parts(self.partial), score)
+        manifest = self._manifest(self._await_parts(self.partial))
         _write_synced(self.partial / NAME, manifest.to_bytes())
         for rank in range(self._num_files):
             _part_path(self.partial, rank).unlink()
-        return self._folder.publish(self.partial, self._step), manifest
+        return self._folder.publish(self.partial, self.step), manifest
 
     def _await_parts(self, partial: Path) -> list[Part]:
         parts: dict[int, Part] = {}
@@ -262,7 +275,7 @@ class Writer(StorageWriter):
                 raise InputError(f"it was given up before the part of rank {first} had come")
             pause = min(2 * pause, 0.5)
 
-    def _manifest(self, parts: Sequence[Part], score: float | None) -> Manifest:
+    def _manifest(self, parts: Sequence[Part]) -> Manifest:
         assert self._metadata is not None
         tensors = {}
         for name, record in self._metadata.state_dict_metadata.items():
@@ -284,8 +297,8 @@ class Writer(StorageWriter):
                 dtype=dtype_name(record.properties.dtype), shape=list(record.size), slices=slices
             )
         return Manifest(
-            step=self._step,
-            score=score,
+            step=self.step,
+            score=self._score,
             files=[part.num_bytes for part in parts],
             tensors=tensors,
             facts=dict(self._facts),

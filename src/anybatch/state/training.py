@@ -138,11 +138,7 @@ class TrainingState:
                 " themselves: a checkpoint holds only tensors of each rank."
             )
         base = self._base.left_out()
-        tensors = {
-            f"weights/{name}": tensor
-            for name, tensor in self._replica.weights.items()
-            if name not in base
-        }
+        tensors = self._weights(base)
         tensors |= {f"{own}optimizer/{name}": tensor for name, tensor in mine.items()}
         tensors |= self._others()
         groups = [
@@ -176,11 +172,7 @@ class TrainingState:
         facts = Facts.of(found)
         self._check_task(found, facts)
         self._base.check(facts.base, found.folder, facts.versions)
-        tensors = {
-            f"weights/{name}": tensor
-            for name, tensor in self._replica.weights.items()
-            if name not in facts.base
-        }
+        tensors = self._weights(facts.base)
         tensors |= self._others(found)
         self._check_model(found, tensors, facts.base, "weights/", "parameters/")
         parameters = self._replica.parameters
@@ -214,11 +206,7 @@ class TrainingState:
         """
         facts = Facts.of(found)
         self._base.check(facts.base, found.folder, facts.versions)
-        tensors = {
-            f"weights/{name}": tensor
-            for name, tensor in self._replica.weights.items()
-            if name not in facts.base
-        }
+        tensors = self._weights(facts.base)
         self._check_model(found, tensors, facts.base, "weights/")
         return tensors
 
@@ -288,6 +276,11 @@ class TrainingState:
             raise InputError(
                 f"the checkpoint {found.folder} is of another model: {'; '.join(faults[:3])}{more}."
             )
+
+    def _weights(self, base: Mapping[str, int]) -> dict[str, Tensor]:
+        """Those of the model but for the `base`."""
+        own = self._replica.weights
+        return {f"weights/{name}": one for name, one in own.items() if name not in base}
 
     def _optimizer(self) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
         tensors: dict[str, Tensor] = {}

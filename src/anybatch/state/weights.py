@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch.errors import InputError
+from anybatch.errors import InputError, some
 from anybatch.oom import is_memory_error
 from anybatch.parallel import exchange, leads
 
@@ -34,7 +34,6 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # safetensors has a number in 8 bytes, then a brace
-_SHOWN = 3  # names of a kind in a message
 
 
 def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> Path:
@@ -312,9 +311,9 @@ def _matched(
     missing = [name for name in own.values() if name not in values]
     missing = [_name_in(model, name) for name in _not_tied(model, places, values, missing)]
     if missing:
-        faults.insert(0, f"{_some(missing)} missing")
+        faults.insert(0, f"{_are(missing)} missing")
     if strange:
-        faults.append(f"{_some(strange)} not in the model")
+        faults.append(f"{_are(strange)} not in the model")
     if not state:
         faults = [
             f"there is no state dict in it, only {', '.join(repr(str(key)) for key in found)}"
@@ -397,9 +396,8 @@ def _complete(model: nn.Module, values: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------ in words
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(map(repr, names[:_SHOWN]))}{more} {'is' if len(names) == 1 else 'are'}"
+def _are(names: list[str]) -> str:
+    return f"{some(names)} {'is' if len(names) == 1 else 'are'}"
 
 
 def _number_kind(tensor: Tensor) -> str:

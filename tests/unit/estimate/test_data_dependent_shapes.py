@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.data.resize import resized
+from anybatch.data import resized
 from anybatch.estimate import subject_of
 from anybatch.estimate.fake_op_cache import CachedOps, FakeOpCache, fake_mode
 from anybatch.estimate.seconds_work import operation_of

@@ -33,6 +33,7 @@ STEP = (
     "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NODEID=1"
     " SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2)"
 )
+POD = "RANK=3 PET_NODE_RANK=3 PET_NNODES=4 MASTER_ADDR=train-master-0 MASTER_PORT=23456"
 OPEN_MPI = (
     "OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=0"
     " OMPI_COMM_WORLD_LOCAL_SIZE=2"
@@ -50,6 +51,11 @@ OPEN_MPI = (
         ("RANK=1 WORLD_SIZE=2", Membership(1, 2, 1, 2, "torchrun")),
         ("RANK=5 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4", Membership(5, 8, 1, 4, "torchrun")),
         ("RANK=1 WORLD_SIZE=2 ANYBATCH_LAUNCHED=1", Membership(1, 2, 1, 2, "anybatch")),
+        (f"{POD} WORLD_SIZE=4 PET_NPROC_PER_NODE=auto", Membership(3, 4, 0, 1, "torchrun")),
+        (
+            f"{POD} WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2",
+            Membership(3, 8, 1, 2, "torchrun"),
+        ),
         (STEP, Membership(3, 4, 1, 2, "slurm")),
         (f"{STEP} RANK=0 WORLD_SIZE=1", Membership(0, 1, 0, 1, "torchrun")),
         (OPEN_MPI, Membership(2, 4, 0, 2, "mpi")),
@@ -90,8 +96,9 @@ def test_a_rank_knows_how_often_it_was_started_before(text: str, attempt: int):
         "SLURM_JOB_ID=7 SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0",
         "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=1",
         "PMI_RANK=0 PMI_SIZE=1",
+        f"{POD} WORLD_SIZE=8 PET_NPROC_PER_NODE=2",
     ],
-    ids=["nothing", "empty", "address", "salloc", "sbatch", "step of one", "mpi of one"],
+    ids=["nothing", "empty", "address", "salloc", "sbatch", "step of one", "mpi of one", "pod"],
 )
 def test_a_process_by_itself_is_no_rank(text: str):
     assert find(variables(text)) is None

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from anybatch.errors import InputError
-from anybatch.recipes.digits import build, decay_groups, digits, scaled_lr
+from anybatch.recipes.digits import build, decay_groups, digits
 
 
 @pytest.fixture
@@ -72,26 +72,11 @@ def test_weight_decay_is_on_weights_alone():
     assert len(decayed["params"]) + len(rest["params"]) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize(
-    ("lr", "batch", "expected"),
-    [
-        (3e-3, 128, 3e-3),
-        (3e-3, 512, 6e-3),
-        (3e-3, 32, 1.5e-3),
-        (3e-3, 1437, 1e-2),
-        (3e-3, 10**9, 1e-2),
-        (5e-2, 512, 5e-2),
-    ],
-)
-def test_the_learning_rate_grows_with_the_root_of_the_batch_up_to_a_cap(lr, batch, expected):
-    assert scaled_lr(lr, batch, num_samples=1437) == pytest.approx(expected)
-
-
 def test_the_task_can_be_sent_to_a_worker_process():
     task = pickle.loads(pickle.dumps(digits(width=4, global_batch=64, seed=3)))
     assert task.build_model()(task.valid.tensors[0][:2]).shape == (2, 10)
     groups = task.parameters_of(task.build_model())
-    assert task.optimizer(groups).param_groups[0]["lr"] == pytest.approx(scaled_lr(3e-3, 64, 1437))
+    assert task.optimizer(groups).param_groups[0]["lr"] == pytest.approx(3e-3 * 0.5**0.5)
 
 
 def test_mnist_is_read_from_a_folder(mnist):

@@ -107,15 +107,6 @@ def test_the_tokens_are_those_of_the_folder(folder, data):
     assert task.train[0]["labels"].tolist() == [-100, -100, 6, 1]
 
 
-def test_tokens_that_are_there_already_are_taken_as_they_are(folder, data):
-    rows = [
-        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]},
-        {"input_ids": [8, 9], "labels": [8, 9]},
-    ]
-    task = finetune(folder, data(rows), valid=data(rows))
-    assert {name: x.tolist() for name, x in task.train[0].items()} == rows[0]
-
-
 def test_what_is_too_long_is_cut_and_counted_once(folder, data):
     path = data([{"text": "x" * n} for n in (3, 50, 60)])
     with pytest.warns(
@@ -190,7 +181,6 @@ def test_it_learns_to_tell_classes_apart_and_writes_the_model(folder, data, tmp_
     result = ab.train(task)
     assert result.metrics["accuracy"] == 1.0
     text = task.tell(result.model)
-    assert "(it is " in text
     assert f"The model is in {tmp_path / 'made'}." in text
     again = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "made", local_files_only=True
@@ -343,7 +333,6 @@ def test_weights_without_a_tokenizer(folder, data):
     finetune(folder, data(SUMS)).build_model().save_pretrained(folder)
     with pytest.raises(InputError, match="has weights and no tokenizer"):
         finetune(folder, data(SUMS))
-    assert len(finetune(folder, data([{"input_ids": [1, 2, 3]}] * 3)).train) == 2
 
 
 def test_a_tokenizer_of_another_model(tmp_path, data):
@@ -373,7 +362,8 @@ def test_a_head_that_is_the_embedding_trains_exactly_and_stays_it(tmp_path, data
     model = task.build_model()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     model.save_pretrained(tmp_path / "saved")
-    again = finetune(tmp_path / "saved", data([{"input_ids": [1, 2, 3]}] * 3)).build_model()
+    tokenizer_of().save_pretrained(tmp_path / "saved")
+    again = finetune(tmp_path / "saved", data([{"text": "a b"}] * 3, "more.jsonl")).build_model()
     assert again.lm_head.weight is again.model.embed_tokens.weight
     assert torch.equal(again.lm_head.weight, model.lm_head.weight)
 
@@ -391,17 +381,7 @@ def test_too_few_words_for_bytes(tmp_path, data):
         ([{"text": "a"}, {"text": None}], "line 2 of .* has null as 'text'"),
         ([{"text": "a"}, {"other": "b"}], "line 2 of .* has no 'text'"),
         ([{"text": "a"}, {"text": 3}], "line 2 of .* has a value of type int as 'text'"),
-        (
-            [{"input_ids": [1, 2]}, {"input_ids": [1, 300]}],
-            "line 2 .* has 300 at position 1 of 'input_ids', .*300 words",
-        ),
-        ([{"input_ids": [1, -2]}], "line 1 of .* has -2 at position 1"),
-        (
-            [{"input_ids": [1, 2.5]}],
-            "a value of type list as 'input_ids': give a list of",
-        ),
-        ([{"input_ids": [1, 2], "labels": [1]}], "has 2 input_ids and 1 labels"),
-        ([{"input_ids": [1, 2], "labels": [1, 301]}], "has 301 at position 1 of 'labels'"),
+        ([{"input_ids": [1, 2]}], "line 1 of .* has 'input_ids': give rows with 'text'"),
         ([{"text": "a", "label": "x"}] * 3, "every row of .* has the label 'x'"),
         (
             [{"text": "a", "label": "x"}, {"text": "b", "label": None}],

@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 import anybatch as ab
 from anybatch.data.fetch import Piece, open_fetch
 from anybatch.errors import DataError, InputError
-from anybatch.recipes.images import build, images, loss, normalised, scaled_lr
+from anybatch.recipes.images import build, images, loss, normalised
 from anybatch.recipes.images_data import CentreCrop, RandomCrop, centred, find, opened
 
 Image = pytest.importorskip("PIL.Image")
@@ -329,18 +329,10 @@ def test_the_options_say_what_the_optimizer_is(folder):
     optimizer = task.optimizer(groups)
     assert isinstance(optimizer, torch.optim.AdamW)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0]
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(scaled_lr(1e-3, 8, 0.5, 1e-2))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 32**0.5)
     assert isinstance(images(data=folder, **SMALL).optimizer(groups), torch.optim.AdamW)
     other = images(data=folder, model="tinynet").optimizer(groups)
     assert other.param_groups[0]["momentum"] == 0.9
-
-
-@pytest.mark.parametrize(
-    ("lr", "batch", "power", "expected"),
-    [(0.1, 256, 1, 0.1), (0.1, 1024, 1, 0.4), (0.1, 1 << 20, 1, 3.2), (5.0, 512, 1, 5.0)],
-)
-def test_the_learning_rate_grows_with_the_batch_up_to_a_cap(lr, batch, power, expected):
-    assert scaled_lr(lr, batch, power, 3.2) == pytest.approx(expected)
 
 
 def test_the_task_can_be_sent_to_a_worker_process(folder):

@@ -7,7 +7,12 @@ import pickle
 import pytest
 
 from anybatch.errors import InputError
-from anybatch.recipes.schedules import warmup_constant, warmup_cosine, warmup_linear
+from anybatch.recipes.schedules import (
+    scaled_lr,
+    warmup_constant,
+    warmup_cosine,
+    warmup_linear,
+)
 from anybatch.task import Progress
 
 SCHEDULES = [warmup_cosine, warmup_linear, warmup_constant]
@@ -68,3 +73,17 @@ def test_what_is_no_fraction_is_refused(bad):
             make(bad)
     with pytest.raises(InputError, match="floor"):
         warmup_cosine(0.1, floor=bad)
+
+
+@pytest.mark.parametrize(
+    ("lr", "batch", "power", "expected"),
+    [
+        (3e-3, 128, 0.5, 3e-3),
+        (3e-3, 32, 0.5, 1.5e-3),
+        (3e-3, 10**9, 0.5, 1e-2),
+        (5e-2, 512, 0.5, 5e-2),
+        (1e-3, 512, 1, 4e-3),
+    ],
+)
+def test_the_learning_rate_grows_with_a_power_of_the_batch_up_to_a_cap(lr, batch, power, expected):
+    assert scaled_lr(lr, batch, 128, 1e-2, power) == pytest.approx(expected)
