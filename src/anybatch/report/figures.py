@@ -54,7 +54,10 @@ def memory(plan: Plan, measured_bytes: int | None) -> Figure | None:
     is_shown = 0 < budget <= 5 * largest  # else what is used would not be seen beside it
     most = max(largest, budget) if is_shown else largest
     scale, unit = byte_scale(most)
-    traces, rows, said, end = [], [], [], 0
+    traces: list[Trace] = []
+    rows: list[str] = []
+    said: list[str] = []
+    end = 0
     for kind, size, color in parts:
         traces.append(bar(kind, len(rows), end / scale, (end + size) / scale, size, color))
         end += size

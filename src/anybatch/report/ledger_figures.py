@@ -66,12 +66,12 @@ def over_time(ledger: Ledger, budget: int | None) -> Figure:
     )
     phases = list(_phases(moments))
     marks = [Mark("x", begin, "--grey", dotted=True) for _, begin, _ in phases[1:]]
-    is_near = bool(budget) and budget < 4 * top
-    if budget and is_near:
-        name = f"budget {format_bytes(budget)}"
-        marks.append(Mark("y", budget / scale, "--red", name))
+    near = budget if budget and budget < 4 * top else 0
+    if near:
+        name = f"budget {format_bytes(near)}"
+        marks.append(Mark("y", near / scale, "--red", name))
         said += f"; the red line is the {name}"
-    most = 1.06 * max(top, budget if budget and is_near else 0) / scale
+    most = 1.06 * max(top, near) / scale
     x_axis = Axis("operations of one step", ticks=_names(phases), grid=False)
     axes = x_axis, Axis(unit, (0, most or 1.0))
     return Figure("curve", "Memory over one step", f"{said}.", traces, *axes, marks, height=460)
