@@ -22,6 +22,9 @@ from anybatch.process.files import Records
 
 _LOOK_SECONDS = 0.1
 
+_LONGEST_LINE = 1 << 22
+"""Of a log that grows to gigabytes no more than this is read to find the last line."""
+
 
 class EventLog:
     """A sink that appends every event to the file `path`.
@@ -101,26 +104,12 @@ def _mend(path: Path) -> None:
         return
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
-        tail = _tail(file.fileno(), end)
-        if not tail:
-            return
-        if isinstance(_parsed(tail), Event):
+        file.seek(max(0, end - _LONGEST_LINE))
+        tail = file.read().rpartition(b"\n")[2]
+        if tail and isinstance(_parsed(tail), Event):
             file.write(b"\n")
-        else:
+        elif tail:
             file.truncate(end - len(tail))
-
-
-def _tail(descriptor: int, end: int, block: int = 1 << 16) -> bytes:
-    """What follows the last line end, read backwards: logs grow to gigabytes."""
-    tail = b""
-    while end > 0:
-        begin = max(0, end - block)
-        _, line_end, rest = os.pread(descriptor, end - begin, begin).rpartition(b"\n")
-        tail = rest + tail
-        if line_end:
-            break
-        end = begin
-    return tail
 
 
 def _unwritable(path: Path, error: OSError) -> InputError:

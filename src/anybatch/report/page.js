@@ -18,8 +18,8 @@
 
   Object.keys(specs).forEach(function (id) {
     var canvas = document.getElementById(id), svg = canvas && canvas.querySelector("svg");
-    var curves = specs[id].data.filter(function (trace) {
-      return trace.type !== "bar" && trace.hover !== false && trace.mode !== "markers";
+    var curves = specs[id].traces.filter(function (trace) {
+      return trace.kind.indexOf("line") === 0 && !trace.dotted;
     });
     if (!svg || !curves.length) return;
     var area = JSON.parse(svg.getAttribute("data-area"));
@@ -35,7 +35,7 @@
         var i = nearest(trace, x);
         if (i < 0) return;
         if (at === null) at = trace.x[i];
-        var value = trace.text ? trace.text[i] : trace.name + ": " + Number(trace.y[i].toPrecision(4));
+        var value = trace.text.length ? trace.text[i] : trace.name + ": " + Number(trace.y[i].toPrecision(4));
         lines.push(value);
       });
       if (!lines.length) return;
