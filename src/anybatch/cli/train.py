@@ -31,13 +31,19 @@ def train(
     rehearsal: Rehearsal = None,
     ranks: Annotated[
         int | None,
-        option("--ranks", "Processes on this machine. Default: one for each GPU.", "N"),
+        option(
+            "--ranks",
+            "Processes on this machine. Default: one for each GPU.",
+            "N",
+        ),
     ] = None,
     norms: NormsName = None,
     balance: Annotated[
         str | None,
         option(
-            "--balance", "measured: shares follow speed; fixed. Default: measured on GPUs.", "HOW"
+            "--balance",
+            "measured: shares follow speed; fixed. Default: measured on GPUs.",
+            "HOW",
         ),
     ] = None,
     nodes: Annotated[
@@ -50,7 +56,11 @@ def train(
     ] = "1",
     rendezvous: Annotated[
         str | None,
-        option("--rendezvous", "Where machines meet: one of them, and a free port.", "HOST:PORT"),
+        option(
+            "--rendezvous",
+            "Where machines meet: one of them, and a free port.",
+            "HOST:PORT",
+        ),
     ] = None,
     rendezvous_secret: Annotated[
         Path | None,
@@ -70,7 +80,11 @@ def train(
     ] = None,
     local_steps: Annotated[
         int,
-        option("--local-steps", "Average every N steps. Changes the result.", "N"),
+        option(
+            "--local-steps",
+            "Average every N steps. Changes the result.",
+            "N",
+        ),
     ] = 1,
     stale: Annotated[
         bool,
@@ -79,7 +93,10 @@ def train(
     plan_file: Annotated[Path | None, option("--plan", "Run this plan.", "FILE")] = None,
     trial: Annotated[
         bool,
-        option("--trial/--no-trial", "Time choices that are predicted to be nearly as fast."),
+        option(
+            "--trial/--no-trial",
+            "Time choices that are predicted to be nearly as fast.",
+        ),
     ] = True,
     out: Annotated[
         Path | None,
@@ -104,17 +121,27 @@ def train(
     ] = 3,
     stall_seconds: Annotated[
         float | None,
-        option("--stall-seconds", "Without progress, after which a rank is ended.", "S"),
+        option(
+            "--stall-seconds",
+            "Without progress, after which a rank is ended.",
+            "S",
+        ),
     ] = None,
     tensorboard: Annotated[
         str | None,
         option(
-            "--tensorboard", "Write a log for TensorBoard, by default in the run folder.", "[DIR]"
+            "--tensorboard",
+            "Write a log for TensorBoard, by default in the run folder.",
+            "[DIR]",
         ),
     ] = None,
     track: Annotated[
         str | None,
-        option("--track", "Send the curves to wandb, mlflow or trackio.", "TRACKER"),
+        option(
+            "--track",
+            "Send the curves to wandb, mlflow or trackio.",
+            "TRACKER",
+        ),
     ] = None,
     why: Why = False,
 ) -> None:
@@ -255,5 +282,7 @@ def _as_given(name: str, value: object) -> str:
         return f"an exchange ({value.describe()})"
     if isinstance(value, Sharding):
         return f"--shard-over {value.over}"
+    if name == "compile" and value == "if-faster":
+        return "--compile-if-faster"
     flag = f"--{name.replace('_', '-')}"
     return flag if value is True else f"{flag} {value}"

@@ -31,6 +31,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LITTLE = 0.1
 """Of memory: less is worth a warning where it is free, more where others hold it on a GPU."""
 
+_MISSING = "not installed"
 _GET_STARTED = "https://pytorch.org/get-started/locally"
 _REINSTALL = f"reinstall torch ({_GET_STARTED})"
 _LOOPBACK_SECONDS, _GLOO_SECONDS = 3.0, 20.0
@@ -58,19 +59,29 @@ def packages() -> Iterator[Finding]:
         yield Finding("anybatch", folder, "note", meaning, "install it with pip")
         return
     yield Finding("anybatch", _with_folder(version, folder))
-    needed = [(name, least) for name, least, extra in parse(requirements) if not extra]
+    asked = parse(requirements)
+    needed = [(name, least) for name, least, extra in asked if not extra]
     faults = [found for name, least in needed if (found := _package(name, least))]
     if not faults:
         yield Finding("packages", f"all {len(needed)} that anybatch needs")
     yield from faults
-    absent: dict[str, list[str]] = {}
-    for name, least, extra in parse(requirements):
-        if extra and (found := _package(name, least, imported=False)):
-            absent.setdefault(extra, []).append(f"{name} {found.value}")
-    for extra, names in absent.items():
-        yield Finding(
-            f"[{extra}]", ", ".join(names), "note", "", f"pip install 'anybatch[{extra}]'"
-        )
+    for extra in dict.fromkeys(extra for _, _, extra in asked if extra):
+        yield _extra(extra, [(name, least) for name, least, of in asked if of == extra])
+
+
+def _extra(extra: str, packages: list[tuple[str, str]]) -> Finding:
+    """Optional packages that are installed together."""
+    faults = [found for name, least in packages if (found := _package(name, least, imported=False))]
+    missing = {one.name for one in faults if one.value == _MISSING}
+    words = (
+        f"no {name}" if name in missing else f"{name} {metadata.version(name)}"
+        for name, _ in packages
+    )
+    name, value, remedy = f"[{extra}]", ", ".join(words), f"pip install 'anybatch[{extra}]'"
+    early = [f"{one.meaning} of {one.name}" for one in faults if one.name not in missing]
+    if early:
+        return Finding(name, value, "warning", " and ".join(early), remedy)
+    return Finding(name, value, "note", "", remedy) if missing else Finding(name, value)
 
 
 def _compiler() -> Finding:
@@ -105,6 +116,7 @@ def is_before(version: str, other: str) -> bool:
 def _package(name: str, least: str, imported: bool = True) -> Finding | None:
     """What is wrong with a package. torch, which may crash, has a check of its own."""
     install = f"pip install '{name}{'>=' * bool(least)}{least}'"
+    version = "broken"
     try:
         version = metadata.version(name)
         if is_before(version, least):
@@ -112,11 +124,11 @@ def _package(name: str, least: str, imported: bool = True) -> Finding | None:
         if imported and name != "torch":
             importlib.import_module("pynvml" if name == "nvidia-ml-py" else name.replace("-", "_"))
     except metadata.PackageNotFoundError:
-        return Finding(name, "not installed", "problem", "anybatch needs it", install)
+        return Finding(name, _MISSING, "problem", "anybatch needs it", install)
     except Exception as error:
         meaning = f"it cannot be imported ({first_line(error)})"
         remedy = f"pip install --force-reinstall {name}"
-        return Finding(name, "broken", "problem", meaning, remedy)
+        return Finding(name, version, "problem", meaning, remedy)
     return None
 
 
@@ -168,15 +180,27 @@ def torch() -> Iterator[Finding]:
         yield Finding("torch", value, "note", meaning)
     else:
         yield Finding("torch", value)
-    cuda, hip = torch.version.cuda, torch.version.hip
-    target = f"for CUDA {cuda}" if cuda else f"for ROCm {hip}" if hip else "for CPUs"
-    yield Finding("build", f"{target}, {torch.backends.cpu.get_cpu_capability()}")
-    if cuda or hip:
+    yield Finding("build", ", ".join(_build(torch)))
+    if torch.version.cuda or torch.version.hip:
         yield _usable(torch)
-    elif gpus_on_bus():
+    elif gpus_here():
         meaning = "there are GPUs here, and torch does not use them"
         remedy = f"install its build for CUDA: {_GET_STARTED}"
         yield Finding("torch and CUDA", "built for CPUs", "warning", meaning, remedy)
+
+
+def _build(torch: Any) -> Iterator[str]:
+    """How torch was built, and how many threads it uses on the CPU."""
+    cuda, hip = torch.version.cuda, torch.version.hip
+    yield f"for CUDA {cuda}" if cuda else f"for ROCm {hip}" if hip else "for CPUs"
+    with suppress(Exception):  # a cuDNN that is not the one that torch was built with
+        if found := torch.backends.cudnn.version():
+            yield f"cuDNN {found}"
+    yield torch.backends.cpu.get_cpu_capability()
+    for library in ("mkl", "mkldnn", "openmp"):
+        if getattr(torch.backends, library).is_available():
+            yield library
+    yield f"{torch.get_num_threads()} threads"
 
 
 def _usable(torch: Any) -> Finding:
@@ -189,11 +213,11 @@ def _usable(torch: Any) -> Finding:
             return Finding(name, f"{len(names)} seen: {', '.join(dict.fromkeys(names))}")
     except Exception as error:
         fault = first_line(error)
-    if gpus_on_bus() and VISIBLE not in os.environ:
-        meaning = f"GPUs are on the bus of this machine, and torch can use none ({fault})"
+    if (count := gpus_here()) and VISIBLE not in os.environ:
+        meaning = f"this machine has {count}, and torch can use none" + f" ({fault})" * bool(fault)
         needed = f"if it is older than CUDA {torch.version.cuda}; else restart the machine"
         return Finding(name, "no device seen", "problem", meaning, f"update the driver {needed}")
-    return Finding(name, "no device seen")
+    return Finding(name, "no device seen", "note", "torch computes on the CPU")
 
 
 def training_steps() -> Iterator[Finding]:
@@ -219,13 +243,20 @@ def training_step(device: str) -> Finding:
             with torch.no_grad():
                 for parameter, gradient in zip(layer.parameters(), gradients, strict=True):
                     parameter.sub_(gradient, alpha=0.5)
+        image = torch.ones(1, 1, 4, 4, device=device)
+        sums = torch.nn.functional.conv2d(image, image[..., :3, :3])
         if layer.weight.tolist() != [expected] * 3:
             fault = f"weights came to {layer.weight[0].tolist()}, not to {expected}"
+        elif not torch.equal(sums, torch.full_like(sums, 9.0)):
+            fault = f"a convolution came to {sums.flatten().tolist()}, and not to 9 everywhere"
     except Exception as error:
         fault = first_line(error)
     if not fault:
         return Finding(name, "two small ones came out right")
-    remedy = "set CUDA_LAUNCH_BLOCKING=1, look for Xid in dmesg, and restart the machine"
+    remedy = (
+        "see the group GPUs; else set CUDA_LAUNCH_BLOCKING=1, look for Xid in dmesg, and restart the"
+        " machine"
+    )
     if "no kernel image" in fault:
         remedy = f"install a build of torch for this GPU ({_GET_STARTED})"
     remedy = _REINSTALL if device == "cpu" else remedy
@@ -249,6 +280,8 @@ def gpus() -> Iterator[Finding]:
         driver = pynvml.nvmlSystemGetDriverVersion()
     except Exception as error:
         yield _no_driver(first_line(error))
+        if VISIBLE in os.environ:
+            yield _visible(os.environ[VISIBLE], [])
         return
     value = f"{driver}, for CUDA up to {cuda // 1000}.{cuda % 1000 // 10}"
     yield Finding("driver", value)
@@ -273,6 +306,17 @@ def gpus_on_bus(sys: str = "/sys") -> int:
     )
 
 
+def gpus_here() -> int:
+    """GPUs of NVIDIA: those of the driver, or without one those on the bus."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetCount()
+    except Exception:
+        return gpus_on_bus()
+
+
 def _no_driver(fault: str) -> Finding:
     count = gpus_on_bus()
     if not count:
@@ -289,12 +333,10 @@ def _no_driver(fault: str) -> Finding:
 def _visible(text: str, uuids: list[str]) -> Finding:
     count, names = len(uuids), [name.strip() for name in text.split(",")]
     there = "GPU 0" if count == 1 else f"GPUs 0 to {count - 1}"
-    wrong = [
-        name
-        for name in names
-        if not (int(name) < count if name.isdecimal() else name.startswith(("GPU-", "MIG-")))
-    ]
+    wrong = [name for name in names if not _is_one(name, uuids)]
     level: Level = "problem"
+    if text.strip() in ("", "-1") and not count:
+        return Finding(VISIBLE, repr(text))
     if text.strip() in ("", "-1"):
         level, remedy = "warning", "unset it, unless that is meant"
         meaning = f"it hides all {count} GPUs from torch, which computes on the CPU"
@@ -302,12 +344,19 @@ def _visible(text: str, uuids: list[str]) -> Finding:
         level, remedy, meaning = "warning", "unset it", "no GPU is to be had here under any name"
     elif wrong:
         remedy = "name those that are here, or unset it"
-        meaning = f"{wrong[0]!r} is none of this machine's {there}: CUDA shows those before it only"
+        seen = f"only the {before} before it" if (before := names.index(wrong[0])) else "none"
+        meaning = f"{wrong[0]!r} is none of this machine's {there}: CUDA shows {seen}"
     elif len(set(names)) < len(names):
         remedy, meaning = "name each once, or unset it", "it names a GPU twice, so CUDA shows none"
     else:
         return Finding(VISIBLE, repr(text))
     return Finding(VISIBLE, repr(text), level, meaning, remedy, "environment")
+
+
+def _is_one(name: str, uuids: list[str]) -> bool:
+    if name.isdecimal():
+        return int(name) < len(uuids)
+    return name.startswith("MIG-") or (bool(name) and any(it.startswith(name) for it in uuids))
 
 
 def _gpu(nvml: Any, index: int, handle: Any) -> Finding:
@@ -375,7 +424,7 @@ def cores_and_memory() -> Iterator[Finding]:
         else:
             yield Finding("limit of the group", value)
     if group.oom_kills:
-        value = f"{group.oom_kills} process(es) of the control group"
+        value = f"{group.oom_kills} process{'es' * (group.oom_kills > 1)} of the control group"
         meaning = "since the group was made, the kernel has ended them because its memory ran out"
         remedy = "give --memory, so that runs are refused memory in good time"
         yield Finding("killed for memory", value, "note", meaning, remedy)
@@ -521,9 +570,14 @@ def gloo() -> Iterator[Finding]:
 
     there = distributed.is_available()
     names = [
-        it for it in ("gloo", "nccl") if there and getattr(distributed, f"is_{it}_available")()
+        it
+        for it in ("gloo", "nccl", "mpi", "ucc")
+        if there and getattr(distributed, f"is_{it}_available")()
     ]
     value, count = ", ".join(names) or "none", torch.cuda.device_count()
+    with suppress(Exception):  # another NCCL than torch was built with
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        value = value.replace("nccl", f"nccl {version}")
     if "gloo" not in names:
         meaning = "this build of torch has no gloo, by which ranks speak to each other"
         remedy = f"install a build from {_GET_STARTED} to train on several ranks"

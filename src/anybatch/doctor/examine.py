@@ -45,7 +45,7 @@ _DRIVER = "look at dmesg for lines with NVRM or Xid; if there are any, restart t
 
 CHECKS = {
     "packages": Check("Python and packages", 30, "warning", "check the disk with the packages"),
-    "torch": Check("torch", 90, "problem", "check the disk with torch on it"),
+    "torch": Check("torch", 90, "problem", "reinstall torch, or check its disk"),
     "training_steps": Check("torch", 90, "problem", _DRIVER),
     "gpus": Check("GPUs", 20, "problem", _DRIVER),
     "cores_and_memory": Check(

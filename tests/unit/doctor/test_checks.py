@@ -44,6 +44,7 @@ def well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_group, "group_here", Group)
     monkeypatch.setattr(threads, "num_cores", lambda: 8)
     monkeypatch.setattr(checks, "gpus_on_bus", lambda: 0)
+    monkeypatch.setattr(checks, "gpus_here", lambda: 0)
     interfaces = {
         name: [SimpleNamespace(family=socket.AF_INET, address=address)]
         for name, address in (("lo", "127.0.0.1"), ("eth0", "10.0.0.1"))
@@ -88,12 +89,18 @@ def test_packages_that_are_missing_too_old_or_broken_are_named(monkeypatch, tmp_
     (tmp_path / "half_installed.py").write_text("raise ImportError('libblas')")
     monkeypatch.syspath_prepend(str(tmp_path))
     versions = {"anybatch": "1", "pydantic": "1.10.9", "half-installed": "2", "json": "1"}
+    versions |= {"tensorboard": "2.1", "wandb": "0.20"}
     asked = ("torch>=2.11", "pydantic>=2", "half-installed", "json")
-    installed(monkeypatch, versions, *asked, "submitit; extra == 'slurm'")
+    extras = ("submitit", "slurm"), ("tensorboard>=2.15", "board"), ("wandb", "board")
+    optional = (f"{name}; extra == '{extra}'" for name, extra in extras)
+    installed(monkeypatch, versions, *asked, *optional)
     told(checks.packages, "torch", "problem", "needs it", "'torch>=2.11'")
     told(checks.packages, "pydantic", "problem", "needs 2 or later", "'pydantic>=2'")
     told(checks.packages, "half-installed", "problem", "libblas", "--force-reinstall")
-    told(checks.packages, "[slurm]", "note", "anybatch[slurm]")
+    slurm = told(checks.packages, "[slurm]", "note", "anybatch[slurm]")
+    assert slurm.value == "no submitit"
+    early = told(checks.packages, "[board]", "warning", "needs 2.15 or later of tensorboard")
+    assert early.value == "tensorboard 2.1, wandb 0.20"
     assert not [one for one in checks.packages() if one.name == "json"]
     installed(monkeypatch, {}, *asked)
     told(checks.packages, "anybatch", "note", "not installed")
@@ -141,6 +148,7 @@ def fake_torch(**changes: Any) -> SimpleNamespace:
         "Tensor": object,
         "version": SimpleNamespace(cuda="13.0", hip=None),
         "backends": torch.backends,
+        "get_num_threads": lambda: 8,
         "cuda": cuda,
     }
     return SimpleNamespace(**{**known, **changes})
@@ -158,7 +166,7 @@ def test_versions_and_builds_of_torch_are_judged(monkeypatch: pytest.MonkeyPatch
     told(checks.torch, "torch", "note", "2.11 to 2.13")
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__file__="/home/me/torch.py"))
     told(checks.torch, "torch", "problem", "another module", "rename")
-    monkeypatch.setattr(checks, "gpus_on_bus", lambda: 2)
+    monkeypatch.setattr(checks, "gpus_here", lambda: 2)
     use(version=SimpleNamespace(cuda=None, hip=None))
     told(checks.torch, "torch and CUDA", "warning", "does not use them", "build for CUDA")
 
@@ -168,7 +176,7 @@ def test_versions_and_builds_of_torch_are_judged(monkeypatch: pytest.MonkeyPatch
     use(cuda=SimpleNamespace(init=fail))
     told(checks.torch, "torch and CUDA", "problem", "too old", "update the driver", "CUDA 13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    told(checks.torch, "torch and CUDA", "ok")
+    told(checks.torch, "torch and CUDA", "note", "computes on the CPU")
 
 
 def test_steps_on_this_cpu_come_out_right():
@@ -273,6 +281,8 @@ def test_a_driver_that_is_not_reached_says_why(nvml, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(checks, "gpus_on_bus", lambda: 2)
     words = ("2 GPUs are on the bus", "--gpus all", "NVRM", "version mismatch")
     told(checks.gpus, "driver", "warning", *words)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    told(checks.gpus, "CUDA_VISIBLE_DEVICES", "warning", "under any name")
 
 
 def test_gpus_on_the_bus_are_counted_without_a_driver(tmp_path: Path, monkeypatch):
@@ -303,11 +313,12 @@ def test_a_gpu_that_others_have_is_named_with_them(nvml: SimpleNamespace):
     ("value", "level", "words"),
     [
         ("7", "problem", ("'7' is none of this machine", "GPUs 0 to 1")),
-        ("1,2", "problem", ("'2'", "those before it only")),
+        ("1,2", "problem", ("'2'", "only the 1 before it")),
         ("0,0", "problem", ("twice",)),
         ("", "warning", ("hides all 2",)),
         ("-1", "warning", ("hides all 2",)),
         ("1,0", "ok", ()),
+        ("GPU-9f", "problem", ("'GPU-9f' is none", "CUDA shows none")),
         ("GPU-1a", "ok", ()),
     ],
 )
