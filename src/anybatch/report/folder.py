@@ -30,7 +30,6 @@ from anybatch.events import (
     Replanned,
     RunEnded,
     RunStarted,
-    Said,
     StepDone,
     Tried,
 )
@@ -115,14 +114,8 @@ def run_files(folder: Path) -> dict[str, Path]:
 def last_plan(folder: Path) -> Plan | None:
     """The plan that the run in `folder` followed last; None if there is no run, or none that can be
     read."""
-    plan: Mapping[str, Any] | None = None
     with contextlib.suppress(InputError):
-        for event in iterate(folder / EVENTS_FILE):
-            if isinstance(event, RunStarted | Replanned | CompileDecided):
-                plan = event.plan
-            elif isinstance(event, Tried) and plan is not None:
-                plan = {**plan, "rivals": ()}  # it has been found out
-        return None if plan is None else Plan.from_json(json.dumps(plan))
+        return _told_by(folder).read_plan()
     return None
 
 
@@ -131,13 +124,11 @@ def unfinished_step(folder: Path) -> int | None:
     saved = [one.name.removeprefix("step-") for one in (folder / CHECKPOINTS).glob("step-*")]
     if not saved:
         return None
-    last: Event | None = None
-    steps = max(int(number) if number.isdecimal() else 0 for number in saved)
+    newest = max(int(number) if number.isdecimal() else 0 for number in saved)
     with contextlib.suppress(InputError):  # the log is gone, and the checkpoints are there
-        for event in iterate(folder / EVENTS_FILE):
-            last = last if isinstance(event, Said) else event
-            steps = event.step if isinstance(event, StepDone) else steps
-    return None if isinstance(last, RunEnded) and last.finished else steps
+        told = _told_by(folder)
+        return None if told.finished else told.step or newest
+    return newest
 
 
 @contextlib.contextmanager
@@ -289,23 +280,15 @@ class PastRun:
 
 
 def read_run(run: str | os.PathLike[str]) -> PastRun:
-    """What the folder `run` tells. Raises `InputError` if it is no run folder, or its log is
-    damaged."""
+    """What the folder `run` tells. Raises `InputError` if it is no run folder, or no start of a run is
+    in its log."""
     folder = Path(run)
-    log = folder / EVENTS_FILE
-    if not log.is_file():
+    if not (folder / EVENTS_FILE).is_file():
         raise InputError(not_a_run(folder))
-    started: RunStarted | None = None
-    step = epoch = 0
-    finished = False
-    for event in iterate(log):
-        if isinstance(event, RunStarted):
-            started, finished = event, False
-        elif isinstance(event, StepDone | Evaluated):
-            step, epoch = event.step, event.epoch
-        elif isinstance(event, RunEnded):
-            finished, step = event.finished, event.steps
-    plan = last_plan(folder)
+    told, plan = _told_by(folder), None
+    with contextlib.suppress(InputError):
+        plan = told.read_plan()
+    started = told.started
     if started is None or plan is None:
         raise InputError(
             f"{folder} does not tell of a run that can be taken up: no start of one, with a plan that"
@@ -319,10 +302,42 @@ def read_run(run: str | os.PathLike[str]) -> PastRun:
         source_sha256=started.source_sha256,
         settings=started.settings,
         plan=plan,
-        step=step,
-        epoch=epoch,
-        finished=finished,
+        step=told.step,
+        epoch=told.epoch,
+        finished=told.finished,
     )
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the log of a run tells of how far it has come."""
+
+    started: RunStarted | None = None
+    plan: Mapping[str, Any] | None = None
+    step: int = 0
+    epoch: int = 0
+    finished: bool = False
+
+    def read_plan(self) -> Plan | None:
+        return None if self.plan is None else Plan.from_json(json.dumps(self.plan))
+
+
+def _told_by(folder: Path) -> _Told:
+    told = _Told()
+    for event in iterate(folder / EVENTS_FILE, every_step=False):
+        if isinstance(event, RunStarted):
+            told.started = event
+        if isinstance(event, RunStarted | Replanned | CompileDecided):
+            told.plan = event.plan
+        elif isinstance(event, Tried) and told.plan is not None:
+            told.plan = {**told.plan, "rivals": ()}  # it has been found out
+        elif isinstance(event, StepDone | Evaluated):
+            told.step, told.epoch = event.step, event.epoch
+        elif isinstance(event, RunEnded):
+            told.step = event.steps
+        if isinstance(event, RunStarted | StepDone | RunEnded):
+            told.finished = isinstance(event, RunEnded) and event.finished
+    return told
 
 
 def not_a_run(folder: Path) -> str:
