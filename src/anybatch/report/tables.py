@@ -37,7 +37,8 @@ def printed(table: Table) -> rich_table.Table:
     for number, (title, content) in enumerate(table.columns):
         if content == "words":
             longest = max((len(row[number]) for row in table.rows), default=0)
-            found.add_column(title, overflow="fold", min_width=min(18, longest), max_width=38)
+            least = min(12 if number else 18, longest)  # the first names the row
+            found.add_column(title, overflow="fold", min_width=least, max_width=38)
         else:
             justify = "right" if content == "number" else "left"
             found.add_column(title, justify=justify, no_wrap=True)

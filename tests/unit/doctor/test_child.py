@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.doctor import examine as examine_module
 from anybatch.doctor.examine import CHECKS, examine, run
 
 
@@ -30,7 +29,7 @@ def test_one_that_crashes_or_hangs_keeps_no_other_from_answering(
     broken_torch(code)
     if "wait" in code:
         soon = CHECKS["torch"]._replace(seconds=1)
-        monkeypatch.setitem(examine_module.CHECKS, "torch", soon)
+        monkeypatch.setitem(CHECKS, "torch", soon)
     found = run(["environment", "torch", "folders"])
     assert [one.name for one in found["folders"]] == ["runs", "cache", "temporary files"]
     assert found["environment"]
