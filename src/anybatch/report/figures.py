@@ -399,7 +399,7 @@ def rounded(value: float) -> float | None:
 
 # ----------------------------------------------------------------------- curves, fit to be looked at
 
-MAX_POINTS = 2000
+MAX_POINTS = 1000
 """More points than a screen has columns only make a page slow."""
 
 

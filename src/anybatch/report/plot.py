@@ -15,12 +15,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
-WIDTH = 760
-"""Of a figure, in its own units: the page scales it."""
+WIDE, NARROW = 760, 440
+"""Of a figure, in its own units, of which a line of text takes 18: a page scales the drawing, and shows
+the one whose text can be read."""
 
 _CHARACTER, _LINE = 6.6, 18.0  # of text, on average
 _TOP, _RIGHT = 14.0, 14.0
 _ABOVE = 20.0  # of labels above the plot
+_MOST_NAMED = 0.4  # of the width, by names of rows
 
 Values: TypeAlias = Sequence[float | None]
 """None is a gap."""
@@ -94,8 +96,14 @@ class Figure:
 
 
 def draw(figure: Figure) -> str:
-    """The figure as an SVG element, and its legend, whose text stays as large as that of the page."""
-    return _Drawing(figure).element() + _legend(figure)
+    """The figure as two SVG elements, for wide and narrow places, and its legend, whose text stays as
+    large as that of the page."""
+    return svg(figure, WIDE) + svg(figure, NARROW) + _legend(figure)
+
+
+def svg(figure: Figure, width: float = WIDE) -> str:
+    """The figure as an SVG element."""
+    return _Drawing(figure, width).element()
 
 
 def _legend(figure: Figure) -> str:
@@ -174,17 +182,19 @@ _Point: TypeAlias = tuple[float, float]
 class _Drawing:
     """One figure. y grows downwards, as in SVG."""
 
-    def __init__(self, figure: Figure) -> None:
-        self._figure = figure
+    def __init__(self, figure: Figure, width: float) -> None:
+        self._figure, self._width = figure, width
         xs: list[float | None] = []
         ys: list[float | None] = []
         for trace in figure.traces:
             xs += [*trace.x, *(trace.low if trace.kind == "bars" else ())]
             ys += [*trace.y, *(trace.low if trace.kind == "area" else ())]
         self._x, self._y = _Scale(figure.x, xs), _Scale(figure.y, ys)
+        most = int(_MOST_NAMED * width / _CHARACTER)
+        self._y.ticks = [(part, _shortened(name, most)) for part, name in self._y.ticks]
         widest = max((len(name) for _, name in self._y.ticks), default=0)
         self._left = 12 + _CHARACTER * widest + (_LINE if figure.y.title else 0)
-        self._right = WIDTH - _RIGHT
+        self._right = width - _RIGHT
         labelled = any(mark.text and mark.axis == "x" for mark in figure.marks)
         self._top = _TOP + (_ABOVE if labelled else 0)
         self._bottom = figure.height - (_LINE + 4 + (_LINE if figure.x.title else 0))
@@ -198,7 +208,8 @@ class _Drawing:
         ends = [self._x.low, self._x.high, self._figure.x.is_log]
         area = json.dumps({"left": round(self._left, 1), "right": self._right, "x": ends})
         return (
-            f'<svg viewBox="0 0 {WIDTH} {self._figure.height:g}" data-area="{html.escape(area)}"'
+            f'<svg viewBox="0 0 {self._width:g} {self._figure.height:g}"'
+            f' class="{"wide" if self._width == WIDE else "narrow"}" data-area="{html.escape(area)}"'
             f' font-size="12" fill="none">{"".join(parts)}</svg>'
         )
 
@@ -210,11 +221,13 @@ class _Drawing:
 
     def _axes(self) -> Iterator[str]:
         x_axis, y_axis = self._figure.x, self._figure.y
+        named = _Labels()
         for part, name in self._x.ticks:
             x = self._across(part)
             if x_axis.grid:
                 yield _path([(x, self._top), (x, self._bottom)], "--grid", 1)
-            yield _text(x, self._bottom + _LINE - 2, name, "middle")
+            if named.have_room(x, name, "middle"):
+                yield _text(x, self._bottom + _LINE - 2, name, "middle")
         for part, name in self._y.ticks:
             y = self._up(part)
             if y_axis.grid:
@@ -267,6 +280,7 @@ class _Drawing:
         ]
 
     def _marks(self) -> Iterator[str]:
+        named = _Labels()
         for mark in self._figure.marks:
             part = (self._x if mark.axis == "x" else self._y).part(mark.value)
             if part is None:
@@ -278,8 +292,30 @@ class _Drawing:
                 y, anchor = self._up(part), "end"
                 line, label = [(self._left, y), (self._right, y)], (self._right, y - 5)
             yield _path(line, mark.color, 1.5, mark.dotted)
-            if mark.text:
+            if mark.text and (mark.axis == "y" or named.have_room(label[0], mark.text, anchor)):
                 yield _text(*label, mark.text, anchor)
+
+
+@final
+class _Labels:
+    """Places of the texts of one line, which must not overlap."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[float, float]] = []
+
+    def have_room(self, x: float, text: str, anchor: str) -> bool:
+        """Whether `text` has room at `x`; then it is taken."""
+        width = _CHARACTER * (len(text) + 1)
+        begin = x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
+        is_free = all(begin >= end or begin + width <= other for other, end in self._taken)
+        if is_free:
+            self._taken.append((begin, begin + width))
+        return is_free
+
+
+def _shortened(name: str, most: int) -> str:
+    half = most // 2
+    return name if len(name) <= most else f"{name[:half]}…{name[half - most + 1 :]}"
 
 
 def _stairs(points: Sequence[_Point | None]) -> list[_Point | None]:

@@ -8,13 +8,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from anybatch.report.plot import WIDTH, Axis, Figure, Mark, Trace, draw
+from anybatch.report.plot import WIDE, Axis, Figure, Mark, Trace, svg
 
 Point = tuple[float, float]
 
 
 def drawn(*traces: Trace, x: Axis = Axis(), y: Axis = Axis(), **more: Any) -> ElementTree.Element:  # noqa: B008
-    return ElementTree.fromstring(draw(Figure("f", "F", "", traces, x, y, legend=False, **more)))
+    return ElementTree.fromstring(svg(Figure("f", "F", "", traces, x, y, legend=False, **more)))
 
 
 def line(xs: list[Any], ys: list[Any], **more: Any) -> Trace:
@@ -42,7 +42,7 @@ def test_a_curve_goes_through_its_values():
         [ys["0"][1], ys["2"][1], ys["1"][1]], abs=0.1
     )
     assert middle[1] < last[1] < first[1]  # y grows downwards
-    assert 0 < first[0] < last[0] < WIDTH
+    assert 0 < first[0] < last[0] < WIDE
 
 
 def test_a_gap_parts_a_curve():
