@@ -22,6 +22,7 @@ the one whose text can be read."""
 _CHARACTER, _LINE = 6.6, 18.0  # of text, on average
 _TOP, _RIGHT = 14.0, 14.0
 _ABOVE = 20.0  # of labels above the plot
+_THIN = 3.0  # a bar has no edge, which would hide it
 _MOST_NAMED = 0.4  # of the width, by names of rows
 
 Values: TypeAlias = Sequence[float | None]
@@ -246,10 +247,11 @@ class _Drawing:
         ends = zip(self._points(trace.low, trace.y), self._points(trace.x, trace.y), strict=True)
         for number, (begin, end) in enumerate(ends):
             if begin and end and end[0] > begin[0]:
+                edge = ";stroke:var(--card)" if end[0] > begin[0] + _THIN else ""
                 yield (
                     f'<rect x="{begin[0]:.1f}" y="{begin[1] - thick / 2:.1f}"'
                     f' width="{end[0] - begin[0]:.1f}" height="{thick:.1f}"'
-                    f' style="fill:var({trace.color});stroke:var(--card)">'
+                    f' style="fill:var({trace.color}){edge}">'
                     f"<title>{_escaped(trace.text[number])}</title></rect>"
                 )
 
