@@ -35,6 +35,8 @@ from anybatch.report.sentences import (
     scores,
     severity,
 )
+from anybatch.report.tables import Content, Table
+from anybatch.report.terminal import comparison_table
 from anybatch.units import format_bytes, format_count, format_seconds
 
 MAX_EVENTS = 400
@@ -186,7 +188,7 @@ def _measured_peak(record: Record) -> int | None:
     return max([*steps, *(end.measured_peak_bytes for end in record.ends)], default=None)
 
 
-def _comparisons(plan: Plan, record: Record) -> list[dict[str, str]]:
+def _comparisons(plan: Plan, record: Record) -> Table:
     seconds, waited, told = record.column("seconds"), record.column("data_seconds"), plan.prediction
     median = float(np.median(seconds)) if len(seconds) else None
     ended = record.ended or RunEnded(
@@ -213,7 +215,7 @@ def _comparisons(plan: Plan, record: Record) -> list[dict[str, str]]:
             step_seconds=ended.step_seconds or median,
         )
     )
-    return [dataclasses.asdict(row) for row in rows]
+    return comparison_table(rows)
 
 
 def _memory_parts(plan: Plan) -> list[tuple[str, str, str, str]]:
@@ -246,8 +248,16 @@ def _event_row(event: Event, begin: float) -> dict[str, str]:
     }
 
 
-def _rejected(plan: Plan) -> list[tuple[str, ...]]:
-    return [
+def _rejected(plan: Plan) -> Table:
+    columns: list[tuple[str, Content]] = [
+        ("micro-batch", "number"),
+        ("precision", "words"),
+        ("recompute", "words"),
+        ("predicted peak", "number"),
+        ("predicted step", "number"),
+        ("reason", "words"),
+    ]
+    cells = [
         (
             format_count(candidate.choice.micro_batch),
             candidate.choice.precision,
@@ -259,6 +269,7 @@ def _rejected(plan: Plan) -> list[tuple[str, ...]]:
         )
         for candidate in plan.rejected
     ]
+    return Table(columns, cells)
 
 
 def _how_it_was_run(record: Record) -> list[tuple[str, str]]:

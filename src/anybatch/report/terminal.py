@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.text import Text
 
 from anybatch.events import Evaluated, RunEnded, RunStarted
@@ -65,7 +65,7 @@ def print_result(
     worth it (lines of `insight.noise_text`; without any, why it is not known), and `files` (what a file
     is -> where it is)."""
     print_section(console, "Result", pairs(_outcome(started, ended, last_evaluation)))
-    print_section(console, "Predicted and measured", _comparisons(compare(ended)))
+    print_section(console, "Predicted and measured", printed(comparison_table(compare(ended))))
     if batch:
         print_section(console, "Is the batch worth it?", pairs(batch))
     elif unmeasured:
@@ -92,7 +92,7 @@ def print_evaluation(
     if notices:
         print_section(console, "Notices", bullets(notices))
     row = compare_peak(predicted_peak_bytes, measured_peak_bytes, budget_bytes)
-    print_section(console, "Predicted and measured", _comparisons([row]))
+    print_section(console, "Predicted and measured", printed(comparison_table([row])))
 
 
 def _by_kind(num_bytes: Mapping[str, int]) -> str:
@@ -188,10 +188,11 @@ def _samples(ended: RunEnded) -> str:
     return f"{taken}, {ended.num_skipped:,} of them left out" if ended.num_skipped else taken
 
 
-def _comparisons(rows: Iterable[Comparison]) -> RenderableType:
+def comparison_table(rows: Iterable[Comparison]) -> Table:
+    """Predicted beside measured."""
     titles = ("predicted", "measured", "error", "budget")
     cells = [(row.what, row.predicted, row.measured, row.error, row.budget) for row in rows]
-    return printed(Table([("", "whole"), *((it, "number") for it in titles)], cells))
+    return Table([("", "whole"), *((it, "number") for it in titles)], cells)
 
 
 # ------------------------------------------------------------------------------------------ scaling
