@@ -576,7 +576,9 @@ def gloo() -> Iterator[Finding]:
     ]
     value, count = ", ".join(names) or "none", torch.cuda.device_count()
     with suppress(Exception):  # another NCCL than torch was built with
-        version = ".".join(map(str, torch.cuda.nccl.version()))
+        from torch.cuda import nccl
+
+        version = ".".join(map(str, nccl.version()))
         value = value.replace("nccl", f"nccl {version}")
     if "gloo" not in names:
         meaning = "this build of torch has no gloo, by which ranks speak to each other"

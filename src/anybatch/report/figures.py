@@ -14,7 +14,7 @@ from anybatch.events import OutOfMemory, Replanned
 from anybatch.insight.noise import NoiseScale, windows
 from anybatch.insight.noise_series import Block
 from anybatch.plans import Choice, Plan
-from anybatch.report.plot import Axis, Figure, Mark, Trace
+from anybatch.report.plot import Axis, Figure, Mark, Shape, Trace
 from anybatch.report.record import Record
 from anybatch.report.sentences import format_number, format_speed
 from anybatch.units import format_bytes, format_count, format_seconds
@@ -246,7 +246,8 @@ def _line(xs: Floats, ys: Floats, name: str, color: str, width: float = 2) -> Tr
 
 
 def _held_out(points: Sequence[tuple[int, float]]) -> Trace:
-    xs, ys = thin(*(np.array(part, dtype=np.float64) for part in zip(*points, strict=True)))
+    steps, values = zip(*points, strict=True)
+    xs, ys = thin(np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64))
     kind: Literal["line", "line and points"] = "line and points" if len(xs) <= 60 else "line"
     return Trace("held-out", [int(x) for x in xs], [rounded(y) for y in ys], "--amber", kind)
 
@@ -272,7 +273,7 @@ def candidates(plan: Plan) -> Figure | None:
         own = [p.peak_bytes for p in plan.frontier if plan.choice.trains_like(p.choice)]
         peak = own[0] if own and not chosen.rehearsed else chosen.peak_bytes
         taken = [(plan.choice, peak, chosen.step_seconds, "the plan")]
-    peaks, times = ([one[i] for one in weighed + taken] for i in (1, 2))
+    peaks, times = [one[1] for one in weighed + taken], [one[2] for one in weighed + taken]
     per_byte, byte_unit = byte_scale(max(peaks))
     per_second, second_unit = _second_scale(max(times))
     over = [one for one in weighed if budget is not None and one[1] > budget]
@@ -284,11 +285,12 @@ def candidates(plan: Plan) -> Figure | None:
         ys = [rounded(point.step_seconds / per_second) for point in plan.frontier]
         traces.append(Trace("frontier", xs, ys, "--teal", width=1.5, stairs=True, dotted=True))
         alt += f" The line joins the {len(plan.frontier)} that no other beats in both."
-    for points, name, color, shape in (
+    groups: tuple[tuple[list[_Weighed], str, str, Shape], ...] = (
         (fits, "fits, not taken", "--blue", "dot"),
         (over, "more than the budget", "--red", "cross"),
         (taken, "the plan", "--amber", "diamond"),
-    ):
+    )
+    for points, name, color, shape in groups:
         if points:
             texts = [
                 f"{choice.describe()}\n{format_bytes(peak)}, {format_seconds(seconds)} per step\n{why}"

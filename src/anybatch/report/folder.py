@@ -329,8 +329,8 @@ def _told_by(folder: Path) -> _Told:
             told.started = event
         if isinstance(event, RunStarted | Replanned | CompileDecided):
             told.plan = event.plan
-        elif isinstance(event, Tried) and told.plan is not None:
-            told.plan = {**told.plan, "rivals": ()}  # it has been found out
+        elif isinstance(event, Tried) and (plan := told.plan) is not None:
+            told.plan = dict(plan, rivals=())  # it has been found out
         elif isinstance(event, StepDone | Evaluated):
             told.step, told.epoch = event.step, event.epoch
         elif isinstance(event, RunEnded):

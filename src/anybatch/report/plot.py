@@ -28,6 +28,8 @@ _MOST_NAMED = 0.4  # of the width, by names of rows
 Values: TypeAlias = Sequence[float | None]
 """None is a gap."""
 
+Shape: TypeAlias = Literal["dot", "cross", "diamond"]
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -65,7 +67,7 @@ class Trace:
     low: Values = ()
     text: Sequence[str] = ()
     width: float = 2
-    shape: Literal["dot", "cross", "diamond"] = "dot"
+    shape: Shape = "dot"
     stairs: bool = False
     dotted: bool = False
 
