@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from anybatch.errors import PeerLost as PeerLost
     from anybatch.errors import Stopped as Stopped
     from anybatch.errors import StopTraining as StopTraining
-    from anybatch.insight.batch_change import BatchChange as BatchChange
+    from anybatch.insight.rescale import BatchChange as BatchChange
     from anybatch.insight.rescale import rescale as rescale
     from anybatch.machine import Machine as Machine
     from anybatch.metrics import Metrics as Metrics
@@ -86,8 +86,7 @@ _HOMES = {
     ),
     "runs.evaluate": ("Evaluation", "evaluate"),
     "runs.export": ("Exported", "export"),
-    "insight.batch_change": ("BatchChange",),
-    "insight.rescale": ("rescale",),
+    "insight.rescale": ("BatchChange", "rescale"),
     "machine": ("Machine",),
     "metrics": ("Metrics",),
     "parallel.data_parallel": (

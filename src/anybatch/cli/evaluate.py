@@ -24,11 +24,7 @@ def evaluate(
     step: Step = None,
     memory: Annotated[
         str | None,
-        option(
-            "--memory",
-            "Memory that it may use; enforced. Default: as in the run.",
-            "SIZE",
-        ),
+        option("--memory", "Memory that it may use; enforced. Default: as in the run.", "SIZE"),
     ] = None,
     micro_batch: Annotated[
         int | None,

@@ -17,11 +17,7 @@ def export(
     ] = None,
     format: Annotated[
         str | None,
-        option(
-            "--format",
-            "safetensors, torch or huggingface. Default: by the name.",
-            "F",
-        ),
+        option("--format", "safetensors, torch or huggingface. Default: by the name.", "F"),
     ] = None,
     step: Step = None,
     dtype: Annotated[

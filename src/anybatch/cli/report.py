@@ -11,11 +11,7 @@ def report(
     run: RunFolder,
     tensorboard: Annotated[
         str | None,
-        option(
-            "--tensorboard",
-            "Write a log for TensorBoard instead, by default in RUN.",
-            "[DIR]",
-        ),
+        option("--tensorboard", "Write a log for TensorBoard instead, by default in RUN.", "[DIR]"),
     ] = None,
 ) -> None:
     """Write the report of a run anew, from its plan and its events."""

@@ -14,9 +14,6 @@ Level: TypeAlias = Literal["ok", "note", "warning", "problem"]
 """`note`: worth knowing; `warning`: training works, but not as well or not as predicted; `problem`:
 something does not work."""
 
-Facts: TypeAlias = dict[str, Any]
-"""What was seen, as plain values by subject; None where a subject could not be looked at."""
-
 _STYLES: dict[Level, str] = {
     "ok": "green",
     "note": "cyan",
@@ -55,17 +52,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All findings, by the title of their group, and the facts behind them."""
+    """All findings, by the title of their group."""
 
     groups: dict[str, list[Finding]]
-    facts: Facts
 
     def named(self, level: Level) -> list[str]:
         """The names of the findings of a level, in order."""
         return [one.name for group in self.groups.values() for one in group if one.level == level]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: the number of findings of each level, the findings, and the facts."""
+        """As JSON has it: the number of findings of each level, and the findings."""
         return {
             "counts": {level: len(self.named(level)) for level in reversed(_STYLES)},
             "findings": [
@@ -73,7 +69,6 @@ class Report:
                 for title, group in self.groups.items()
                 for one in group
             ],
-            "facts": self.facts,
         }
 
     def print(self, console: Console) -> None:

@@ -161,9 +161,9 @@ def _is_no_number(runs: Runs, norms: Sequence[str]) -> str | None:
 
 def _kept_state(runs: Runs, tolerance: float, norms: Sequence[str]) -> Sequence[str] | None:
     """Names of what a pass leaves to the next one, as far as modules show it; None: nothing."""
-    two = runs.twice(norms)
-    near = max(tolerance, _ALIKE_IN_FLOAT32) * max(abs(two.first), _TINY)
-    return two.kept if abs(two.first - two.again) > near else None
+    first, again, kept = runs.twice(norms)
+    near = max(tolerance, _ALIKE_IN_FLOAT32) * max(abs(first), _TINY)
+    return kept if abs(first - again) > near else None
 
 
 def _frequent(runs: Runs) -> list[str]:

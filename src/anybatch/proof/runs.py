@@ -115,15 +115,16 @@ class Runs:
             return None
         return [loss if isinstance(loss, Loss) else Loss(*loss) for loss in losses]
 
-    def twice(self, calmed: Sequence[str]) -> Twice:
-        """The first piece, and the same piece again from the same model."""
+    def twice(self, calmed: Sequence[str]) -> tuple[float, float, Sequence[str]]:
+        """The loss of the first piece, that of the same piece again from the same model, and names of
+        what the first pass has changed in the model."""
         model = self._own_model()
         with self._pieces(self.pieces) as pieces, self._calm(model, calmed), torch.no_grad():
             again = copied(pieces[0])  # a loss may write to its batch
             state, buffers = ModuleState(model.modules()), counting_buffers(model)
             first = number_of(self.task.loss(model, pieces[0]))
             kept = (*written_since(model, buffers), *state.changed(model))
-            return Twice(first, number_of(self.task.loss(model, again)), kept)
+            return first, number_of(self.task.loss(model, again)), kept
 
     def drawn_elsewhere(self) -> list[str]:
         """What passes draw from that is not torch's own generator, in words."""
@@ -191,16 +192,6 @@ def _asks(
         start += size
         torch.set_rng_state(state)
         yield lambda _, share=share: share
-
-
-@dataclass(frozen=True)
-class Twice:
-    """The loss of one piece, and that of the same piece `again`. `kept`: names of what the first pass
-    has changed in the model."""
-
-    first: float
-    again: float
-    kept: Sequence[str]
 
 
 def number_of(returned: Any) -> float:

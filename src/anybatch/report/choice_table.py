@@ -7,38 +7,21 @@ the plan that was taken.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from anybatch.plans import Candidate, Choice, FrontierPoint, Plan
+from anybatch.report.tables import Content, Table
 from anybatch.units import format_bytes, format_count, format_seconds
 
 Point = Candidate | FrontierPoint
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A title, and whether numbers stand below it."""
-
-    title: str
-    number: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Rows of text, with a cell for each column."""
-
-    columns: tuple[Column, ...]
-    rows: list[tuple[str, ...]]
-
-
-def points_of(plan: Plan, points: Sequence[Point]) -> Grid:
-    """`points` that were weighed for `plan`, one in each row."""
+def table_of(plan: Plan, points: Sequence[Point]) -> Table:
+    """`points` that were weighed for `plan`, one in each row; what the plan has taken is marked."""
     # What the plan itself has is told where another point has something else.
     own = _words(plan.choice, plan.parallel)
     others = [_words(point.choice, point.parallel or plan.parallel) for point in points]
     told = {what for words in others for what in words if words[what] != own[what]} | {"recompute"}
     by = _seconds_of_plan(plan, points)
-    titles = ("micro-batch", "choice", "peak", "budget", "step", "vs plan")[: 6 if by else 5]
     rows = [
         (
             format_count(point.choice.micro_batch),
@@ -46,11 +29,19 @@ def points_of(plan: Plan, points: Sequence[Point]) -> Grid:
             "" if point.peak_bytes is None else format_bytes(point.peak_bytes),
             _part(point.peak_bytes, plan.budget_bytes),
             format_seconds(point.step_seconds),
-            *([_compared(point.step_seconds, by)] if by else []),
+            _compared(point.step_seconds, by) if by else "",
+            "plan" if is_taken(point, plan) else "",
         )
         for point, words in zip(points, others, strict=True)
     ]
-    return Grid(tuple(Column(title, title != "choice") for title in titles), rows)
+    columns: list[tuple[str, Content]] = [
+        ("micro-batch", "number"),
+        ("choice", "words"),
+        *((title, "number") for title in ("peak", "budget", "step", "vs plan")),
+        ("", "whole"),
+    ]
+    kept = [number for number in range(len(columns)) if any(row[number] for row in rows)]
+    return Table([columns[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
 
 def _words(choice: Choice, parallel: str) -> dict[str, str]:

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Self
 
 from anybatch.errors import InputError
 from anybatch.events import (
@@ -31,8 +30,6 @@ from anybatch.events import (
     Replanned,
     RunEnded,
     RunStarted,
-    Said,
-    Sink,
     StepDone,
     Tried,
 )
@@ -70,7 +67,6 @@ class RunFolder:
         self._resume = resume
         self._log: EventLog | None = None
         self._leaves_out = False
-        self._thinned = Thinning(self._append)
 
     def __call__(self, event: Event) -> None:
         if self._log is None:
@@ -84,7 +80,7 @@ class RunFolder:
             self._log(event)
             return
         try:
-            self._thinned(event)
+            self._log(event)
             self._leaves_out = False
         except InputError as error:
             if not self._leaves_out:
@@ -94,10 +90,6 @@ class RunFolder:
                     stacklevel=2,
                 )
             self._leaves_out = True
-
-    def _append(self, event: Event) -> None:
-        assert self._log is not None
-        self._log(event)
 
     def __enter__(self) -> Self:
         return self
@@ -122,14 +114,8 @@ def run_files(folder: Path) -> dict[str, Path]:
 def last_plan(folder: Path) -> Plan | None:
     """The plan that the run in `folder` followed last; None if there is no run, or none that can be
     read."""
-    plan: Mapping[str, Any] | None = None
     with contextlib.suppress(InputError):
-        for event in iterate(folder / EVENTS_FILE):
-            if isinstance(event, RunStarted | Replanned | CompileDecided):
-                plan = event.plan
-            elif isinstance(event, Tried) and plan is not None:
-                plan = {**plan, "rivals": ()}  # it has been found out
-        return None if plan is None else Plan.from_json(json.dumps(plan))
+        return _told_by(folder).read_plan()
     return None
 
 
@@ -138,13 +124,11 @@ def unfinished_step(folder: Path) -> int | None:
     saved = [one.name.removeprefix("step-") for one in (folder / CHECKPOINTS).glob("step-*")]
     if not saved:
         return None
-    last: Event | None = None
-    steps = max(int(number) if number.isdecimal() else 0 for number in saved)
+    newest = max(int(number) if number.isdecimal() else 0 for number in saved)
     with contextlib.suppress(InputError):  # the log is gone, and the checkpoints are there
-        for event in iterate(folder / EVENTS_FILE):
-            last = last if isinstance(event, Said) else event
-            steps = event.step if isinstance(event, StepDone) else steps
-    return None if isinstance(last, RunEnded) and last.finished else steps
+        told = _told_by(folder)
+        return None if told.finished else told.step or newest
+    return newest
 
 
 @contextlib.contextmanager
@@ -251,64 +235,6 @@ def _missing(folder: Path) -> list[Path]:
     return missing
 
 
-# ------------------------------------------------------------------------- of a long run not every step
-
-ALL_LOGGED = 20_000
-"""So many steps are logged from the first one on, and half as many of each doubling."""
-
-
-def is_logged(step: int) -> bool:
-    """Whether the step with this number is logged in any case. Steps are counted from the first, as
-    those are whose gradient noise is measured (one in four, late in a run)."""
-    stride = 1 << max(0, math.ceil(math.log2(max(1.0, step / ALL_LOGGED))))
-    return (step - 1) % stride == 0
-
-
-@final
-class Thinning:
-    """A sink that gives another one the events that are logged: of a long run not every step, so that a
-    million steps are 35 MB and not 450.
-
-    The first `ALL_LOGGED` steps are logged, of as many again every second one, of twice as many every
-    fourth one, and so on. No spike is lost: of each stretch that is left out, the step with the
-    greatest loss is logged (or one with a loss that is not finite) if it is greater than at both ends.
-    And so is the last step before any other event.
-    """
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._logged: StepDone | None = None  # the last that was
-        self._greatest: StepDone | None = None  # of those since, by loss
-        self._last: StepDone | None = None
-
-    def __call__(self, event: Event) -> None:
-        if not isinstance(event, StepDone):
-            last = self._last
-            if last is not None:
-                self._log(last)
-            self._logged = None
-            self._sink(event)
-        elif is_logged(event.step):
-            self._log(event)
-        else:
-            if self._greatest is None or _height(event) > _height(self._greatest):
-                self._greatest = event
-            self._last = event
-
-    def _log(self, event: StepDone) -> None:
-        before, greatest = self._logged, self._greatest
-        self._logged, self._greatest, self._last = event, None, None
-        if greatest is not None and greatest is not event:
-            ends = [_height(event), *([] if before is None else [_height(before)])]
-            if _height(greatest) > max(ends):
-                self._sink(greatest)
-        self._sink(event)
-
-
-def _height(event: StepDone) -> float:
-    return event.loss if math.isfinite(event.loss) else math.inf
-
-
 # ------------------------------------------------------------------------------------ a run, read again
 
 
@@ -354,23 +280,15 @@ class PastRun:
 
 
 def read_run(run: str | os.PathLike[str]) -> PastRun:
-    """What the folder `run` tells. Raises `InputError` if it is no run folder, or its log is
-    damaged."""
+    """What the folder `run` tells. Raises `InputError` if it is no run folder, or no start of a run is
+    in its log."""
     folder = Path(run)
-    log = folder / EVENTS_FILE
-    if not log.is_file():
+    if not (folder / EVENTS_FILE).is_file():
         raise InputError(not_a_run(folder))
-    started: RunStarted | None = None
-    step = epoch = 0
-    finished = False
-    for event in iterate(log):
-        if isinstance(event, RunStarted):
-            started, finished = event, False
-        elif isinstance(event, StepDone | Evaluated):
-            step, epoch = event.step, event.epoch
-        elif isinstance(event, RunEnded):
-            finished, step = event.finished, event.steps
-    plan = last_plan(folder)
+    told, plan = _told_by(folder), None
+    with contextlib.suppress(InputError):
+        plan = told.read_plan()
+    started = told.started
     if started is None or plan is None:
         raise InputError(
             f"{folder} does not tell of a run that can be taken up: no start of one, with a plan that"
@@ -384,10 +302,42 @@ def read_run(run: str | os.PathLike[str]) -> PastRun:
         source_sha256=started.source_sha256,
         settings=started.settings,
         plan=plan,
-        step=step,
-        epoch=epoch,
-        finished=finished,
+        step=told.step,
+        epoch=told.epoch,
+        finished=told.finished,
     )
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the log of a run tells of how far it has come."""
+
+    started: RunStarted | None = None
+    plan: Mapping[str, Any] | None = None
+    step: int = 0
+    epoch: int = 0
+    finished: bool = False
+
+    def read_plan(self) -> Plan | None:
+        return None if self.plan is None else Plan.from_json(json.dumps(self.plan))
+
+
+def _told_by(folder: Path) -> _Told:
+    told = _Told()
+    for event in iterate(folder / EVENTS_FILE, every_step=False):
+        if isinstance(event, RunStarted):
+            told.started = event
+        if isinstance(event, RunStarted | Replanned | CompileDecided):
+            told.plan = event.plan
+        elif isinstance(event, Tried) and (plan := told.plan) is not None:
+            told.plan = dict(plan, rivals=())  # it has been found out
+        elif isinstance(event, StepDone | Evaluated):
+            told.step, told.epoch = event.step, event.epoch
+        elif isinstance(event, RunEnded):
+            told.step = event.steps
+        if isinstance(event, RunStarted | StepDone | RunEnded):
+            told.finished = isinstance(event, RunEnded) and event.finished
+    return told
 
 
 def not_a_run(folder: Path) -> str:

@@ -29,7 +29,7 @@ PARTS = (
 """Columns of bytes, and where `LayerBytes` has them."""
 
 ROWS = 30
-"""Rows of a table whose depth nobody chose: what is largest is unfolded first."""
+"""Rows of a table whose depth nobody chose: as many levels are unfolded as it holds."""
 
 _ALIKE = 0.02
 """Blocks of one structure are alike if their bytes differ by no more than this part of them."""
@@ -61,7 +61,7 @@ class Row:
         return sum(self.sizes)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class _Node:
     """A module, or several that are alike, with all that is in it."""
 
@@ -79,10 +79,17 @@ class _Node:
 
 
 def rows_of(ledger: Ledger, depth: int | None = None) -> list[Row]:
-    """The layers of `ledger`, unfolded to `depth` levels; None: as far as a page of rows goes."""
+    """The layers of `ledger`, unfolded to `depth` levels; None: as many as a page of rows holds."""
     root = _tree(ledger)
-    opened = _largest_first(root) if depth is None else set(_down_to(root, depth))
-    return list(_rows(root, opened, 0, root.name))
+    if depth is not None:
+        return list(_rows(root, depth))
+    found = list(_rows(root, depth=1))
+    for level in range(2, 10):
+        deeper = list(_rows(root, level))
+        if len(deeper) > ROWS:
+            break
+        found = deeper
+    return found
 
 
 def every_row(ledger: Ledger) -> list[Row]:
@@ -185,49 +192,20 @@ def _passed(node: _Node) -> _Node:
     return node
 
 
-def _inside(node: _Node) -> list[_Node]:
-    return [_passed(child) for child in node.children]
-
-
-def _down_to(node: _Node, depth: int) -> Iterator[_Node]:
-    """The nodes that are unfolded, for rows of so many levels."""
-    if depth > 0:
-        yield node
-        for child in _inside(node):
-            yield from _down_to(child, depth - 1)
-
-
-def _largest_first(root: _Node) -> set[_Node]:
-    """The nodes that are unfolded, where that is as many as a page has room for."""
-    opened = {root}
-    found = _inside(root)
-    count = len(found) + (root.own is not None)
-    while found:
-        found.sort(key=lambda node: node.total)
-        node = found.pop()
-        inside = _inside(node)
-        more = len(inside) + (node.own is not None)
-        if inside and count + more <= ROWS:
-            opened.add(node)
-            found += inside
-            count += more
-    return opened
-
-
-def _rows(node: _Node, opened: set[_Node], depth: int, above: str) -> Iterator[Row]:
-    """The row of `node`, and those inside it; the root has none."""
+def _rows(node: _Node, depth: int, level: int = 0, above: str = ".") -> Iterator[Row]:
+    """The row of `node`, and those of `depth` levels inside it; the root has none."""
     is_root = node.name == "."
     if not is_root:
-        yield _row(node, depth, above, bool(depth))
-        depth += 1
-    if node not in opened:
+        yield _row(node, level, above, bool(level))
+        level += 1
+    if not depth:
         return
     if node.own is not None and node.children:
         own = node.own
         name = _name(own.name, own.type_name) if is_root else "itself"
-        yield Row(name, depth, own.type_name, _shape(own), _sizes(own), depth > 0)
-    for child in _inside(node):
-        yield from _rows(child, opened, depth, node.name if not is_root else ".")
+        yield Row(name, level, own.type_name, _shape(own), _sizes(own), level > 0)
+    for child in node.children:
+        yield from _rows(_passed(child), depth - 1, level, node.name)
 
 
 def _row(node: _Node, depth: int, above: str, is_part: bool) -> Row:

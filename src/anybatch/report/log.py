@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,6 +21,12 @@ from anybatch.events import Event, Sink, StepDone, from_json, to_json
 from anybatch.process.files import Records
 
 _LOOK_SECONDS = 0.1
+
+_LONGEST_LINE = 1 << 22
+"""Of a log that grows to gigabytes no more than this is read to find the last line."""
+
+_STEP = f'{{"kind": "{StepDone.kind}",'.encode()
+"""So the line of a step begins."""
 
 
 class EventLog:
@@ -59,16 +65,18 @@ class EventLog:
         self.close()
 
 
-def iterate(path: str | os.PathLike[str]) -> Iterator[Event]:
+def iterate(path: str | os.PathLike[str], every_step: bool = True) -> Iterator[Event]:
     """The events of the log `path`, one at a time: a long run's log need not fit in memory. Damaged
-    lines are left out, and a warning at the end says so; a torn last line is no damage.
+    lines are left out, and a warning at the end says so; a torn last line is no damage. Of steps that
+    follow each other only the last is read unless `every_step`: a log of a million takes a second.
 
     Raises `InputError` if it cannot be read.
     """
     num_damaged, first = 0, ""
     try:
         with Path(path).open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            numbered = enumerate(file, start=1)
+            for number, line in numbered if every_step else _last_steps(numbered):
                 event = _parsed(line)
                 if isinstance(event, Event):
                     yield event
@@ -80,6 +88,21 @@ def iterate(path: str | os.PathLike[str]) -> Iterator[Event]:
     if num_damaged:
         lines = "1 line is" if num_damaged == 1 else f"{num_damaged} lines are"
         warnings.warn(f"{lines} damaged in {path} and left out: {first}.", stacklevel=2)
+
+
+def _last_steps(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """`lines`, of whole ones of steps that follow each other only the last."""
+    step: tuple[int, bytes] | None = None
+    for number, line in lines:
+        if line.startswith(_STEP) and line.endswith(b"}\n"):
+            step = number, line
+            continue
+        if step:
+            yield step
+            step = None
+        yield number, line
+    if step:
+        yield step
 
 
 def read(path: str | os.PathLike[str]) -> list[Event]:
@@ -101,26 +124,12 @@ def _mend(path: Path) -> None:
         return
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
-        tail = _tail(file.fileno(), end)
-        if not tail:
-            return
-        if isinstance(_parsed(tail), Event):
+        file.seek(max(0, end - _LONGEST_LINE))
+        tail = file.read().rpartition(b"\n")[2]
+        if tail and isinstance(_parsed(tail), Event):
             file.write(b"\n")
-        else:
+        elif tail:
             file.truncate(end - len(tail))
-
-
-def _tail(descriptor: int, end: int, block: int = 1 << 16) -> bytes:
-    """What follows the last line end, read backwards: logs grow to gigabytes."""
-    tail = b""
-    while end > 0:
-        begin = max(0, end - block)
-        _, line_end, rest = os.pread(descriptor, end - begin, begin).rpartition(b"\n")
-        tail = rest + tail
-        if line_end:
-            break
-        end = begin
-    return tail
 
 
 def _unwritable(path: Path, error: OSError) -> InputError:

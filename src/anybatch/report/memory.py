@@ -6,18 +6,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
-from rich import box
-from rich import table as rich_table
-from rich.console import Console, Group
-from rich.text import Text
+from rich.console import Console, Group, RenderableType
 
 from anybatch.plans import Plan
-from anybatch.report.figures import Figure
 from anybatch.report.layers import PARTS, Row, every_row, rows_of, total_row
-from anybatch.report.terminal import bullets, pairs, print_section
-from anybatch.report.totals import totals_of
+from anybatch.report.plot import Figure
+from anybatch.report.tables import Content, Table, bullets, pairs, print_section, printed
 from anybatch.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -31,21 +27,22 @@ _MAX_HELD = 12
 _NARROW, _WIDE = 76, 112
 """Columns of a terminal that has room for all parts of a layer, and for its type and output."""
 
-_LEAST_FREED = 0.05
-"""Part of the peak below which a saving is not mentioned."""
-
 _STATED_BELOW = ("predicted peak", "predicted step", "timing")
 
-Content: TypeAlias = Literal["words", "number", "whole"]
-"""Of a column; `"whole"`: words that are not broken into lines."""
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """`columns` are (title, content)."""
-
-    columns: Sequence[tuple[str, Content]]
-    rows: Sequence[Sequence[str]]
+_ACCOUNTS = {
+    "cuda": {
+        "allocated": "in tensors: torch.cuda.max_memory_allocated()",
+        "active": 'torch.cuda.memory_stats()["active_bytes.all.peak"]',
+        "reserved": "with the allocator's cache: torch.cuda.max_memory_reserved()",
+        "total": "with context and libraries: nvidia-smi; the budget is of this",
+    },
+    "cpu": {
+        "allocated": "in tensors and in kernels' scratch",
+        "reserved": "as allocated: what malloc adds is not predicted",
+        "total": "resident, beyond what the process had; the budget is of this",
+    },
+}
+"""What each account of a device's memory counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,28 +78,17 @@ def print_ledger(
     """
     rows = every_row(ledger) if every_layer else rows_of(ledger, depth)
     for section in sections_of(plan, ledger, knobs, in_use, layers(rows, ledger, console.width)):
-        parts = [bullets(section.sentences)] if section.sentences else []
+        parts: list[RenderableType] = [bullets(section.sentences)] if section.sentences else []
         if section.table is not None:
-            parts.append(_printed(section.table))
+            parts.append(_shown(section.table))
         print_section(console, section.title, Group(*parts))
 
 
-def _printed(table: Table) -> rich_table.Table:
-    if not any(title for title, _ in table.columns):
-        return pairs((row[0], row[1]) for row in table.rows)
-    printed = rich_table.Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
-    )
-    for number, (title, content) in enumerate(table.columns):
-        if content == "words":
-            longest = max((len(row[number]) for row in table.rows), default=0)
-            printed.add_column(title, overflow="fold", min_width=min(18, longest), max_width=38)
-        else:
-            justify = "right" if content == "number" else "left"
-            printed.add_column(title, justify=justify, no_wrap=True)
-    for row in table.rows:
-        printed.add_row(*map(Text, row))
-    return printed
+def _shown(table: Table) -> RenderableType:
+    """Columns without titles are pairs of words."""
+    if any(title for title, _ in table.columns):
+        return printed(table)
+    return pairs((row[0], row[1]) for row in table.rows)
 
 
 def sections_of(
@@ -124,8 +110,6 @@ def sections_of(
     if in_use:
         saving = _knobs(in_use, ledger.num_bytes)
         sections.append(Section("In use, and what it saves", ["Without it:"], saving))
-    if advice := _loss_advice(ledger):
-        sections.append(Section("What the loss takes", [advice]))
     if plan.notices:
         sections.append(Section("Notices", plan.notices))
     return [*sections, Section("How it was found", [ledger.method, *ledger.not_counted])]
@@ -155,9 +139,11 @@ def _assumptions(plan: Plan, ledger: Ledger) -> Table:
 
 
 def _totals(plan: Plan, ledger: Ledger) -> Table:
+    accounts = _ACCOUNTS.get(plan.device.partition(":")[0], {})
     rows = [
-        (total.name, format_bytes(total.predicted or 0), total.meaning)
-        for total in totals_of(plan.device, ledger.totals)
+        (name, format_bytes(ledger.totals[name]), meaning)
+        for name, meaning in accounts.items()
+        if name in ledger.totals
     ]
     return Table([("account", "whole"), ("predicted", "number"), ("what it counts", "words")], rows)
 
@@ -254,17 +240,3 @@ def _knobs(knobs: Iterable[Knob], peak_bytes: int) -> Table:
     ]
     numbers: list[tuple[str, Content]] = [(it, "number") for it in ("peak", "bytes", "step")]
     return Table([("one change", "words"), *numbers, ("", "words")], rows)
-
-
-def _loss_advice(ledger: Ledger) -> str:
-    """What the loss in chunks would free; empty if that is little."""
-    if ledger.loss_in_chunks is None:
-        return ""
-    freed = ledger.num_bytes - ledger.loss_in_chunks
-    if freed < _LEAST_FREED * ledger.num_bytes:
-        return ""
-    part = ledger.by_kind.get("loss and logits", 0) / max(1, ledger.num_bytes)
-    return (
-        f"Loss and logits are {part:.0%} of the peak. With the loss in chunks (--chunked-loss) the"
-        f" peak is {format_bytes(ledger.loss_in_chunks)}: {format_bytes(freed)} less."
-    )

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 
 from anybatch.plans import Plan
 from anybatch.process.files import write_whole
-from anybatch.report import figures, html, ledger_figures
-from anybatch.report.choice_table import points_of, with_plan
+from anybatch.report import figures, ledger_figures
+from anybatch.report.choice_table import table_of, with_plan
 from anybatch.report.layers import every_row, rows_of
 from anybatch.report.memory import (
     BY_KIND,
     BY_LAYER,
     OVER_TIME,
-    Content,
     Section,
-    Table,
     layers,
     sections_of,
 )
+from anybatch.report.page import render
+from anybatch.report.tables import Table
 from anybatch.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -79,15 +79,11 @@ def write_frontier(path: str | os.PathLike[str], plan: Plan) -> Path:
             ("predicted peak", format_bytes(plan.prediction.peak_bytes), ""),
             ("micro-batch", format_count(plan.choice.micro_batch), ""),
         ]
-    grid = points_of(plan, with_plan(plan))
-    columns: list[tuple[str, Content]] = [
-        (it.title, "number" if it.number else "words") for it in grid.columns
-    ]
     text = "Each of these is beaten by no other in both memory and time; the leanest comes first."
     figure = figures.candidates(plan)
     sections = [
         Section("Memory against time", figures=[figure] if figure else ()),
-        Section("The frontier", [text], Table(columns, grid.rows)),
+        Section("The frontier", [text], table_of(plan, with_plan(plan))),
         Section("The plan", table=Table([("", "words"), ("", "words")], plan.explain())),
     ]
     several = f"{plan.num_ranks} devices" if plan.num_ranks > 1 else ""
@@ -102,13 +98,12 @@ def _write(
     tiles: Sequence[tuple[str, str, str]],
     sections: Sequence[Section],
 ) -> Path:
-    specs = {figure.id: figure.spec for section in sections for figure in section.figures}
-    page = html.render(
+    page = render(
         "sections.html.jinja",
+        [figure for section in sections for figure in section.figures],
         title=title,
         facts=[fact for fact in facts if fact],
         tiles=tiles,
         sections=sections,
-        specs=specs,
     )
     return write_whole(path, page, "the page")

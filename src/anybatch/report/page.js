@@ -17,33 +17,35 @@
   }
 
   Object.keys(specs).forEach(function (id) {
-    var canvas = document.getElementById(id), svg = canvas && canvas.querySelector("svg");
-    var curves = specs[id].data.filter(function (trace) {
-      return trace.type !== "bar" && trace.hover !== false && trace.mode !== "markers";
+    var canvas = document.getElementById(id);
+    var curves = specs[id].traces.filter(function (trace) {
+      return trace.kind.indexOf("line") === 0 && !trace.dotted;
     });
-    if (!svg || !curves.length) return;
-    var area = JSON.parse(svg.getAttribute("data-area"));
-    svg.addEventListener("pointermove", function (event) {
-      var box = svg.getBoundingClientRect();
-      var place = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
-      var part = (place - area.left) / (area.right - area.left);
-      if (part < 0 || part > 1) { note.hidden = true; return; }
-      var x = area.x[0] + part * (area.x[1] - area.x[0]);
-      if (area.x[2]) x = Math.pow(10, x);
-      var lines = [], at = null;
-      curves.forEach(function (trace) {
-        var i = nearest(trace, x);
-        if (i < 0) return;
-        if (at === null) at = trace.x[i];
-        var value = trace.text ? trace.text[i] : trace.name + ": " + Number(trace.y[i].toPrecision(4));
-        lines.push(value);
+    if (!canvas || !curves.length) return;
+    canvas.querySelectorAll("svg").forEach(function (svg) {
+      var area = JSON.parse(svg.getAttribute("data-area"));
+      svg.addEventListener("pointermove", function (event) {
+        var box = svg.getBoundingClientRect();
+        var place = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
+        var part = (place - area.left) / (area.right - area.left);
+        if (part < 0 || part > 1) { note.hidden = true; return; }
+        var x = area.x[0] + part * (area.x[1] - area.x[0]);
+        if (area.x[2]) x = Math.pow(10, x);
+        var lines = [], at = null;
+        curves.forEach(function (trace) {
+          var i = nearest(trace, x);
+          if (i < 0) return;
+          if (at === null) at = trace.x[i];
+          var value = trace.text.length ? trace.text[i] : trace.name + ": " + Number(trace.y[i].toPrecision(4));
+          lines.push(value);
+        });
+        if (!lines.length) return;
+        note.textContent = Math.round(at).toLocaleString("en") + "\n" + lines.join("\n");
+        note.hidden = false;
+        note.style.left = Math.min(event.clientX + 14, window.innerWidth - note.offsetWidth - 8) + "px";
+        note.style.top = event.clientY + 14 + "px";
       });
-      if (!lines.length) return;
-      note.textContent = Math.round(at).toLocaleString("en") + "\n" + lines.join("\n");
-      note.hidden = false;
-      note.style.left = Math.min(event.clientX + 14, window.innerWidth - note.offsetWidth - 8) + "px";
-      note.style.top = event.clientY + 14 + "px";
+      svg.addEventListener("pointerleave", function () { note.hidden = true; });
     });
-    svg.addEventListener("pointerleave", function () { note.hidden = true; });
   });
 })();

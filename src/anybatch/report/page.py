@@ -10,36 +10,21 @@ import dataclasses
 import os
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 
-from anybatch.events import (
-    CheckpointFailed,
-    CheckpointSaved,
-    CompileDecided,
-    Evaluated,
-    Event,
-    OutOfMemory,
-    Overflowed,
-    Replanned,
-    Resumed,
-    RunEnded,
-    RunStarted,
-    Said,
-    Skipped,
-    Stalled,
-    Starved,
-    Straggler,
-    Tried,
-)
+from anybatch.events import Event, Rebalanced, RunEnded
 from anybatch.insight.noise_series import Block
 from anybatch.insight.noise_text import lines, mean_batch, unmeasured
 from anybatch.plans import Plan
 from anybatch.process.files import write_whole
-from anybatch.report import figures, html
+from anybatch.report import figures
 from anybatch.report.log import iterate
+from anybatch.report.plot import Figure, draw
 from anybatch.report.record import Record
 from anybatch.report.sentences import (
     MISSING,
@@ -48,30 +33,14 @@ from anybatch.report.sentences import (
     format_number,
     format_speed,
     scores,
+    severity,
 )
+from anybatch.report.tables import Content, Table
+from anybatch.report.terminal import comparison_table
 from anybatch.units import format_bytes, format_count, format_seconds
 
 MAX_EVENTS = 400
 """Rows of the table of events; a run that has more tells its beginning and its end."""
-
-_LABELS: dict[type[Event], tuple[str, str]] = {
-    RunStarted: ("start", "plain"),
-    RunEnded: ("end", "plain"),
-    Evaluated: ("evaluation", "plain"),
-    OutOfMemory: ("out of memory", "bad"),
-    Replanned: ("new plan", "warn"),
-    Tried: ("trial", "plain"),
-    CompileDecided: ("compiling", "plain"),
-    Overflowed: ("overflow", "warn"),
-    Resumed: ("resumed", "plain"),
-    CheckpointSaved: ("saved", "plain"),
-    CheckpointFailed: ("not saved", "warn"),
-    Skipped: ("skipped", "warn"),
-    Straggler: ("slow rank", "warn"),
-    Stalled: ("standstill", "warn"),
-    Starved: ("waiting", "warn"),
-    Said: ("said", "plain"),
-}
 
 
 def write(folder: str | os.PathLike[str]) -> Path:
@@ -83,16 +52,33 @@ def write(folder: str | os.PathLike[str]) -> Path:
     run = Path(folder)
     plan = Plan.load(run / "plan.json")
     record = Record.of(iterate(run / "events.jsonl"))
-    page = _render(plan, record)
+    page = _page(plan, record)
     return write_whole(run / "report.html", page, "the report")
 
 
-def _render(plan: Plan, record: Record) -> str:
+def render(template: str, figures: Iterable[Figure], **values: Any) -> str:
+    """The page of a template of this package, filled with `values`; its script reads the `figures`."""
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_read),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    specs = {figure.id: dataclasses.asdict(figure) for figure in figures}
+    return environment.get_template(template).render(draw=draw, specs=specs, **values)
+
+
+def _read(name: str) -> str:
+    return resources.files(__package__ or "anybatch.report").joinpath(name).read_text("utf-8")
+
+
+def _page(plan: Plan, record: Record) -> str:
     noise = record.noise()
     drawn = _figures(plan, record, noise)
-    specs = {figure.id: figure.spec for group in drawn.values() for figure in group}
-    return html.render(
+    return render(
         "page.html.jinja",
+        [figure for group in drawn.values() for figure in group],
         header=_header(plan, record),
         tiles=_tiles(plan, record),
         plan=plan.explain(),
@@ -100,8 +86,7 @@ def _render(plan: Plan, record: Record) -> str:
         memory_parts=_memory_parts(plan),
         comparisons=_comparisons(plan, record),
         method=plan.prediction.method if plan.prediction else "",
-        figures=drawn,
-        specs=specs,
+        drawn=drawn,
         evaluated=bool(record.evaluations),
         batch=lines(plan, noise),
         unmeasured=unmeasured(plan, record.num_steps),
@@ -112,7 +97,7 @@ def _render(plan: Plan, record: Record) -> str:
     )
 
 
-def _figures(plan: Plan, record: Record, noise: Sequence[Block]) -> dict[str, list[figures.Figure]]:
+def _figures(plan: Plan, record: Record, noise: Sequence[Block]) -> dict[str, list[Figure]]:
     memory = figures.memory(plan, _measured_peak(record))
     loss = figures.loss(record)
     candidates = figures.candidates(plan)
@@ -203,7 +188,7 @@ def _measured_peak(record: Record) -> int | None:
     return max([*steps, *(end.measured_peak_bytes for end in record.ends)], default=None)
 
 
-def _comparisons(plan: Plan, record: Record) -> list[dict[str, str]]:
+def _comparisons(plan: Plan, record: Record) -> Table:
     seconds, waited, told = record.column("seconds"), record.column("data_seconds"), plan.prediction
     median = float(np.median(seconds)) if len(seconds) else None
     ended = record.ended or RunEnded(
@@ -230,7 +215,7 @@ def _comparisons(plan: Plan, record: Record) -> list[dict[str, str]]:
             step_seconds=ended.step_seconds or median,
         )
     )
-    return [dataclasses.asdict(row) for row in rows]
+    return comparison_table(rows)
 
 
 def _memory_parts(plan: Plan) -> list[tuple[str, str, str, str]]:
@@ -241,7 +226,7 @@ def _memory_parts(plan: Plan) -> list[tuple[str, str, str, str]]:
 
 def _events(record: Record) -> dict[str, Any]:
     begin = record.others[0].time if record.others else 0.0
-    shown = [event for event in record.others if type(event) in _LABELS]
+    shown = [event for event in record.others if not isinstance(event, Rebalanced)]
     hidden = len(shown) - MAX_EVENTS
     half = MAX_EVENTS // 2
     head, tail = (shown, []) if hidden <= 0 else (shown[:half], shown[-half:])
@@ -253,19 +238,26 @@ def _events(record: Record) -> dict[str, Any]:
 
 
 def _event_row(event: Event, begin: float) -> dict[str, str]:
-    label, state = _LABELS[type(event)]
     step = getattr(event, "step", None)
     return {
         "after": format_seconds(after) if (after := event.time - begin) >= 1e-3 else "0 s",
         "step": MISSING if step is None else format_count(step),
-        "label": label,
-        "state": state,
+        "label": event.kind.replace("_", " "),
+        "state": severity(event),
         "sentence": describe(event),
     }
 
 
-def _rejected(plan: Plan) -> list[tuple[str, ...]]:
-    return [
+def _rejected(plan: Plan) -> Table:
+    columns: list[tuple[str, Content]] = [
+        ("micro-batch", "number"),
+        ("precision", "words"),
+        ("recompute", "words"),
+        ("predicted peak", "number"),
+        ("predicted step", "number"),
+        ("reason", "words"),
+    ]
+    cells = [
         (
             format_count(candidate.choice.micro_batch),
             candidate.choice.precision,
@@ -277,6 +269,7 @@ def _rejected(plan: Plan) -> list[tuple[str, ...]]:
         )
         for candidate in plan.rejected
     ]
+    return Table(columns, cells)
 
 
 def _how_it_was_run(record: Record) -> list[tuple[str, str]]:

@@ -17,23 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from anybatch.events import (
-    CheckpointFailed,
-    CompileDecided,
+    CheckpointSaved,
     Evaluated,
     Event,
-    OutOfMemory,
-    Overflowed,
-    Replanned,
+    Rebalanced,
     Resumed,
     RunEnded,
     RunStarted,
-    Said,
-    Skipped,
-    Stalled,
-    Starved,
     StepDone,
-    Straggler,
-    Tried,
 )
 from anybatch.plans import Plan
 from anybatch.report.screen import Screen, screen_of
@@ -45,26 +36,14 @@ from anybatch.report.sentences import (
     going_on,
     passed_over,
     scores,
+    severity,
 )
 from anybatch.report.terminal import print_plan
 from anybatch.units import format_bytes, format_count, format_seconds
 
 LINE_SECONDS = 2.0
 
-_STYLES: dict[type[Event], str] = {
-    OutOfMemory: "bold red",
-    Replanned: "yellow",
-    Tried: "",
-    CompileDecided: "",
-    Overflowed: "yellow",
-    Skipped: "yellow",
-    Straggler: "yellow",
-    Stalled: "yellow",
-    Starved: "yellow",
-    CheckpointFailed: "yellow",
-    Evaluated: "",
-    Said: "",
-}
+_STYLES = {"plain": "", "warn": "yellow", "bad": "bold red"}
 
 
 class Progress:
@@ -109,8 +88,8 @@ class Progress:
                     self.screen.draw(self._meter.bar())
                 else:
                     self._draw_last()
-            if type(event) in _STYLES:
-                self.screen.say(describe(event), _STYLES[type(event)])
+            if not isinstance(event, CheckpointSaved | Rebalanced):
+                self.screen.say(describe(event), _STYLES[severity(event)])
 
     def close(self) -> None:
         """Leave the bar as it is and give the terminal back. Closing twice does no harm."""

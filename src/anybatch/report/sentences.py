@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from anybatch.events import (
     CheckpointFailed,
@@ -94,6 +94,16 @@ def describe(event: Event) -> str:
             return f"{ending(event)}{why}."
         case _:
             return f"{event.kind.replace('_', ' ').capitalize()}."
+
+
+def severity(event: Event) -> Literal["plain", "warn", "bad"]:
+    """How much `event` matters to whoever watches the run."""
+    warned = (
+        *(Replanned, Overflowed, CheckpointFailed, Skipped),
+        *(Straggler, Stalled, Starved),
+    )
+    is_bad, is_warned = isinstance(event, OutOfMemory), isinstance(event, warned)
+    return "bad" if is_bad else "warn" if is_warned else "plain"
 
 
 def ending(event: RunEnded) -> str:

@@ -1,25 +1,17 @@
-"""Tables for the terminal: the plan before the run, the result after it.
-
-They are read at 80 columns, in logs and without colour, so structure comes from words, space and
-alignment; colour only repeats it.
-"""
+"""What the terminal shows: the plan before the run, the result after it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.padding import Padding
-from rich.segment import Segment
-from rich.table import Table
+from rich.console import Console, Group
 from rich.text import Text
 
 from anybatch.events import Evaluated, RunEnded, RunStarted
 from anybatch.insight.scaling import Scaled, efficiency, limit, what_limits
-from anybatch.plans import Candidate, FrontierPoint, Plan
-from anybatch.report.choice_table import is_taken, points_of, with_plan
+from anybatch.plans import FrontierPoint, Plan
+from anybatch.report.choice_table import is_taken, table_of, with_plan
 from anybatch.report.sentences import (
     Comparison,
     compare,
@@ -28,6 +20,7 @@ from anybatch.report.sentences import (
     format_scores,
     format_speed,
 )
+from anybatch.report.tables import Table, bullets, pairs, print_section, printed
 from anybatch.units import format_bytes, format_count, format_seconds
 
 
@@ -47,7 +40,7 @@ def print_plan(console: Console, plan: Plan, why: bool = False) -> None:
         return
     if why:
         possible = [candidate for candidate in plan.rejected if candidate.possible]
-        print_section(console, "Rejected", _points(plan, possible))
+        print_section(console, "Rejected", printed(table_of(plan, possible)))
         if cannot := list(dict.fromkeys(_impossible(plan))):
             print_section(console, "Not possible", bullets(cannot))
     else:
@@ -72,7 +65,7 @@ def print_result(
     worth it (lines of `insight.noise_text`; without any, why it is not known), and `files` (what a file
     is -> where it is)."""
     print_section(console, "Result", pairs(_outcome(started, ended, last_evaluation)))
-    print_section(console, "Predicted and measured", _comparisons(compare(ended)))
+    print_section(console, "Predicted and measured", printed(comparison_table(compare(ended))))
     if batch:
         print_section(console, "Is the batch worth it?", pairs(batch))
     elif unmeasured:
@@ -99,49 +92,7 @@ def print_evaluation(
     if notices:
         print_section(console, "Notices", bullets(notices))
     row = compare_peak(predicted_peak_bytes, measured_peak_bytes, budget_bytes)
-    print_section(console, "Predicted and measured", _comparisons([row]))
-
-
-def print_section(console: Console, title: str, body: RenderableType) -> None:
-    # A console without width of its own (a file, a pipe) has 80 columns.
-    console.print(Text(title, "bold"), soft_wrap=True)
-    console.print(_Trimmed(Padding(body, (0, 0, 0, 2), expand=False)))
-    console.print()
-
-
-class _Trimmed:
-    """A body without the blanks at the ends of its lines, which are in the way where it is copied."""
-
-    def __init__(self, body: RenderableType) -> None:
-        self._body = body
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for line in console.render_lines(self._body, options, pad=False):
-            while line and not line[-1].text.rstrip():
-                line.pop()
-            if line:
-                last = line.pop()
-                line.append(Segment(last.text.rstrip(), last.style, last.control))
-            yield from line
-            yield Segment.line()
-
-
-def pairs(lines: Iterable[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, 3, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for what, how in lines:
-        table.add_row(Text(what), Text(how))
-    return table
-
-
-def bullets(sentences: Iterable[str]) -> Table:
-    table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(style="yellow", no_wrap=True)
-    table.add_column(overflow="fold")
-    for sentence in sentences:
-        table.add_row("*", Text(sentence))
-    return table
+    print_section(console, "Predicted and measured", printed(comparison_table([row])))
 
 
 def _by_kind(num_bytes: Mapping[str, int]) -> str:
@@ -156,17 +107,12 @@ def _telling(plan: Plan) -> str:
     """Why not the obvious: the whole batch in one piece where it was weighed, else the fastest."""
     rejected = [c for c in plan.rejected if c.possible] or plan.rejected
     whole = [c for c in rejected if c.choice.micro_batch == plan.task.global_batch]
-    # The user's own first thought is the batch as it is, with nothing computed twice.
-    plain = [
-        c for c in whole if c.choice.recompute.describe() == "none" and not c.choice.chunked_head
-    ]
+    candidate = whole[0] if whole else min(rejected, key=lambda c: c.step_seconds)
+    name = candidate.choice.describe().capitalize()
     if whole:
-        candidate = (plain or whole)[0]
-        extra = "" if plain else f" with recompute {candidate.choice.recompute.describe()}"
+        recompute = candidate.choice.recompute.describe()
+        extra = "" if recompute == "none" else f" with recompute {recompute}"
         name = f"The whole batch of {format_count(plan.task.global_batch)} in one piece{extra}"
-    else:
-        candidate = min(rejected, key=lambda c: c.step_seconds)
-        name = candidate.choice.describe().capitalize()
     peak, budget = candidate.peak_bytes, plan.budget_bytes
     if peak is not None and budget is not None and peak > budget:
         over = format_bytes(peak - budget)
@@ -178,8 +124,7 @@ def _frontier(plan: Plan) -> Group:
     """A few of what nothing else beats in both bytes and time."""
     points = with_plan(plan)
     shown = _spread(points, [is_taken(point, plan) for point in points])
-    marks = ["plan" if is_taken(point, plan) else "" for point in shown]
-    table = _points(plan, shown, marks)
+    table = printed(table_of(plan, shown))
     hidden = len(points) - len(shown)
     more = f" {hidden} more lie between them." if hidden else ""
     told = f"The best trade-offs, leanest first: nothing else is both smaller and faster.{more}"
@@ -196,24 +141,6 @@ def _spread(
     )
     chosen |= {number for number, keep in enumerate(kept) if keep}
     return [points[number] for number in sorted(chosen)]
-
-
-def _points(
-    plan: Plan, points: Sequence[Candidate | FrontierPoint], marks: Sequence[str] = ()
-) -> RenderableType:
-    """`points` in rows, each with its mark behind it."""
-    grid = points_of(plan, points)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for column in grid.columns:
-        if column.number:
-            table.add_column(column.title, justify="right", no_wrap=True)
-        else:
-            table.add_column(column.title, overflow="fold", min_width=9)
-    if marks:
-        table.add_column("", style="bold", no_wrap=True)
-    for number, row in enumerate(grid.rows):
-        table.add_row(*map(Text, row), *([marks[number]] if marks else []))
-    return table
 
 
 def _impossible(plan: Plan) -> Iterator[str]:
@@ -261,14 +188,11 @@ def _samples(ended: RunEnded) -> str:
     return f"{taken}, {ended.num_skipped:,} of them left out" if ended.num_skipped else taken
 
 
-def _comparisons(rows: Iterable[Comparison]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("", style="dim", no_wrap=True)
-    for title in ("predicted", "measured", "error", "budget"):
-        table.add_column(title, justify="right", no_wrap=True, min_width=10)
-    for row in rows:
-        table.add_row(row.what, row.predicted, row.measured, row.error, row.budget)
-    return table
+def comparison_table(rows: Iterable[Comparison]) -> Table:
+    """Predicted beside measured."""
+    titles = ("predicted", "measured", "error", "budget")
+    cells = [(row.what, row.predicted, row.measured, row.error, row.budget) for row in rows]
+    return Table([("", "whole"), *((it, "number") for it in titles)], cells)
 
 
 # ------------------------------------------------------------------------------------------ scaling
@@ -282,11 +206,9 @@ _MODEL = (
 
 def print_scale(console: Console, rows: Sequence[Scaled], global_batch: int) -> None:
     """Print `rows`, what limits each of them, and how predictions were made."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for title in ("ranks", "step", "samples/s", "exchange", "efficiency", ""):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, _of_ranks(row, rows, global_batch)))
+    titles = ("ranks", "step", "samples/s", "exchange", "efficiency")
+    cells = [_of_ranks(row, rows, global_batch) for row in rows]
+    table = printed(Table([*((it, "number") for it in titles), ("", "whole")], cells))
     print_section(
         console, f"A global batch of {format_count(global_batch)} on several ranks", table
     )

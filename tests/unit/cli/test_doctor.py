@@ -41,7 +41,6 @@ def test_packages_that_are_broken_are_told_each_by_its_name(
     told = {one["name"]: one["remedy"] for one in content["findings"]}
     assert set(broken) <= told.keys()
     assert "psutil" in told["psutil"]
-    assert content["facts"]["host"] is None
     assert "reinstall the package" in told["cores and memory"]
 
 
@@ -51,7 +50,6 @@ def test_json_without_a_file_is_all_that_is_printed(command: Callable[..., Outco
     assert outcome.status == 1
     (found,) = [one for one in content["findings"] if one["level"] == "problem"]
     assert (found["group"], found["name"]) == ("torch", "torch")
-    assert content["facts"]["host"]["cores"] >= 1
 
 
 def test_json_that_cannot_be_written_is_bad_input(folder: Path, command: Callable[..., Outcome]):

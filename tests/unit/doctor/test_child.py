@@ -1,4 +1,4 @@
-"""Looks in a child process: what hangs or crashes there is an answer too, and stops no other."""
+"""Checks in a child process: what hangs or crashes there is a finding too, and stops no other."""
 
 from __future__ import annotations
 
@@ -7,64 +7,54 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.doctor.examine import ask, examine
-
-GENEROUS = 60.0
-
-
-def test_an_answer_is_what_the_look_saw():
-    answers = ask({"enforcement": GENEROUS, "folders": GENEROUS})
-    assert list(answers) == ["enforcement", "folders"]
-    assert answers["enforcement"]["seen"].keys() == {"fault"}
+from anybatch.doctor.examine import CHECKS, examine, run
 
 
 @pytest.mark.parametrize(
-    ("code", "ending"),
+    ("code", "words", "remedy"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was ended by SIGSEGV"),
-        ("import threading; threading.Event().wait()", "no answer came within 1 s"),
-        (
-            "import os, sys; print('no licence', file=sys.stderr, flush=True); os._exit(3)",
-            "ended with status 3 (no licence)",
-        ),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "was ended by SIGILL", "build"),
+        ("import threading; threading.Event().wait()", "no answer came within 1 s", "disk"),
+        ("import os; os.write(2, b'no licence'); os._exit(3)", "status 3 (no licence)", "disk"),
+        ("raise SystemExit('no licence')", "SystemExit: no licence", "disk"),
     ],
 )
 def test_one_that_crashes_or_hangs_keeps_no_other_from_answering(
-    broken_torch: Callable[[str], Path], code: str, ending: str
+    broken_torch: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    words: str,
+    remedy: str,
 ):
     broken_torch(code)
-    seconds = 1 if "wait" in code else GENEROUS
-    answers = ask({"enforcement": GENEROUS, "torch": seconds, "folders": GENEROUS})
-    assert [name for name, answer in answers.items() if "seen" in answer] == [
-        "enforcement",
-        "folders",
-    ]
-    assert ending in answers["torch"]["why"]
+    if "wait" in code:
+        soon = CHECKS["torch"]._replace(seconds=1)
+        monkeypatch.setitem(CHECKS, "torch", soon)
+    found = run(["environment", "torch", "folders"])
+    assert [one.name for one in found["folders"]] == ["runs", "cache", "temporary files"]
+    assert found["environment"]
+    (told,) = found["torch"]
+    assert (told.name, told.value, told.level) == ("torch", "not checked to the end", "problem")
+    assert words in told.meaning
+    assert remedy in told.remedy
 
 
-def test_what_a_crash_leaves_unknown_is_that_look_alone(broken_torch: Callable[[str], Path]):
-    broken_torch("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+def test_what_was_found_before_a_crash_is_kept(broken_torch: Callable[[str], Path]):
+    broken_torch("import os; os._exit(3)")
     report = examine()
-    assert "torch" in report.named("problem")
-    assert report.facts["torch"] is None
-    subjects = ("gpus", "host", "enforcement", "folders", "network", "python")
-    assert [name for name in subjects if report.facts[name] is None] == []
+    assert report.named("problem") == ["torch"]
+    assert all(group for title, group in report.groups.items())
 
 
-def test_one_that_wants_to_exit_is_told(broken_torch: Callable[[str], Path]):
-    broken_torch("raise SystemExit('no licence')")
-    assert ask({"torch": GENEROUS}) == {"torch": {"why": "SystemExit: no licence"}}
-
-
-def test_what_a_library_prints_is_not_taken_for_an_answer(broken_torch: Callable[[str], Path]):
+def test_what_a_library_prints_is_not_taken_for_a_finding(broken_torch: Callable[[str], Path]):
     broken_torch("print('welcome')\nraise ImportError('libnone.so')")
-    answer = ask({"torch": GENEROUS})["torch"]
-    assert answer["seen"]["fault"] == "ImportError: libnone.so"
+    (told,) = run(["torch"])["torch"]
+    assert told.meaning == "ImportError: libnone.so"
 
 
 @pytest.mark.slow
 def test_two_processes_meet(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    seen = ask({"pair": GENEROUS})["pair"]["seen"]
-    assert seen["fault"] == ""
-    assert seen["interface"]
+    backends, gloo = run(["gloo"])["gloo"]
+    assert (backends.name, backends.level) == ("backends", "ok")
+    assert gloo.level == "ok", gloo.sentence

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.report.choice_table import points_of, with_plan
+from anybatch.report.choice_table import table_of, with_plan
 
 
 def test_the_row_of_a_plan_that_was_measured_is_equal_to_itself():
@@ -25,12 +25,13 @@ def test_the_row_of_a_plan_that_was_measured_is_equal_to_itself():
         update={"step_seconds": 3 * plan.prediction.step_seconds, "rehearsed": True}
     )
     measured = plan.model_copy(update={"prediction": slower})
-    columns = [points_of(one, with_plan(one)) for one in (plan, measured)]
-    told = [[row[-1] for row in grid.rows] for grid in columns]
+    tables = [table_of(one, with_plan(one)) for one in (plan, measured)]
+    told = [[row[-2] for row in table.rows] for table in tables]
+    assert [row[-1] for row in tables[0].rows].count("plan") == 1
     assert "=" in told[0]
     assert told[1] == told[0]
 
     found = plan.choice.model_copy(update={"micro_batch": 77})
     unpredicted = measured.model_copy(update={"choice": found})
-    grid = points_of(unpredicted, plan.frontier)
-    assert [column.title for column in grid.columns][-2:] == ["budget", "step"]
+    table = table_of(unpredicted, plan.frontier)
+    assert [title for title, _ in table.columns][-2:] == ["budget", "step"]

@@ -22,7 +22,7 @@ def test_smoothing_makes_noise_smaller():
     assert smooth(noise)[500:].std() < 0.3 * noise.std()
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 2000])
+@pytest.mark.parametrize("size", [0, 1, 2, 1000])
 def test_a_short_curve_is_left_alone(size: int):
     xs = np.arange(float(size))
     assert thin(xs, xs)[0] is xs

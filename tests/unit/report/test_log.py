@@ -10,13 +10,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.unit.report.fake_run import make_end, make_events, make_start, make_step, write_run
+from tests.unit.report.fake_run import (
+    make_end,
+    make_evaluation,
+    make_events,
+    make_start,
+    make_step,
+    write_run,
+)
 from tests.unit.report.nearly_full import NearlyFull
 
 from anybatch.errors import InputError
 from anybatch.events import Event, from_json, to_json
 from anybatch.report import EventLog, follow, read
 from anybatch.report.folder import last_plan, run_folder
+from anybatch.report.log import iterate
 from anybatch.report.record import Record
 
 
@@ -63,6 +71,17 @@ def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path):
     with EventLog(path) as log:
         log(make_step(2))
     assert same(read(path), [make_start(), make_step(1), make_step(2)])
+
+
+def test_of_steps_that_follow_each_other_the_last_is_enough(tmp_path: Path):
+    path = written(tmp_path)
+    with EventLog(path) as log:
+        for event in (make_step(2), make_evaluation(2), make_step(3), make_step(4)):
+            log(event)
+    with path.open("ab") as file:
+        file.write(b'{"kind": "step", "ti')
+    found = list(iterate(path, every_step=False))
+    assert same(found, [make_start(), make_step(2), make_evaluation(2), make_step(4)])
 
 
 @pytest.mark.parametrize("torn", [b'{"kind": "step", "ti', b"\0" * 70_000, b'{"\xc3'])

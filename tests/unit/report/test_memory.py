@@ -212,15 +212,6 @@ def test_what_is_in_use_stands_with_what_it_saves(tmp_path: Path):
     assert "+100%" in page
 
 
-def test_a_loss_in_chunks_is_advised_where_it_frees_memory(tmp_path: Path):
-    found = ledger(loss_in_chunks=20 * MIB)
-    assert "the peak is 20.0 MiB: 38.0 MiB less" in " ".join(told(found).split())
-    page = write_ledger(tmp_path / "m.html", PLAN, found, KNOBS).read_text()
-    assert "the peak is 20.0 MiB: 38.0 MiB less" in page
-    assert "--chunked-loss" not in told(ledger())
-    assert "--chunked-loss" not in told(ledger(loss_in_chunks=57 * MIB))
-
-
 # ----------------------------------------------------------------------------------- the pages
 
 
@@ -241,16 +232,16 @@ def test_the_page_holds_every_layer_and_loads_nothing(tmp_path: Path):
     assert not re.search(r'(src|href)="(?!data:)', text)
     drawn = specs(page)
     assert drawn.keys() == {"curve", "kinds", "layers"}
-    traces = {trace["name"]: trace for trace in drawn["curve"]["data"]}
+    traces = {trace["name"]: trace for trace in drawn["curve"]["traces"]}
     assert list(traces) == ["parameters", "activations", "held by the process", "most in use"]
     assert max(traces["held by the process"]["y"]) == pytest.approx(58)
     assert traces["most in use"]["y"] == [pytest.approx(56)]
-    in_use = zip(traces["parameters"]["y"], traces["activations"]["y"], strict=True)
-    assert max(map(sum, in_use)) == pytest.approx(56)
-    budget = [mark for mark in drawn["curve"]["layout"]["marks"] if mark["axis"] == "y"]
+    assert traces["activations"]["low"] == traces["parameters"]["y"]
+    assert max(traces["activations"]["y"]) == pytest.approx(56)
+    budget = [mark for mark in drawn["curve"]["marks"] if mark["axis"] == "y"]
     assert [mark["value"] for mark in budget] == [pytest.approx(100)]
     # Only phases whose names have room are named.
-    assert "backward" in drawn["curve"]["layout"]["xaxis"]["ticktext"]
+    assert "backward" in [name for _, name in drawn["curve"]["x"]["ticks"]]
 
 
 def test_the_page_of_the_frontier_draws_it(tmp_path: Path):
@@ -268,7 +259,7 @@ def test_the_page_of_the_frontier_draws_it(tmp_path: Path):
         }
     )
     page = write_frontier(tmp_path / "f.html", plan).read_text()
-    lines = {trace["name"]: trace for trace in specs(page)["candidates"]["data"]}
+    lines = {trace["name"]: trace for trace in specs(page)["candidates"]["traces"]}
     assert lines["frontier"]["x"] == [1, 2, 3]
     assert lines["frontier"]["y"] == [3, 2, 1]
     assert "3.00 MiB" in page

@@ -1,0 +1,380 @@
+"""Plots as plain data, and their drawing as inline SVG, which every browser shows, without a library:
+a page is a few dozen kilobytes, and works offline and for years.
+
+A figure has traces (lines, points, areas, horizontal bars), two axes, and marks: lines across the plot
+at one value. Colours are names of custom properties of the page's style sheet (`--blue`), so that one
+figure serves the light theme and the dark one.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final
+
+WIDE, NARROW = 760, 440
+"""Of a figure, in its own units, of which a line of text takes 18: a page scales the drawing, and shows
+the one whose text can be read."""
+
+_CHARACTER, _LINE = 6.6, 18.0  # of text, on average
+_TOP, _RIGHT = 14.0, 14.0
+_ABOVE = 20.0  # of labels above the plot
+_THIN = 3.0  # a bar has no edge, which would hide it
+_MOST_NAMED = 0.4  # of the width, by names of rows
+
+Values: TypeAlias = Sequence[float | None]
+"""None is a gap."""
+
+Shape: TypeAlias = Literal["dot", "cross", "diamond"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis.
+
+    Attributes:
+        range: the values at both ends; None: around what is drawn, or from zero.
+        ticks: value and name of each; None: at round values.
+        grid: whether lines cross the plot at the ticks.
+    """
+
+    title: str = ""
+    range: tuple[float, float] | None = None
+    ticks: Sequence[tuple[float, str]] | None = None
+    is_log: bool = False
+    from_zero: bool = False
+    grid: bool = True
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Values in one colour.
+
+    Attributes:
+        kind: an area is between `low` and `y`; bars are in the rows `y`, from `low` to `x`.
+        text: of each value, shown below the pointer.
+        stairs: values are joined by a horizontal line, then a vertical one.
+    """
+
+    name: str
+    x: Values
+    y: Values
+    color: str
+    kind: Literal["line", "points", "line and points", "area", "bars"] = "line"
+    low: Values = ()
+    text: Sequence[str] = ()
+    width: float = 2
+    shape: Shape = "dot"
+    stairs: bool = False
+    dotted: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A line across the plot where the axis has `value`, and its label."""
+
+    axis: Literal["x", "y"]
+    value: float
+    color: str
+    text: str = ""
+    dotted: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot; `alt` says in words what it shows."""
+
+    id: str
+    title: str
+    alt: str
+    traces: Sequence[Trace]
+    x: Axis
+    y: Axis
+    marks: Sequence[Mark] = ()
+    height: float = 280
+    legend: bool = True
+
+
+def draw(figure: Figure) -> str:
+    """The figure as two SVG elements, for wide and narrow places, and its legend, whose text stays as
+    large as that of the page."""
+    return svg(figure, WIDE) + svg(figure, NARROW) + _legend(figure)
+
+
+def svg(figure: Figure, width: float = WIDE) -> str:
+    """The figure as an SVG element."""
+    return _Drawing(figure, width).element()
+
+
+def _legend(figure: Figure) -> str:
+    if not figure.legend or len(figure.traces) < 2:
+        return ""
+    items: list[str] = []
+    for trace in figure.traces:
+        lines = "line" if trace.kind.startswith("line") else "area"
+        shape = trace.shape if trace.kind == "points" else lines
+        style = f'class="{shape}" style="color:var({trace.color})"'
+        items.append(f"<li><i {style}></i>{_escaped(trace.name)}</li>")
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+# ------------------------------------------------------------------------------------- the drawing
+
+
+@final
+class _Scale:
+    """Where values are between the ends of an axis, and where its ticks are."""
+
+    def __init__(self, axis: Axis, values: Values) -> None:
+        self.axis = axis
+        places = [
+            place for value in axis.range or values if (place := self._place(value)) is not None
+        ]
+        if axis.range:
+            self.low, self.high = places
+        else:
+            low, high = min(places, default=0.0), max(places, default=1.0)
+            room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+            self.low = 0.0 if axis.from_zero and low >= 0 else low - room
+            self.high = high + room
+        ticks = axis.ticks
+        if ticks is None:
+            round_values = _round_powers if axis.is_log else _round_values
+            ticks = [(value, f"{value:,.6g}") for value in round_values(self.low, self.high)]
+        parts = [(self.part(value), name) for value, name in ticks]
+        self.ticks = [(part, name) for part, name in parts if part is not None and 0 <= part <= 1]
+
+    def part(self, value: float | None) -> float | None:
+        """0 at the first end, 1 at the second; None: it has no place."""
+        place = self._place(value)
+        return None if place is None else (place - self.low) / (self.high - self.low)
+
+    def _place(self, value: float | None) -> float | None:
+        if value is None or (self.axis.is_log and value <= 0):
+            return None
+        return math.log10(value) if self.axis.is_log else float(value)
+
+
+def _round_values(low: float, high: float, most: int = 7) -> list[float]:
+    """1, 2 or 5 times a power of ten apart."""
+    low, high = min(low, high), max(low, high)
+    least = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def _round_powers(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times the powers of ten between two logarithms; fewer where they would crowd."""
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    return [
+        float(f"{digit}e{power}")
+        for power in powers
+        for digit in ((1, 2, 5) if len(powers) <= 4 else (1,))
+    ]
+
+
+_Point: TypeAlias = tuple[float, float]
+
+
+@final
+class _Drawing:
+    """One figure. y grows downwards, as in SVG."""
+
+    def __init__(self, figure: Figure, width: float) -> None:
+        self._figure, self._width = figure, width
+        xs: list[float | None] = []
+        ys: list[float | None] = []
+        for trace in figure.traces:
+            xs += [*trace.x, *(trace.low if trace.kind == "bars" else ())]
+            ys += [*trace.y, *(trace.low if trace.kind == "area" else ())]
+        self._x, self._y = _Scale(figure.x, xs), _Scale(figure.y, ys)
+        most = int(_MOST_NAMED * width / _CHARACTER)
+        self._y.ticks = [(part, _shortened(name, most)) for part, name in self._y.ticks]
+        widest = max((len(name) for _, name in self._y.ticks), default=0)
+        self._left = 12 + _CHARACTER * widest + (_LINE if figure.y.title else 0)
+        self._right = width - _RIGHT
+        labelled = any(mark.text and mark.axis == "x" for mark in figure.marks)
+        self._top = _TOP + (_ABOVE if labelled else 0)
+        self._bottom = figure.height - (_LINE + 4 + (_LINE if figure.x.title else 0))
+
+    def element(self) -> str:
+        """The whole of it; the page's script reads where the plot is and what its x axis shows."""
+        parts = [*self._axes()]
+        for trace in self._figure.traces:
+            parts += self._bars(trace) if trace.kind == "bars" else self._curve(trace)
+        parts += self._marks()
+        ends = [self._x.low, self._x.high, self._figure.x.is_log]
+        area = json.dumps({"left": round(self._left, 1), "right": self._right, "x": ends})
+        return (
+            f'<svg viewBox="0 0 {self._width:g} {self._figure.height:g}"'
+            f' class="{"wide" if self._width == WIDE else "narrow"}" data-area="{html.escape(area)}"'
+            f' font-size="12" fill="none">{"".join(parts)}</svg>'
+        )
+
+    def _across(self, part: float) -> float:
+        return self._left + part * (self._right - self._left)
+
+    def _up(self, part: float) -> float:
+        return self._bottom - part * (self._bottom - self._top)
+
+    def _axes(self) -> Iterator[str]:
+        x_axis, y_axis = self._figure.x, self._figure.y
+        named = _Labels()
+        for part, name in self._x.ticks:
+            x = self._across(part)
+            if x_axis.grid:
+                yield _path([(x, self._top), (x, self._bottom)], "--grid", 1)
+            if named.have_room(x, name, "middle"):
+                yield _text(x, self._bottom + _LINE - 2, name, "middle")
+        for part, name in self._y.ticks:
+            y = self._up(part)
+            if y_axis.grid:
+                yield _path([(self._left, y), (self._right, y)], "--grid", 1)
+            yield _text(self._left - 6, y + 4, name, "end")
+        if x_axis.title:
+            middle = (self._left + self._right) / 2
+            yield _text(middle, self._bottom + 2 * _LINE, x_axis.title, "middle")
+        if y_axis.title:
+            x, y = 12.0, (self._top + self._bottom) / 2
+            turned = f' transform="rotate(-90 {x:g} {y:.1f})"'
+            yield _text(x, y, y_axis.title, "middle", turned)
+
+    def _bars(self, trace: Trace) -> Iterator[str]:
+        thick = 0.7 * (self._bottom - self._top) / max(1, len(self._y.ticks))
+        ends = zip(self._points(trace.low, trace.y), self._points(trace.x, trace.y), strict=True)
+        for number, (begin, end) in enumerate(ends):
+            if begin and end and end[0] > begin[0]:
+                edge = ";stroke:var(--card)" if end[0] > begin[0] + _THIN else ""
+                yield (
+                    f'<rect x="{begin[0]:.1f}" y="{begin[1] - thick / 2:.1f}"'
+                    f' width="{end[0] - begin[0]:.1f}" height="{thick:.1f}"'
+                    f' style="fill:var({trace.color}){edge}">'
+                    f"<title>{_escaped(trace.text[number])}</title></rect>"
+                )
+
+    def _curve(self, trace: Trace) -> Iterator[str]:
+        points = self._points(trace.x, trace.y)
+        joined = _stairs(points) if trace.stairs else points
+        if trace.kind == "area":
+            lower = self._points(trace.x, trace.low)
+            edges = [*joined, *reversed(_stairs(lower) if trace.stairs else lower)]
+            if outline := [point for point in edges if point]:
+                yield f'<path d="{_moves(outline)}Z" style="fill:var({trace.color})"/>'
+            return
+        if trace.kind != "points":
+            for piece in _pieces(joined):
+                yield _path(piece, trace.color, trace.width, trace.dotted)
+        if trace.kind != "line":
+            for number, point in enumerate(points):
+                if point:
+                    text = trace.text[number] if trace.text else ""
+                    yield _symbol(*point, trace, f"<title>{_escaped(text)}</title>" if text else "")
+
+    def _points(self, xs: Values, ys: Values) -> list[_Point | None]:
+        """Where values are, not beyond the ends of the y axis, whose range may leave some out."""
+        parts = [(self._x.part(x), self._y.part(y)) for x, y in zip(xs, ys, strict=True)]
+        return [
+            None if x is None or y is None else (self._across(x), self._up(min(max(y, 0.0), 1.0)))
+            for x, y in parts
+        ]
+
+    def _marks(self) -> Iterator[str]:
+        named = _Labels()
+        for mark in self._figure.marks:
+            part = (self._x if mark.axis == "x" else self._y).part(mark.value)
+            if part is None:
+                continue
+            if mark.axis == "x":
+                x, anchor = self._across(part), "start" if part < 0.5 else "end"
+                line, label = [(x, self._bottom), (x, self._top)], (x, self._top - 6)
+            else:
+                y, anchor = self._up(part), "end"
+                line, label = [(self._left, y), (self._right, y)], (self._right, y - 5)
+            yield _path(line, mark.color, 1.5, mark.dotted)
+            if mark.text and (mark.axis == "y" or named.have_room(label[0], mark.text, anchor)):
+                yield _text(*label, mark.text, anchor)
+
+
+@final
+class _Labels:
+    """Places of the texts of one line, which must not overlap."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[float, float]] = []
+
+    def have_room(self, x: float, text: str, anchor: str) -> bool:
+        """Whether `text` has room at `x`; then it is taken."""
+        width = _CHARACTER * (len(text) + 1)
+        begin = x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
+        is_free = all(begin >= end or begin + width <= other for other, end in self._taken)
+        if is_free:
+            self._taken.append((begin, begin + width))
+        return is_free
+
+
+def _shortened(name: str, most: int) -> str:
+    half = most // 2
+    return name if len(name) <= most else f"{name[:half]}…{name[half - most + 1 :]}"
+
+
+def _stairs(points: Sequence[_Point | None]) -> list[_Point | None]:
+    found: list[_Point | None] = []
+    for point in points:
+        if found and found[-1] and point:
+            found.append((point[0], found[-1][1]))
+        found.append(point)
+    return found
+
+
+def _pieces(points: Sequence[_Point | None]) -> Iterator[list[_Point]]:
+    """Stretches without a gap."""
+    piece: list[_Point] = []
+    for point in (*points, None):
+        if point:
+            piece.append(point)
+        elif piece:
+            yield piece
+            piece = []
+
+
+def _path(points: Sequence[_Point], color: str, width: float, dotted: bool = False) -> str:
+    dots = f' stroke-dasharray="{2 * width:g}"' if dotted else ""
+    return (
+        f'<path d="{_moves(points)}" style="stroke:var({color})" stroke-width="{width:g}"'
+        f' stroke-linejoin="round"{dots}/>'
+    )
+
+
+def _moves(points: Sequence[_Point]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+
+
+def _symbol(x: float, y: float, trace: Trace, title: str) -> str:
+    match trace.shape:
+        case "cross":
+            moves = f"M{x - 4:.1f} {y - 4:.1f}l8 8m-8 0l8 -8"
+            style = f"stroke:var({trace.color});stroke-width:2.5"
+            return f'<path d="{moves}" style="{style}">{title}</path>'
+        case "diamond":
+            moves = f"M{x:.1f} {y - 7:.1f}l7 7l-7 7l-7 -7Z"
+            style = f"fill:var({trace.color});stroke:var(--ink);stroke-width:2"
+            return f'<path d="{moves}" style="{style}">{title}</path>'
+        case _:
+            style = f"fill:var({trace.color});stroke:var(--card)"
+            return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" style="{style}">{title}</circle>'
+
+
+def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="fill:var(--ink-2)"{more}>'
+        f"{_escaped(text)}</text>"
+    )
+
+
+def _escaped(text: str) -> str:
+    return html.escape(text, quote=False)
