@@ -15,7 +15,7 @@ def main() -> None:
         with early_stop_signal.ending_at_once(), explained():
             from anybatch.cli import main
     except NoPlanFits as error:
-        print(f"anybatch: {error}", file=sys.stderr)
+        sys.stderr.write(f"anybatch: {error}\n")
         sys.exit(error.exit_status)
     main()
 
