@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from anybatch.events import OutOfMemory, Replanned
 from anybatch.insight.noise import NoiseScale, windows
-from anybatch.insight.noise_series import Block
+from anybatch.insight.noise_series import Block, in_unit_of_batch
 from anybatch.plans import Choice, Plan
 from anybatch.report.record import Record
 from anybatch.report.sentences import format_number
@@ -385,8 +385,9 @@ def _round_numbers(low: float, high: float) -> dict[str, Any]:
 
 
 def noise_scale(blocks: Sequence[Block], batch: int, on_average: str = "") -> Figure | None:
-    """The noise scale in windows of a run, with their intervals, and the batch of the run, in samples;
-    None where it is not known for any. `on_average`: said after the batch."""
+    """The noise scale in windows of a run, with their intervals, and the batch of the run, in samples
+    or tokens; None where it is not known for any. `on_average`: said after the batch."""
+    blocks, unit = in_unit_of_batch(blocks)
     course = windows(blocks)
     if not course:
         return None
@@ -412,7 +413,7 @@ def noise_scale(blocks: Sequence[Block], batch: int, on_average: str = "") -> Fi
         "mode": "lines+markers",
         "x": [(one.first_step + one.last_step) // 2 for one in course],
         "y": [None if one is None else rounded(one.samples or 0.0) for one in known],
-        "text": ["" if one is None else _interval(one) for one in known],
+        "text": ["" if one is None else _interval(one, unit) for one in known],
         "name": "noise scale",
         "line": {"width": 2, "color": "--teal"},
         "marker": {"size": 7, "color": "--teal"},
@@ -420,19 +421,19 @@ def noise_scale(blocks: Sequence[Block], batch: int, on_average: str = "") -> Fi
     alt = "The band is the interval of 95 %"
     if None in known:
         alt += "; where it is open above, only the lower end is known"
-    alt += f". The line is the batch, {format_count(batch)} samples{on_average}."
+    alt += f". The line is the batch, {format_count(batch)} {unit}{on_average}."
     layout = {
         "xaxis": {"title": "step"},
-        "yaxis": _logarithmic("samples (logarithmic)", low, high),
+        "yaxis": _logarithmic(f"{unit} (logarithmic)", low, high),
         "marks": [mark("y", batch, "--amber", text="batch")],
     }
     spec = {"data": [band, middles], "layout": layout}
     return Figure("noise-scale", "Noise scale", alt, spec, 320)
 
 
-def _interval(scale: NoiseScale) -> str:
+def _interval(scale: NoiseScale, unit: str) -> str:
     return (
-        f"steps {scale.first_step:,} to {scale.last_step:,}: {scale.samples:,.3g} samples"
+        f"steps {scale.first_step:,} to {scale.last_step:,}: {scale.samples:,.3g} {unit}"
         f" ({scale.low:,.3g} to {scale.high or 0.0:,.3g})"
     )
 
