@@ -91,9 +91,9 @@ class Totals:
         return sorted({*self._losses.not_finite(), *self._weights.not_finite()})
 
     def _first(self, on_device: bool) -> list[Tensor | float]:
-        """Of what `add_part` took in the squared norm of the gradient's sum over its weight, the weight,
-        and 1; zeros if nothing was taken in or weighs nothing. Sums of these over ranks are those of
-        which means follow by weight."""
+        """Of what `add_part` took in the squared norm of its summed gradient over its weight, the
+        weight, and 1; zeros if it took in nothing, or what weighs nothing. From the sums of these over
+        ranks means by weight follow."""
         sums: list[Tensor | float] = [0.0] * (3 * self._num_parts)
         if self._part is None:
             return sums

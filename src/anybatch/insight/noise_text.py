@@ -78,6 +78,8 @@ def samples_of(batch: float, scale: float) -> float:
 def _verdict(batch: int, scale: float, unit: str) -> str:
     """What a batch costs, and whether a larger or a smaller one is the better."""
     steps, samples = steps_of(batch, scale), samples_of(batch, scale)
+    if not scale:
+        return "the minimum of steps: a larger one would not save any"
     cost = f"{steps:.3g}x the minimum of steps, {samples:.3g}x the minimum of {unit}"
     if batch > _FAR * scale:
         return f"{cost}: a larger one would hardly save a step"
@@ -135,7 +137,8 @@ def _others(batch: int, scale: float, unit: str) -> list[tuple[str, str]]:
     told = []
     for name, factor in (("half of it", 0.5), ("twice as much", 2.0)):
         steps = steps_of(batch * factor, scale) / steps_of(batch, scale) - 1
-        samples = samples_of(batch * factor, scale) / samples_of(batch, scale) - 1
+        samples = samples_of(batch * factor, scale) / samples_of(batch, scale) if scale else factor
+        samples -= 1
         told.append((name, f"{steps:+.0%} steps, {samples:+.0%} {unit} for the same progress"))
     return told
 

@@ -64,6 +64,15 @@ def test_a_batch_far_below_it_is_cheap_to_enlarge():
     assert found.endswith("a larger one would save steps at hardly any cost in samples")
 
 
+def test_without_noise_work_is_in_proportion_to_the_batch():
+    steps = [block_of(step, 4096, 4096, 1.0, 512, 1.0) for step in range(1, 31)]
+    found = dict(lines(make_plan(), steps))
+    assert found["noise scale"].startswith("0 samples (0 to 0)")
+    assert found["batch of 4,096"] == "the minimum of steps: a larger one would not save any"
+    assert found["half of it"] == "+0% steps, -50% samples for the same progress"
+    assert found["twice as much"] == "+0% steps, +100% samples for the same progress"
+
+
 def test_a_gradient_that_noise_hides_gives_a_lower_end_alone():
     found = told(scale=1e6, spread=0.5)
     assert found["noise scale"].startswith("at least ")
