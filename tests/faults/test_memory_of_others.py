@@ -117,6 +117,35 @@ def test_a_run_keeps_to_the_memory_of_its_group(
     assert_same(weights(tmp_path), undisturbed)
 
 
+LOOK = "from anybatch.machine import Machine; d = Machine.here(device='cpu').device; "
+LOOK += "print(d.total_bytes, d.free_bytes, d.budget_bytes, d.limit)"
+NEIGHBOR = "held = b'x' * (200 << 20); print(flush=True); input()"
+
+
+def test_what_others_hold_in_the_group_is_no_part_of_the_budget():
+    with memory_group(LIMIT) as group:
+
+        def look() -> tuple[int, int]:
+            words = group.command(sys.executable, "-c", LOOK)
+            done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=True)
+            total, free, budget, limit = done.stdout.split(maxsplit=3)
+            assert int(total) == LIMIT
+            assert str(group.folder) in limit
+            return int(free), int(budget)
+
+        alone = look()
+        words = group.command(sys.executable, "-c", NEIGHBOR)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(words, **pipes) as neighbor:
+            assert neighbor.stdout is not None
+            neighbor.stdout.readline()
+            beside = look()
+            neighbor.communicate(b"\n", timeout=SECONDS)
+    # The neighbor's interpreter takes some MiB, too.
+    assert 200 * MIB <= alone[0] - beside[0] < 240 * MIB
+    assert beside[1] == int(0.9 * beside[0])
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_whose_memory_another_process_takes_ends_with_the_right_weights(
     ranks: int, undisturbed: dict[str, torch.Tensor], tmp_path: Path
