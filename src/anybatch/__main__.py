@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+
+from anybatch.errors import NoPlanFits
 from anybatch.process import early_stop_signal
+from anybatch.process.import_memory import explained
 
 
 def main() -> None:
     """Run the command line, as `anybatch.cli.main` does. Its imports end quietly by Ctrl-C, too."""
-    with early_stop_signal.ending_at_once():
-        from anybatch.cli import main
+    try:
+        with early_stop_signal.ending_at_once(), explained():
+            from anybatch.cli import main
+    except NoPlanFits as error:
+        sys.stderr.write(f"anybatch: {error}\n")
+        sys.exit(error.exit_status)
     main()
 
 

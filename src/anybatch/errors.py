@@ -59,7 +59,7 @@ class LossError(InputError):
 
 
 class NoPlanFits(AnybatchError):
-    """Not even the leanest plan fits the memory budget.
+    """Not even the leanest plan fits the memory budget, or there is no memory for torch itself.
 
     `least_bytes` is the least budget, in bytes, under which some plan is predicted to fit, or None
     where it is not known.

@@ -89,7 +89,8 @@ class StepDone(Event):
     had begun to compute that all ranks were through.
 
     `part_grad_norm` is the norm that the gradient of a part of the step has by itself, a part being
-    the first micro-batch of a rank, of the weight `part_weight`: over the ranks the mean of the
+    the first micro-batch of a rank (where samples are in order of length: those before them, which are
+    not, on the rank that has them), of the weight `part_weight`: over the ranks the mean of the
     weights, and the root of the mean of the squares, each by its weight. Both are None where that was
     not there to measure. Beside `grad_norm` it tells how noisy gradients are (`anybatch.insight`).
     """

@@ -250,7 +250,8 @@ class Task:
             training sample, by index, or a function from a data set (train or valid) to them. Then
             micro-batches are cut by padded size, ranks take parts of equal total length, and the
             samples of a global batch are put in order of length, longest first (not where the model
-            has BatchNorm). The set of samples in a global batch is the same. For map-style data only.
+            has BatchNorm; one in 16 is not where gradient noise is measured). The set of samples in a
+            global batch is the same. For map-style data only.
         metrics: computed in evaluation: a function `(model, batch) -> {name: (sum, weight)}` for means,
             a `Metrics` for what is no mean, or a list of these.
         last: what to do with the samples left at the end of an epoch that do not fill a global batch:

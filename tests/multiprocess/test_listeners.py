@@ -10,7 +10,9 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 from tests.multiprocess import listeners
 from tests.ports import free_port
 
@@ -33,7 +35,6 @@ sys.exit(run_command(sys.argv[1:], 2, module="{MODULE}"))
 """
 
 TASK = f"""
-import sys
 import torch
 from torch import distributed, nn
 import anybatch as ab
@@ -51,8 +52,11 @@ def task(folder):
         optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
         train=[(torch.ones(3), torch.ones(1))] * 8, global_batch=4, epochs=1,
     )
+"""
 
+SCRIPT = f"""{TASK}
 if __name__ == "__main__":
+    import sys
     ab.train(task(sys.argv[1]), ranks=2, trial=False, progress=False)
 """
 
@@ -124,8 +128,24 @@ def test_ranks_of_a_command(tmp_path: Path):
     ids=["anybatch train", "ab.train"],
 )
 def test_ranks_that_train(words: Callable[[Path], list[str]], tmp_path: Path):
-    (tmp_path / "own.py").write_text(TASK)
+    (tmp_path / "own.py").write_text(SCRIPT)
     run([sys.executable, *words(tmp_path)], tmp_path)
+    check(tmp_path, num_servers=1)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_cell_of_a_notebook(tmp_path: Path):
+    """The sockets of Jupyter's kernel, which the ranks look down from, are among those found."""
+    begin = f"""
+import os, sys
+os.environ["{listeners.ROOT}"] = str(os.getpid())
+sys.path.insert(0, {str(REPOSITORY)!r})
+{TASK}"""
+    train = f"ab.train(task({str(tmp_path)!r}), ranks=2, trial=False, progress=False)"
+    cells = [nbformat.v4.new_code_cell(source) for source in (begin, train)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    where = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=int(SECONDS), resources=where).execute()
     check(tmp_path, num_servers=1)
 
 

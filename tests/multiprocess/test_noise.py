@@ -42,6 +42,14 @@ def test_the_gradients_of_ranks_are_measured_before_they_cross(crew, loss, share
             assert same(one, wanted, rel=1e-9)
 
 
+@pytest.mark.parametrize("micro_batch", [2, 40])
+def test_of_samples_in_order_of_length_the_first_rank_measures_a_few(crew, micro_batch):
+    world = World(data="ragged", lengths=True, loss="counted", num_samples=90, global_batch=40)
+    for done, _ in crew(2, as_ranks, world, micro_batch, {}):
+        for number, one in enumerate(done[:2]):
+            assert same(one, by_hand(task_of(world), number, 3), rel=1e-9)
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16-weights"])
 def test_in_half_precision_too(crew, precision):
     world = World(loss="weighted", dtype=torch.float32, last="wrap")

@@ -83,8 +83,7 @@ def test_steps_cover_the_line_of_samples_and_tell_which_they_are(lengths, count,
     for epoch in range(starts[-1] // len(lengths)):
         line = range(epoch * len(lengths), (epoch + 1) * len(lengths))
         mine = [max(i for i, start in enumerate(starts) if start <= at) for at in line]
-        told = steps.steps_in(epoch)
-        assert np.array_equal(np.diff(told) > 0, np.diff(mine) > 0)
+        assert steps.steps_in(epoch).tolist() == mine
 
 
 @given(some_lengths, st.integers(1, 40), lasts)
@@ -194,4 +193,6 @@ def test_the_order_inside_a_step_does_not_change_which_samples_it_has():
             sorted_ = longest_first(lengths, steps, plain, epoch)
             assert sorted(plain[start:stop].tolist()) == sorted(sorted_[start:stop].tolist())
             inside = lengths[sorted_[start:stop]]
-            assert torch.equal(inside, inside.sort(descending=True).values)
+            few = -(-len(inside) // 16) if len(steps.samples_of(index)) == 1 else 0
+            assert torch.equal(sorted_[start : start + few], plain[start : start + few])
+            assert torch.equal(inside[few:], inside[few:].sort(descending=True).values)

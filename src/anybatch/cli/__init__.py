@@ -112,6 +112,8 @@ def run(arguments: list[str]) -> int:
         from anybatch.recipes import own_traceback
 
         trace = own_traceback(error)
+        if not trace and _is_memory_failure(error) and not _is_rank():
+            return _tell(_NO_MEMORY, 1)
         if not trace:
             raise  # a fault of anybatch
         what = f"{type(error).__name__} was raised in the task's own code"
@@ -127,6 +129,15 @@ def _is_news(error: AnybatchError) -> bool:
     """Whether nobody else tells of `error`: where a rank was stopped, or has felt that another is lost,
     the process that started it says what has happened, and whether ranks are started again."""
     return not (type(error) in (PeerLost, Stopped) and _is_rank())
+
+
+def _is_memory_failure(error: Exception) -> bool:
+    """Whether a library says in its own words that it was refused memory."""
+    if "torch" not in sys.modules:
+        return False
+    from anybatch.oom import is_memory_error
+
+    return is_memory_error(error)
 
 
 def _is_rank() -> bool:

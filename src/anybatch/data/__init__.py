@@ -23,6 +23,7 @@ from anybatch.data.generators import restore as restore
 from anybatch.data.generators import seed_by as seed_by
 from anybatch.data.generators import snapshot as snapshot
 from anybatch.data.lengths import Extent as Extent
+from anybatch.data.lengths import least_drawn as least_drawn
 from anybatch.data.lengths import lengths_of as lengths_of
 from anybatch.data.lengths import lengths_of_step as lengths_of_step
 from anybatch.data.lengths import micro_batches_by_length as micro_batches_by_length

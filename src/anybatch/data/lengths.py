@@ -6,6 +6,9 @@ parts of equal total length, and the samples of one global batch are put in orde
 first: neighbours are alike then, and little is padded. A global batch stays the same set of samples.
 
     lengths         9 9 8 | 4 4 3 3 2 2 | 1 1 1 ...      micro-batches of at most 27 padded tokens
+
+The longest ones are no part like the others, by which the noise of gradients could be measured. So in
+the steps in which it is, some samples stand before these, in the order in which they were drawn.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from torch import Tensor
 
 from anybatch.data.cut import share
 from anybatch.data.order import Order
-from anybatch.data.schedule import Steps
+from anybatch.data.schedule import Steps, measures_noise
 from anybatch.errors import InputError
 
 LengthsOf: TypeAlias = "Sequence[int] | Callable[[Any], Sequence[int]]"
@@ -39,10 +42,13 @@ class Extent:
     Attributes:
         num_samples: in it.
         lengths: of them, in their order: int64, shape `[num_samples]`; None: they are alike.
+        num_drawn: so many of the first ones are in the order in which they were drawn, whatever their
+            length, and serve to measure the noise of gradients. Known where they differ in length.
     """
 
     num_samples: int
     lengths: np.ndarray | None = None
+    num_drawn: int = 0
 
     def __post_init__(self) -> None:
         assert self.lengths is None or len(self.lengths) == self.num_samples
@@ -132,10 +138,41 @@ def _not_whole(found: Any) -> Iterator[tuple[int, Any]]:
 
 def longest_first(lengths: Tensor, steps: Steps, order: Tensor, epoch: int) -> Tensor:
     """`order`, the samples of `epoch`, with those of each global step put in order of `lengths`,
-    longest first; equal ones stay as they are."""
-    step = torch.from_numpy(steps.steps_in(epoch))
-    by_length = torch.argsort(lengths[order], descending=True, stable=True)
-    return order[by_length[torch.argsort(step[by_length], stable=True)]]
+    longest first; equal ones stay as they are. So do the first ones of a step that measures noise
+    (`num_drawn`), which stay before all others."""
+    step = steps.steps_in(epoch)
+    first = torch.from_numpy(_is_drawn(steps, step))
+    keys = lengths[order].masked_fill(first, torch.iinfo(torch.int64).max)
+    by_length = torch.argsort(keys, descending=True, stable=True)
+    return order[by_length[torch.argsort(torch.from_numpy(step)[by_length], stable=True)]]
+
+
+_PART_DRAWN = 16
+
+
+def least_drawn(num_samples: int) -> int:
+    """Samples by which the noise of a step of `num_samples` is measured: few, since their padding is
+    that of any samples, but one of 16 of a step, so that single outliers do not decide."""
+    return -(-num_samples // _PART_DRAWN) if num_samples > 1 else 0
+
+
+def num_drawn(index: int, steps: Steps, by_length: bool) -> int:
+    """See `Extent.num_drawn`, of the step `index`. `by_length`: its samples are put `longest_first`."""
+    if not measures_noise(index):
+        return 0
+    if not by_length:
+        return steps.num_samples_of(index)
+    is_in_one_epoch = len(steps.samples_of(index)) == 1
+    return least_drawn(steps.num_samples_of(index)) if is_in_one_epoch else 0
+
+
+def _is_drawn(steps: Steps, step: np.ndarray) -> np.ndarray:
+    """Which positions of an epoch stay first in their step, as `num_drawn` counts; `step`: that of each
+    position, in order."""
+    starts = np.flatnonzero(np.diff(step, prepend=-1))
+    counts = [num_drawn(int(index), steps, by_length=True) for index in step[starts]]
+    sizes = np.diff(np.append(starts, len(step)))
+    return np.arange(len(step)) < np.repeat(starts + np.asarray(counts), sizes)
 
 
 def ordered(seed: int, lengths: Tensor, steps: Steps, shuffle: bool) -> Order:

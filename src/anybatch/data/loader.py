@@ -26,7 +26,7 @@ from anybatch.data.collation import Collate
 from anybatch.data.cut import around, positions
 from anybatch.data.failure import BadSamples, Place, fetched, told_samples
 from anybatch.data.fetch import Piece, Request, SampleFetch, open_fetch
-from anybatch.data.lengths import Extent, lengths_of_step, ordered
+from anybatch.data.lengths import Extent, lengths_of_step, num_drawn, ordered
 from anybatch.data.order import Order
 from anybatch.data.schedule import Steps
 from anybatch.data.workers import WorkerPool
@@ -218,6 +218,7 @@ class Loader(StepLoader):
             )
         self._steps = steps
         self._lengths = lengths
+        self._by_length = by_length
         self._order = (
             ordered(seed, lengths, steps, shuffle)
             if by_length and lengths is not None
@@ -244,7 +245,13 @@ class Loader(StepLoader):
         if self._lengths is None:
             return Extent(self._steps.num_samples_of(index) - len(gaps))
         lengths = lengths_of_step(index, self._lengths, self._steps, self._order)
-        return Extent(len(lengths) - len(gaps), np.delete(lengths, list(gaps)) if gaps else lengths)
+        drawn = num_drawn(index, self._steps, self._by_length)
+        if gaps:
+            lengths, drawn = (
+                np.delete(lengths, list(gaps)),
+                drawn - sum(gap < drawn for gap in gaps),
+            )
+        return Extent(len(lengths), lengths, drawn)
 
     def places(self, part: range) -> list[Place]:
         if self._current is None:

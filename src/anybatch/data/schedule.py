@@ -35,6 +35,15 @@ from anybatch.errors import DataError, InputError
 
 Last = Literal["keep", "drop", "wrap"]
 
+ALL_MEASURED, MEASURED_EVERY = 256, 4
+"""The noise of gradients is measured in each of so many steps at first, then in one of so many: it
+costs some percent of a step that does little else."""
+
+
+def measures_noise(index: int) -> bool:
+    """Whether the step `index` is one of those."""
+    return index < ALL_MEASURED or index % MEASURED_EVERY == 0
+
 
 class Span(NamedTuple):
     """Positions `start` to `stop` (exclusive) in the order of `epoch`."""
@@ -171,14 +180,16 @@ class Steps:
         return target_at(self.global_batch, self._done(index, first_sample))
 
     def steps_in(self, epoch: int) -> np.ndarray:
-        """For each position of `epoch` a number that tells apart the steps it belongs to: int64, shape
-        `[num_samples]`, ascending."""
+        """For each position of `epoch` the index of the step that it belongs to: int64, shape
+        `[num_samples]`, ascending; a later one where no step takes it."""
         length, size, line = self._length, self.global_batch, epoch * self.epoch_samples
         at = np.arange(length)
         if not isinstance(size, int):
             steps = self._boundaries.steps(line, line + length)
+        elif self.last == "wrap":
+            steps = (at + epoch * length) // size
         else:
-            steps = (at + epoch * length if self.last == "wrap" else at) // size
+            steps = at // size + epoch * _ceil(self.epoch_samples, size)
         if self.samples is not None:  # the last step may end before
             steps = steps + (at + (epoch * length if self.last == "wrap" else line) >= self.samples)
         return steps

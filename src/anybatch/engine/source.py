@@ -23,6 +23,8 @@ class MicroBatch:
         ghosts: its cut into ghost batches.
         last: whether it is this rank's last one of the step.
         padded: its padded size, in samples of the longest, where they differ in length; else None.
+        ends_drawn: whether samples as they were drawn end with it, and those in order of length begin,
+            where they differ in it.
         grain: its number in the global batch, where that is cut into grains; else None.
         part: the part of the step that it belongs to, where steps are cut into parts.
         ends_part: whether it is the last one of that part.
@@ -36,6 +38,7 @@ class MicroBatch:
     grain: int | None = None
     part: int = 0
     ends_part: bool = False
+    ends_drawn: bool = False
 
     @property
     def amount(self) -> float:

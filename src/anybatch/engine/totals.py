@@ -44,10 +44,10 @@ class Totals:
         self._metrics: dict[str, tuple[_Series, _Series]] | None = None
         self._part: tuple[Tensor, Tensor | float, int] | None = None
 
-    def add_part(self, norm: Tensor, weight: Tensor | float, part: int = 0) -> None:
-        """Take in how large the gradient of the first micro-batch is, of `part` and this `weight`:
-        `norm` is the 2-norm of its sum. Once."""
-        self._part = norm, weight, part
+    def add_part(self, norm: Tensor, part: int = 0) -> None:
+        """Take in how large the gradient of all micro-batches so far is, which are of `part`: `norm` is
+        the 2-norm of its sum. Once."""
+        self._part = norm, self._weights.totals()[part], part
 
     def add(self, loss: Loss, extra: Mapping[str, Any] | None = None, part: int = 0) -> None:
         """Take in one micro-batch, of `part`. `extra` holds further metrics: name to (sum, weight)."""
@@ -91,9 +91,9 @@ class Totals:
         return sorted({*self._losses.not_finite(), *self._weights.not_finite()})
 
     def _first(self, on_device: bool) -> list[Tensor | float]:
-        """Of the first micro-batch the squared norm of its gradient's sum over its weight, the weight,
-        and 1; zeros if it was not taken in or weighs nothing. Sums of these over ranks are those of
-        which means follow by weight."""
+        """Of what `add_part` took in the squared norm of its summed gradient over its weight, the
+        weight, and 1; zeros if it took in nothing, or what weighs nothing. From the sums of these over
+        ranks means by weight follow."""
         sums: list[Tensor | float] = [0.0] * (3 * self._num_parts)
         if self._part is None:
             return sums

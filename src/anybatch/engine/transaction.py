@@ -33,6 +33,7 @@ from anybatch.compute.loss_reduction_check import warn_of_collate, warn_of_no_gr
 from anybatch.data import Bad, BadSamples, to_device, told_samples
 from anybatch.data.evaluation import join
 from anybatch.data.generators import Borrowed
+from anybatch.data.schedule import measures_noise
 from anybatch.engine.bad_sample_search import OneByOne
 from anybatch.engine.headroom import Crossing, Headroom
 from anybatch.engine.joint import JointPasses
@@ -60,9 +61,6 @@ from anybatch.process.interrupts import held
 LEAST_LOSS_SCALE = 2.0**-14
 """Below this scale, which is that of float16's smallest normal number, gradients that still overflow
 do so of themselves, not because they were scaled up."""
-
-ALL_MEASURED, MEASURED_EVERY = 256, 4
-"""The noise of gradients is measured in each of so many steps at first, then in one of so many."""
 
 
 _SETTLED_AFTER = 3
@@ -422,7 +420,7 @@ class Transactions:
                     if loss.outputs is not None:
                         outputs.append((to_device(loss.outputs, "cpu"), micro.num_samples))
                     if measured and (norm := group.sum_norm(replica, micro.last)) is not None:
-                        staged.totals.add_part(norm, loss.weight, micro.part)
+                        staged.totals.add_part(norm, micro.part)
                     staged.numbers.append(number)
                 elif micro.batch is not None:  # run for the others' sake, before all that count
                     self._buffers.put_back_buffers()
@@ -472,14 +470,13 @@ class Transactions:
 
     def _is_measured(self, micro: MicroBatch, staged: Staged) -> bool:
         """Whether to look, after this pass, how large the gradient of so few samples is: after the
-        first one on this rank, if its samples are a part of the step, and one like any other, not the
-        longest of all, and if its loss is its own. It reads every gradient once, which costs some
-        percent of a step that does little else: so later on only some steps are measured."""
-        is_due = self._index < ALL_MEASURED or self._index % MEASURED_EVERY == 0
+        first one on this rank, or, where the longest samples come first, after those before them; if
+        they are not all of the step, and their loss is their own. It reads every gradient once."""
         is_first = bool(micro.num_samples) and not staged.numbers
+        is_part = is_first if micro.padded is None else micro.ends_drawn
         is_whole = micro.last and self._group.size == 1
-        is_alone = micro.padded is None and not self._replica.is_joint
-        return is_due and is_first and not is_whole and is_alone
+        is_due = measures_noise(self._index)
+        return is_due and is_part and not is_whole and not self._replica.is_joint
 
     @contextmanager
     def _naming(self, staged: Staged, number: int) -> Iterator[None]:

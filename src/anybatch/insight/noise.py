@@ -48,6 +48,8 @@ class NoiseScale:
         weight_per_sample: what a sample weighs, on average. Times this, samples are units of weight.
         square: the mean of |G|^2.
         noise: the mean of tr(Sigma) of one sample.
+        tokens_per_sample: on average, where the global batch is in `Tokens`. Times this, samples are
+            tokens, as the batch counts them.
     """
 
     first_step: int
@@ -59,11 +61,19 @@ class NoiseScale:
     weight_per_sample: float
     square: float
     noise: float
+    tokens_per_sample: float | None = None
 
     @property
     def weight(self) -> float | None:
         """The noise scale in units of weight, such as tokens."""
         return None if self.samples is None else self.samples * self.weight_per_sample
+
+    @property
+    def tokens(self) -> float | None:
+        """The noise scale in tokens; None, too, where the global batch is not in `Tokens`."""
+        if self.samples is None or self.tokens_per_sample is None:
+            return None
+        return self.samples * self.tokens_per_sample
 
 
 def scale_of(blocks: Sequence[Block]) -> NoiseScale | None:
@@ -100,6 +110,7 @@ def scale_of(blocks: Sequence[Block]) -> NoiseScale | None:
         per_sample,
         square,
         noise,
+        whole.tokens / whole.samples if whole.tokens else None,
     )
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import final
 
@@ -40,6 +40,7 @@ class Block:
         samples, weight: of these together.
         square: sum of their estimates of |G|^2, each times its weight.
         noise: the same of tr(Sigma), for a unit of weight.
+        tokens: total length of the samples, where the global batch is in `Tokens`; else 0.
     """
 
     first_step: int
@@ -49,6 +50,7 @@ class Block:
     weight: float
     square: float
     noise: float
+    tokens: float = 0.0
 
     def __add__(self, later: Block) -> Block:
         return Block(
@@ -59,6 +61,7 @@ class Block:
             self.weight + later.weight,
             self.square + later.square,
             self.noise + later.noise,
+            self.tokens + later.tokens,
         )
 
 
@@ -69,8 +72,10 @@ def block_of(
     grad_norm: float | None,
     part_weight: float | None,
     part_grad_norm: float | None,
+    tokens_per_sample: float = 0.0,
 ) -> Block | None:
-    """One step, from the fields of `StepDone`; None if it was not measured, or is not finite."""
+    """One step, from the fields of `StepDone`; None if it was not measured, or is not finite.
+    `tokens_per_sample`: on average; 0: the global batch is not in tokens."""
     if grad_norm is None or part_weight is None or part_grad_norm is None:
         return None
     if not (0 < part_weight < weight and samples > 0):
@@ -80,7 +85,8 @@ def block_of(
     noise = (part - whole) / (1 / part_weight - 1 / weight)
     if not (math.isfinite(square) and math.isfinite(noise)):
         return None
-    return Block(step, step, 1, samples, weight, weight * square, weight * noise)
+    tokens = samples * tokens_per_sample
+    return Block(step, step, 1, samples, weight, weight * square, weight * noise, tokens)
 
 
 @final
@@ -106,6 +112,7 @@ class Series:
                 event.grad_norm,
                 event.part_weight,
                 event.part_grad_norm,
+                (event.tokens_seen or 0.0) / event.samples_seen,
             )
         )
 
@@ -130,6 +137,14 @@ class Series:
     def blocks(self) -> Sequence[Block]:
         """In order, without gaps but for steps that were not measured."""
         return (*self._blocks, *(() if self._open is None else (self._open,)))
+
+
+def in_unit_of_batch(blocks: Sequence[Block]) -> tuple[Sequence[Block], str]:
+    """`blocks`, with `samples` counted as the global batch is, and the name of that unit: `samples`, or
+    `tokens`."""
+    if not blocks or not all(block.tokens for block in blocks):
+        return blocks, "samples"
+    return [replace(block, samples=block.tokens) for block in blocks], "tokens"
 
 
 def joined(blocks: Sequence[Block], count: int) -> list[Block]:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 
 from anybatch.insight.noise import LEAST_STEPS, NoiseScale, latest, windows
-from anybatch.insight.noise_series import Block, total
+from anybatch.insight.noise_series import Block, in_unit_of_batch, total
 from anybatch.plans import Plan
 from anybatch.units import format_count
 
@@ -27,40 +27,42 @@ _FAR = 10  # times the noise scale, or a part of it: then a batch is told to be 
 
 
 def lines(plan: Plan, blocks: Sequence[Block]) -> list[tuple[str, str]]:
-    """(what, how) lines about the batch of a run under `plan`; none where nothing was measured."""
+    """(what, how) lines about the batch of a run under `plan`, in samples, or in tokens if its global
+    batch is; none where nothing was measured."""
+    blocks, unit = in_unit_of_batch(blocks)
     now, course = latest(blocks), windows(blocks)
     if now is None:
         return []
     of_late = blocks[-max(1, len(blocks) // 4) :]
     size = mean_batch(plan, of_late)
-    told = [
-        ("noise scale", f"{described(now)}, over steps {now.first_step:,} to {now.last_step:,}")
-    ]
+    during = f"over steps {now.first_step:,} to {now.last_step:,}"
+    told = [("noise scale", f"{described(now, unit)}, {during}")]
     if len(course) > 1:
-        told.append(("at first", described(course[0])))
+        told.append(("at first", described(course[0], unit)))
+    batch = f"batch of {format_count(size)}"
     if now.samples is None or now.high is None:
-        told.append((f"batch of {format_count(size)}", _at_least(size, now.low)))
+        told.append((batch, _at_least(size, now.low, unit)))
     else:
-        told.append((f"batch of {format_count(size)}", _verdict(size, now.samples)))
-        told += _others(size, now.samples)
+        told.append((batch, _verdict(size, now.samples, unit)))
+        told += _others(size, now.samples, unit)
     return [*told, ("assuming", ASSUMPTIONS)]
 
 
 def mean_batch(plan: Plan, blocks: Sequence[Block]) -> int:
-    """Samples of a step under `plan`; where steps differ in size, of a mean one of `blocks`."""
+    """The size of a step under `plan`, as `blocks` count; where steps differ, of a mean one."""
     if not plan.task.batch_rule or not blocks:
         return plan.task.global_batch
     whole = total(blocks)
     return max(1, round(whole.samples / whole.num_steps))
 
 
-def described(scale: NoiseScale) -> str:
+def described(scale: NoiseScale, unit: str = "samples") -> str:
     """`820 samples (640 to 1,100)`, or what is known of it."""
     if scale.samples is None or scale.high is None:
         if scale.low < 0.5:
             return "not known: gradient and noise cannot be told apart in so few steps"
-        return f"at least {_samples(scale.low)}"
-    return f"{_samples(scale.samples)} ({_figure(scale.low)} to {_figure(scale.high)})"
+        return f"at least {_amount(scale.low, unit)}"
+    return f"{_amount(scale.samples, unit)} ({_figure(scale.low)} to {_figure(scale.high)})"
 
 
 def steps_of(batch: float, scale: float) -> float:
@@ -73,24 +75,26 @@ def samples_of(batch: float, scale: float) -> float:
     return 1 + batch / scale if scale else math.inf
 
 
-def _verdict(batch: int, scale: float) -> str:
+def _verdict(batch: int, scale: float, unit: str) -> str:
     """What a batch costs, and whether a larger or a smaller one is the better."""
     steps, samples = steps_of(batch, scale), samples_of(batch, scale)
-    cost = f"{steps:.3g}x the minimum of steps, {samples:.3g}x the minimum of samples"
+    if not scale:
+        return "the minimum of steps: a larger one would not save any"
+    cost = f"{steps:.3g}x the minimum of steps, {samples:.3g}x the minimum of {unit}"
     if batch > _FAR * scale:
         return f"{cost}: a larger one would hardly save a step"
     if batch * _FAR < scale:
-        return f"{cost}: a larger one would save steps at hardly any cost in samples"
+        return f"{cost}: a larger one would save steps at hardly any cost in {unit}"
     return cost
 
 
 def unmeasured(plan: Plan, num_steps: int) -> str:
     """Why a run of so many steps under `plan` has no noise scale, and how to get it, in a sentence."""
     passes, half = plan.largest_amount / plan.choice.micro_batch, plan.choice.micro_batch // 2
-    if plan.task.longest is not None:
+    if plan.task.longest is not None and plan.task.grain is not None:
         why = (
-            "samples of a step are in order of their length, so its first micro-batch is not like the"
-            " others; without lengths in the task it is"
+            "the grains of a reproducible step are in order of the length of its samples, so the first"
+            " is not like the others; without lengths in the task it is"
         )
     elif plan.parallel == "shard":
         why = (
@@ -119,27 +123,28 @@ def unmeasured(plan: Plan, num_steps: int) -> str:
     return f"The noise scale was not measured: {why}."
 
 
-def _at_least(size: int, low: float) -> str:
+def _at_least(size: int, low: float, unit: str) -> str:
     if low < 0.5:
         return "not known what it costs: train longer, or at a larger batch, to know"
     steps, samples = steps_of(size, low), samples_of(size, low)
     return (
-        f"at least {steps:.3g}x the minimum of steps, at most {samples:.3g}x the minimum of samples"
+        f"at least {steps:.3g}x the minimum of steps, at most {samples:.3g}x the minimum of {unit}"
     )
 
 
-def _others(batch: int, scale: float) -> list[tuple[str, str]]:
+def _others(batch: int, scale: float, unit: str) -> list[tuple[str, str]]:
     """What other batches would do for the same progress."""
     told = []
     for name, factor in (("half of it", 0.5), ("twice as much", 2.0)):
         steps = steps_of(batch * factor, scale) / steps_of(batch, scale) - 1
-        samples = samples_of(batch * factor, scale) / samples_of(batch, scale) - 1
-        told.append((name, f"{steps:+.0%} steps, {samples:+.0%} samples for the same progress"))
+        samples = samples_of(batch * factor, scale) / samples_of(batch, scale) if scale else factor
+        samples -= 1
+        told.append((name, f"{steps:+.0%} steps, {samples:+.0%} {unit} for the same progress"))
     return told
 
 
-def _samples(value: float) -> str:
-    return f"{_figure(value)} sample{'' if _round(value) == 1 else 's'}"
+def _amount(value: float, unit: str) -> str:
+    return f"{_figure(value)} {unit.removesuffix('s') if _round(value) == 1 else unit}"
 
 
 def _figure(value: float) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from anybatch.process import early_stop_signal
+from anybatch.process.import_memory import check_addresses, explained
 
 _sets_aside = False
 
@@ -26,8 +27,14 @@ def stay() -> None:
 @contextmanager
 def loading() -> Iterator[None]:
     """Inside, libraries are imported, and nothing else is done in this thread. The first time that a
-    process of anybatch's own does it, a signal ends it at once."""
-    with early_stop_signal.ending_at_once() if _sets_aside else nullcontext(), _uncollected():
+    process of anybatch's own does it, a signal ends it at once.
+
+    Raises `NoPlanFits` if there is no memory for them.
+    """
+    if _sets_aside:
+        check_addresses()
+    at_once = early_stop_signal.ending_at_once() if _sets_aside else nullcontext()
+    with explained(), at_once, _uncollected():
         yield
 
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from anybatch.data import (
     differs,
     divided_ghosts,
     ghosts,
+    least_drawn,
     micro_batches,
     micro_batches_by_length,
     on_device,
@@ -68,7 +70,11 @@ class Cutting:
             return Passes(parts, [[len(part)] if part else [] for part in parts])
         cut, padded = self._micro_batches(choice, extent, group.rank), self._padded(extent)
         if not group.lockstep:
-            return Passes(cut, ghost, padded=padded, places=self._places(extent))
+            num_drawn = self._num_drawn(extent, len(cut))
+            if num_drawn:
+                cut = self._micro_batches(choice, extent, group.rank, num_drawn)
+            places = self._places(extent)
+            return Passes(cut, ghost, padded=padded, places=places, num_drawn=num_drawn)
         most = max(len(self._micro_batches(choice, extent, rank)) for rank in range(group.size))
         # Any samples do: they are given no weight. A norm needs several.
         again = cut[0] if cut else range(min(ghost or 1, extent.num_samples))
@@ -97,11 +103,25 @@ class Cutting:
             return None
         return lambda part: padded_size(lengths, part) / self._longest
 
-    def _micro_batches(self, choice: Choice, extent: Extent, rank: int) -> Sequence[range]:
+    def _num_drawn(self, extent: Extent, num_passes: int) -> int:
+        """So many of the first samples are given passes of their own, so that noise can be measured by
+        their gradient. None where the step is a single pass, which has nothing to be compared with."""
+        unit, part = self._ghost or 1, self._share(extent, self._group.shares, self._group.rank)
+        count = -(-least_drawn(extent.num_samples) // unit) * unit
+        fits = part.start == 0 and count <= extent.num_drawn and count + unit <= part.stop
+        is_cut = num_passes > 1 or self._group.size > 1
+        return count if fits and is_cut and self._grain is None else 0
+
+    def _micro_batches(
+        self, choice: Choice, extent: Extent, rank: int, num_drawn: int = 0
+    ) -> Sequence[range]:
         part, size = self._share(extent, self._group.shares, rank), choice.micro_batch
         if extent.lengths is None or self._grain is not None:
             return micro_batches(part, size, self._ghost, extent.num_samples)
-        return micro_batches_by_length(extent.lengths, part, size * self._longest, self._ghost)
+        most = size * self._longest
+        parts = (range(num_drawn), range(num_drawn, part.stop)) if num_drawn else (part,)
+        cuts = (micro_batches_by_length(extent.lengths, one, most, self._ghost) for one in parts)
+        return [*chain.from_iterable(cuts)]
 
 
 class Passes:
@@ -116,6 +136,7 @@ class Passes:
         padded: of a part, in samples of the longest, where they differ in length.
         places: from the first position of a pass to the numbers of its grain and of its part, where
             steps are cut into these.
+        num_drawn: so many of the first samples are passes by themselves, see `Extent`.
     """
 
     def __init__(
@@ -125,12 +146,14 @@ class Passes:
         num_idle: int = 0,
         padded: Callable[[range], float] | None = None,
         places: Callable[[int], tuple[int, int]] | None = None,
+        num_drawn: int = 0,
     ) -> None:
         self.parts: Sequence[range] = parts
         self._ghosts = ghosts
         self._num_idle = num_idle
         self._padded = padded
         self._places = places
+        self._num_drawn = num_drawn
 
     @property
     def num_samples(self) -> int:
@@ -154,6 +177,7 @@ class Passes:
             self._cut(number) if real else (),
             last=last,
             padded=self._padded(part) if self._padded is not None else None,
+            ends_drawn=bool(self._num_drawn) and part.stop == self._num_drawn,
         )
         if self._places is None:
             return micro

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from anybatch.events import OutOfMemory, Replanned
 from anybatch.insight.noise import NoiseScale, windows
-from anybatch.insight.noise_series import Block
+from anybatch.insight.noise_series import Block, in_unit_of_batch
 from anybatch.plans import Choice, Plan
 from anybatch.report.plot import Axis, Figure, Mark, Shape, Trace
 from anybatch.report.record import Record
@@ -321,8 +321,9 @@ def _range_axis(title: str, values: list[float]) -> Axis:
 
 
 def noise_scale(blocks: Sequence[Block], batch: int, on_average: str = "") -> Figure | None:
-    """The noise scale in windows of a run, with their intervals, and the batch of the run, in samples;
-    None where it is not known for any. `on_average`: said after the batch."""
+    """The noise scale in windows of a run, with their intervals, and the batch of the run, in samples
+    or tokens; None where it is not known for any. `on_average`: said after the batch."""
+    blocks, unit = in_unit_of_batch(blocks)
     course = windows(blocks)
     if not course:
         return None
@@ -333,7 +334,7 @@ def noise_scale(blocks: Sequence[Block], batch: int, on_average: str = "") -> Fi
     band = Trace(
         "interval of 95 %",
         x=[x for one in course for x in (one.first_step, one.last_step)],
-        y=[rounded(min(one.high or high, high)) for one in course for _ in range(2)],
+        y=[rounded(min(max(one.high or high, low), high)) for one in course for _ in range(2)],
         color="--teal-faint",
         kind="area",
         low=[rounded(max(one.low, low)) for one in course for _ in range(2)],
@@ -344,24 +345,24 @@ def noise_scale(blocks: Sequence[Block], batch: int, on_average: str = "") -> Fi
         y=[None if one is None else rounded(one.samples or 0.0) for one in known],
         color="--teal",
         kind="line and points",
-        text=["" if one is None else _interval(one) for one in known],
+        text=["" if one is None else _interval(one, unit) for one in known],
     )
     alt = "The band is the interval of 95 %"
     if None in known:
         alt += "; where it is open above, only the lower end is known"
-    alt += f". The line is the batch, {format_count(batch)} samples{on_average}."
+    alt += f". The line is the batch, {format_count(batch)} {unit}{on_average}."
     return Figure(
         *("noise-scale", "Noise scale", alt, [band, middles]),
         x=Axis("step"),
-        y=Axis("samples (logarithmic)", (low, high), is_log=True),
+        y=Axis(f"{unit} (logarithmic)", (low, high), is_log=True),
         marks=[Mark("y", batch, "--amber", "batch")],
         height=320,
     )
 
 
-def _interval(scale: NoiseScale) -> str:
+def _interval(scale: NoiseScale, unit: str) -> str:
     return (
-        f"steps {scale.first_step:,} to {scale.last_step:,}: {scale.samples:,.3g} samples"
+        f"steps {scale.first_step:,} to {scale.last_step:,}: {scale.samples:,.3g} {unit}"
         f" ({scale.low:,.3g} to {scale.high or 0.0:,.3g})"
     )
 

@@ -18,7 +18,7 @@ import jinja2
 import numpy as np
 
 from anybatch.events import Event, Rebalanced, RunEnded
-from anybatch.insight.noise_series import Block
+from anybatch.insight.noise_series import Block, in_unit_of_batch
 from anybatch.insight.noise_text import lines, mean_batch, unmeasured
 from anybatch.plans import Plan
 from anybatch.process.files import write_whole
@@ -102,7 +102,8 @@ def _figures(plan: Plan, record: Record, noise: Sequence[Block]) -> dict[str, li
     loss = figures.loss(record)
     candidates = figures.candidates(plan)
     on_average = " on average" if plan.task.batch_rule else ""
-    scale = figures.noise_scale(noise, mean_batch(plan, noise), on_average)
+    size = mean_batch(plan, in_unit_of_batch(noise)[0])
+    scale = figures.noise_scale(noise, size, on_average)
     return {
         "memory": [memory] if memory else [],
         "loss": [loss] if loss else [],

@@ -7,6 +7,7 @@ both.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ _COLUMNS = (
     *("step", "loss", "learning_rate", "grad_norm", "samples"),
     *("seconds", "data_seconds", "memory_bytes"),
     *("weight", "part_weight", "part_grad_norm"),
+    *("samples_seen", "tokens_seen"),
 )
 
 
@@ -90,8 +92,10 @@ class Record:
         """What the steps tell of the noise in their gradients."""
         series = Series()
         names = ("step", "samples", "weight", "grad_norm", "part_weight", "part_grad_norm")
-        for step, *rest in zip(*(self._columns[name] for name in names), strict=True):
-            series.add(block_of(int(step), *rest))
+        columns = [self._columns[name] for name in (*names, "samples_seen", "tokens_seen")]
+        for step, *rest, samples, tokens in zip(*columns, strict=True):
+            per_sample = 0.0 if math.isnan(tokens) else tokens / samples
+            series.add(block_of(int(step), *rest, tokens_per_sample=per_sample))
         return series.blocks
 
     def metric(self, name: str) -> NDArray[np.float64]:

@@ -6,19 +6,20 @@ import numpy as np
 import pytest
 from tests.unit.report.fake_run import make_plan
 
+from anybatch.insight.noise import latest
 from anybatch.insight.noise_series import Series, block_of
 from anybatch.insight.noise_text import lines, samples_of, steps_of, unmeasured
 from anybatch.plans import Choice, Exchange
 
 
-def measured(steps=200, scale=1000.0, size=4096, part=512, spread=1e-4):
+def measured(steps=200, scale=1000.0, size=4096, part=512, spread=1e-4, tokens_per_sample=0.0):
     """Blocks of steps whose gradients have this noise scale, scattered a little."""
     rng, series = np.random.default_rng(0), Series()
     for step in range(1, steps + 1):
         one, other = (1 + spread * rng.standard_normal(2)).clip(0.1)
         whole = math.sqrt(one * (1 + scale / size))
         small = math.sqrt(other * (1 + scale / part))
-        series.add(block_of(step, size, size, whole, part, small))
+        series.add(block_of(step, size, size, whole, part, small, tokens_per_sample))
     return series.blocks
 
 
@@ -40,6 +41,20 @@ def test_the_scale_with_its_interval_and_what_the_batch_costs():
     assert "SGD" in found["assuming"]
 
 
+def test_where_the_batch_is_in_tokens_the_scale_is_too():
+    plan = make_plan()
+    plan = plan.model_copy(
+        update={"task": plan.task.model_copy(update={"batch_rule": "81920tokens"})}
+    )
+    found = told(plan, tokens_per_sample=20.0)
+    assert found["noise scale"].startswith("20,000 tokens (")
+    assert found["batch of 81,920"] == "1.24x the minimum of steps, 5.1x the minimum of tokens"
+    assert found["twice as much"] == "-10% steps, +80% tokens for the same progress"
+    scale = latest(measured(tokens_per_sample=20.0))
+    assert scale.tokens == pytest.approx(20 * scale.samples)
+    assert latest(measured()).tokens is None
+
+
 def test_a_batch_far_above_the_scale_saves_no_steps():
     assert told(scale=100.0)["batch of 4,096"].endswith("a larger one would hardly save a step")
 
@@ -47,6 +62,15 @@ def test_a_batch_far_above_the_scale_saves_no_steps():
 def test_a_batch_far_below_it_is_cheap_to_enlarge():
     found = told(scale=100_000.0)["batch of 4,096"]
     assert found.endswith("a larger one would save steps at hardly any cost in samples")
+
+
+def test_without_noise_work_is_in_proportion_to_the_batch():
+    steps = [block_of(step, 4096, 4096, 1.0, 512, 1.0) for step in range(1, 31)]
+    found = dict(lines(make_plan(), steps))
+    assert found["noise scale"].startswith("0 samples (0 to 0)")
+    assert found["batch of 4,096"] == "the minimum of steps: a larger one would not save any"
+    assert found["half of it"] == "+0% steps, -50% samples for the same progress"
+    assert found["twice as much"] == "+0% steps, +100% samples for the same progress"
 
 
 def test_a_gradient_that_noise_hides_gives_a_lower_end_alone():
@@ -72,8 +96,8 @@ def plan_of(micro_batch=4096, ranks=1, **changes):
         (plan_of(64, ranks=2, exchange=Exchange(stale=True)), "stale gradients"),
         (plan_of(64, ranks=2, norms="synchronised"), "a smaller ghost batch"),
         (
-            plan_of(64, task=make_plan().task.model_copy(update={"longest": 9, "padded": 4096})),
-            "in order of their length",
+            plan_of(64, task=make_plan().task.model_copy(update={"longest": 9, "grain": 8})),
+            "in order of the length of its samples",
         ),
         (plan_of(64), "it takes 10 steps at the least, and there were 7"),
         (plan_of(2048, ranks=2), "it takes 10 steps at the least"),

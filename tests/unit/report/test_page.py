@@ -7,6 +7,7 @@ import math
 import random
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -392,6 +393,23 @@ def test_the_noise_scale_is_drawn_with_its_interval_beside_the_batch(tmp_path):
     assert min(band["low"]) < min(curve["y"]) < max(curve["y"]) < max(band["y"])
     assert max(band["x"]) == 200
     assert "x the minimum of steps" in page.text
+
+
+def test_it_is_in_tokens_where_the_batch_is(tmp_path):
+    steps = [replace(one, tokens_seen=20 * one.samples_seen) for one in noisy(200)]
+    plan = make_plan()
+    task = plan.task.model_copy(update={"batch_rule": "81920tokens"})
+    plan = plan.model_copy(update={"task": task})
+    page = page_of(tmp_path / "tokens", [make_start(), *steps, make_end()], plan)
+    layout = page.specs["noise-scale"]["layout"]
+    assert layout["yaxis"]["title"] == "tokens (logarithmic)"
+    assert layout["marks"][0]["value"] == 81_920
+    plain = page_of(tmp_path / "samples", [make_start(), *noisy(200), make_end()])
+    samples = plain.specs["noise-scale"]["data"][1]["y"]
+    assert page.specs["noise-scale"]["data"][1]["y"] == pytest.approx(
+        [20 * value for value in samples], rel=1e-3
+    )
+    assert "81,920 tokens on average" in page.text
 
 
 def test_where_only_a_lower_end_is_known_the_band_is_open(tmp_path):

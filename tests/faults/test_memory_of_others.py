@@ -1,0 +1,181 @@
+"""The memory of a control group, and other processes that take it while a run goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.faults.memory_group import MemoryGroup, memory_group, why_not
+
+MIB = 1 << 20
+LIMIT = 600 * MIB
+SECONDS = 240.0
+
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
+
+TASK = """
+import time
+import torch
+from torch import nn
+import anybatch as ab
+
+# A pass over all of a global batch takes 8,192 * 41 * 256 * 8 bytes, 656 MiB.
+SIZE, STEPS = 8192, 12
+
+def task(pause: float = 0.0):
+    draw = torch.Generator().manual_seed(0)
+    inputs = torch.randn(2 * SIZE, 16, generator=draw, dtype=torch.float64)
+    data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+
+    def model():
+        layers = [layer for _ in range(20) for layer in (nn.Tanh(), nn.Sigmoid())]
+        return nn.Sequential(nn.Linear(16, 256), *layers, nn.Linear(256, 1)).double()
+
+    def loss(model, batch):
+        time.sleep(pause * len(batch[1]) / SIZE)
+        return (model(batch[0]) - batch[1]).square().sum(), len(batch[1])
+
+    return ab.Task(
+        model=model, loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2),
+        train=data, global_batch=SIZE, steps=STEPS, seed=3,
+    )
+"""
+
+HOG = """
+import sys
+from pathlib import Path
+
+counts, limit = Path(sys.argv[1]), int(sys.argv[2])
+held = []
+while "oom_kill 0" in counts.read_text() and len(held) << 22 < limit:
+    held.append(b"x" * (1 << 22))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_groups():
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of the task without any limit."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = start(folder).communicate(timeout=SECONDS)
+    return (
+        weights(folder) if (folder / "run/model.safetensors").exists() else pytest.fail(str(done))
+    )
+
+
+def start(folder: Path, *options: str, group: MemoryGroup | None = None) -> subprocess.Popen[str]:
+    (folder / "task.py").write_text(TASK)
+    words = [sys.executable, "-m", "anybatch", "train", "task.py", "--out", "run", *options]
+    return subprocess.Popen(
+        words if group is None else group.command(*words, is_victim=True),
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "run/model.safetensors")
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("memory", [None, "150MiB"])
+def test_a_run_keeps_to_the_memory_of_its_group(
+    memory: str | None, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+):
+    with memory_group(LIMIT) as group:
+        run = start(tmp_path, *(() if memory is None else ("--memory", memory)), group=group)
+        _, errors = run.communicate(timeout=SECONDS)
+        assert (run.returncode, group.num_killed) == (0, 0), errors
+        assert group.most_bytes <= LIMIT
+    plan = json.loads((tmp_path / "run/plan.json").read_text())
+    if memory is None:
+        # 90% of what the group had left when the process had loaded torch.
+        assert 0.3 * LIMIT < plan["budget_bytes"] < 0.9 * LIMIT
+    else:
+        assert plan["budget_bytes"] == 150 * MIB
+    assert_same(weights(tmp_path), undisturbed)
+
+
+LOOK = "from anybatch.machine import Machine; d = Machine.here(device='cpu').device; "
+LOOK += "print(d.total_bytes, d.free_bytes, d.budget_bytes, d.limit)"
+NEIGHBOR = "held = b'x' * (200 << 20); print(flush=True); input()"
+
+
+def test_what_others_hold_in_the_group_is_no_part_of_the_budget():
+    with memory_group(LIMIT) as group:
+
+        def look() -> tuple[int, int]:
+            words = group.command(sys.executable, "-c", LOOK)
+            done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=True)
+            total, free, budget, limit = done.stdout.split(maxsplit=3)
+            assert int(total) == LIMIT
+            assert str(group.folder) in limit
+            return int(free), int(budget)
+
+        alone = look()
+        words = group.command(sys.executable, "-c", NEIGHBOR)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(words, **pipes) as neighbor:
+            assert neighbor.stdout is not None
+            neighbor.stdout.readline()
+            beside = look()
+            neighbor.communicate(b"\n", timeout=SECONDS)
+    # The neighbor's interpreter takes some MiB, too.
+    assert 200 * MIB <= alone[0] - beside[0] < 240 * MIB
+    assert beside[1] == int(0.9 * beside[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_whose_memory_another_process_takes_ends_with_the_right_weights(
+    ranks: int, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+):
+    """The kernel kills one of its processes. Ranks are started again; a single process has left its
+    checkpoint, from which the same command goes on."""
+    words = ["--ranks", str(ranks), "--checkpoint-every", "1", "-s", "pause=0.3"]
+    with memory_group(ranks * LIMIT) as group:
+        run = start(tmp_path, *words, group=group)
+        wait_for_step(tmp_path / "run/events.jsonl", 3, run)
+        counts = group.folder / "memory.oom_control"
+        counts = counts if counts.exists() else group.folder / "memory.events"
+        hog = [sys.executable, "-c", HOG, str(counts), str(ranks * LIMIT)]
+        subprocess.run(group.command(*hog), timeout=SECONDS, check=True)
+        _, errors = run.communicate(timeout=SECONDS)
+        assert group.num_killed
+        if run.returncode:
+            assert run.returncode == -signal.SIGKILL, errors
+            assert list((tmp_path / "run/checkpoints").iterdir())
+            run = start(tmp_path, *words, "--resume", group=group)
+            _, errors = run.communicate(timeout=SECONDS)
+        else:
+            assert "killed" in errors
+        assert run.returncode == 0, errors
+    assert_same(weights(tmp_path), undisturbed)
+
+
+def wait_for_step(log: Path, step: int, run: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not (log.exists() and f'"step": {step}' in log.read_text()):
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
