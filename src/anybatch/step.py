@@ -560,7 +560,6 @@ class Step:
             group,
             device=self._device,
             thread=engine.thread,
-            crossing=engine.crossing,
             limit=self._limit,
             meter=self._meter,
             sink=self._emit,

@@ -574,14 +574,14 @@ class Replica:
         parts = (p.to_local() if isinstance(p, DTensor) else p for p in self.parameters)
         return [part.nbytes for part in parts]
 
-    def update_bytes(self) -> tuple[int, int]:
-        """What the update allocates, where nobody has traced it: about, and generously. States that are
-        not there yet, and working copies."""
+    def update_bytes(self) -> int:
+        """About what the update allocates, where nobody has traced it: states that are not there yet,
+        and working copies."""
         sizes = self.part_bytes()
         new = sum(s for p, s in zip(self.parameters, sizes, strict=True) if not self._has_state(p))
         at_once = self.optimizer.defaults.get("foreach")
         worked_on = sum(sizes) if at_once else max(sizes, default=0)
-        return self._num_states() * new + 2 * worked_on, 3 * new + 4 * worked_on
+        return self._num_states() * new + 2 * worked_on
 
     def state_bytes(self) -> int:
         """What the optimizer's states take once they are there, where nobody has traced it: about."""

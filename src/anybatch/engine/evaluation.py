@@ -22,7 +22,6 @@ from anybatch.compute.joint import tensors_in, with_tensors
 from anybatch.compute.modes import evaluating
 from anybatch.data import Bad, BadSamples, to_device
 from anybatch.data.evaluation import join, turns
-from anybatch.engine.headroom import Crossing
 from anybatch.engine.ladder import BatchLadder, nothing_leaner
 from anybatch.engine.limit import Limit
 from anybatch.engine.meter import Meter
@@ -102,7 +101,6 @@ class Evaluation:
         group: the ranks.
         device: of the replica.
         thread: where steps are computed.
-        crossing: around what ranks do together.
         limit: the memory budget, entered.
         meter: of the memory in use.
         sink: gets the events of recovery.
@@ -117,7 +115,6 @@ class Evaluation:
         *,
         device: torch.device,
         thread: StepThread,
-        crossing: Crossing,
         limit: Limit,
         meter: Meter,
         sink: Sink,
@@ -131,7 +128,6 @@ class Evaluation:
         self._limit = limit
         self._meter = meter
         self._sink = sink
-        self._crossing = crossing
         self._ladder = BatchLadder()
         self._names = Names(group)
         self._scores: tuple[list[int], Scores] | None = None
@@ -167,9 +163,8 @@ class Evaluation:
                 continue
             part, agreed = found
             states, encodings = part.more
-            with self._crossing.open():
-                names = self._names.common(part.names, agreed)
-                figures = scores.results(states)
+            names = self._names.common(part.names, agreed)
+            figures = scores.results(states)
             means = Means(agreed.totals, names)
             named = [means.metrics, figures]
             if together is not None and self._replica.is_joint:
@@ -192,8 +187,7 @@ class Evaluation:
         if isinstance(found, list):
             return found
         part, agreed = found
-        with self._crossing.open():
-            return Means(agreed.totals, self._names.common(part.names, agreed))
+        return Means(agreed.totals, self._names.common(part.names, agreed))
 
     def _compare(self, encoded: Any, size: int) -> _Part:
         """This rank's turns among the comparisons of all samples, `size` at a time."""
@@ -236,8 +230,7 @@ class Evaluation:
         joined: Any = None
         told = RankReport()
         wrong: Exception | None = None
-        with self._crossing.open():
-            everyone = self._group.exchange(mine)
+        everyone = self._group.exchange(mine)
         try:
             pieces = list(
                 _in_turn(everyone, self._group.shares)
@@ -248,8 +241,7 @@ class Evaluation:
         except Exception as error:
             told = self._told(error, "prediction")
             wrong = None if told.can_be_mended else error
-        with self._crossing.open():
-            every_told = self._group.exchange(told)
+        every_told = self._group.exchange(told)
         first_error(wrong, every_told, None)
         return joined, every_told if any(one.failure for one in every_told) else []
 
@@ -295,7 +287,6 @@ class Evaluation:
         if group.lockstep:
             group.begin()
         try:
-            self._crossing.reserve()
             part = self._thread.run(work)
         except PassAbandoned:  # another rank failed, and will say so in the vote
             pass
@@ -311,13 +302,12 @@ class Evaluation:
                     " one) need a loss that knows both, or no valid=."
                 )
         # The error is gone here, and with its traceback the tensors that the failed pass held.
-        with self._crossing.open():
-            if group.lockstep:  # the others may wait for this rank inside a pass
-                group.gather(told.failed)
-            agreed = group.agree(part.totals if part else None, part.samples if part else 0)
-            if part is not None and agreed is not None:
-                return part, agreed
-            everyone = group.exchange(told)
+        if group.lockstep:  # the others may wait for this rank inside a pass
+            group.gather(told.failed)
+        agreed = group.agree(part.totals if part else None, part.samples if part else 0)
+        if part is not None and agreed is not None:
+            return part, agreed
+        everyone = group.exchange(told)
         first_error(wrong, everyone, None)
         return everyone
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from anybatch.compute.lm_loss import wrong_target
 from anybatch.data import Bad, told_samples
 from anybatch.engine.bad_sample_search import OneByOne
-from anybatch.engine.headroom import Crossing
 from anybatch.engine.outcome import Again, PassedOver, by_rank
 from anybatch.engine.source import Source
 from anybatch.engine.totals import Means, Totals
@@ -75,16 +74,12 @@ class NonfinitePolicy:
 
     Args:
         group: the ranks.
-        crossing: around what they do together.
         blame: finds the samples; None: nobody looks.
         skips: whether bad data is skipped.
     """
 
-    def __init__(
-        self, group: Group, crossing: Crossing, blame: OneByOne | None, skips: bool
-    ) -> None:
+    def __init__(self, group: Group, blame: OneByOne | None, skips: bool) -> None:
         self._group = group
-        self._crossing = crossing
         self._blame = blame
         self._skips = skips
 
@@ -133,8 +128,7 @@ class NonfinitePolicy:
             mine = tuple(self._blame.gradients(staged.numbers, staged.source))
         everyone = [mine]
         if not self._group.diverges:  # else it is this rank's own, and no other has come here
-            with self._crossing.open():
-                everyone = self._group.exchange(mine)
+            everyone = self._group.exchange(mine)
         found = by_rank(everyone)
         if self._skips:
             why = f"the gradient has the norm {norm}, though the loss is {loss:.6g}"
@@ -152,8 +146,7 @@ class NonfinitePolicy:
         )
 
     def _not_finite(self, what: str, value: float, staged: Staged) -> PassedOver | Again:
-        with self._crossing.open():
-            everyone = self._group.exchange(self._suspicion(staged))
+        everyone = self._group.exchange(self._suspicion(staged))
         found = by_rank(one.bad for one in everyone)
         if self._skips:
             why = f"the {what} is {value}, and none of its samples is to blame alone"

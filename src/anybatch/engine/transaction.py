@@ -7,8 +7,8 @@
 Whatever fails before commit, on whichever rank, recovery is the same move on all of them: drop what is
 staged, put back what forward wrote, take a leaner plan (or a smaller loss scale), and run the step
 again. Where bad samples are to be skipped they are taken out of the step in the same way: what is left
-is a step of fewer samples. Commit itself does not fail for want of memory: what it needs at its peak is
-taken, and released, before the ranks agree, and is not given back to anybody else.
+is a step of fewer samples. What commit needs at its peak is allocated, and freed, before the ranks
+agree: if memory is refused after that, the rank ends.
 
 `run` is asked for a step by its index, from 0, which keys random state. Events and sentences tell it by
 its number, from 1 (see `events`), which is what `step` means in the engine.
@@ -16,6 +16,7 @@ its number, from 1 (see `events`), which is what `step` means in the engine.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,6 @@ from anybatch.data import Bad, BadSamples, to_device, told_samples
 from anybatch.data.evaluation import join
 from anybatch.data.generators import Borrowed
 from anybatch.engine.bad_sample_search import OneByOne
-from anybatch.engine.headroom import Crossing, Headroom
 from anybatch.engine.joint import JointPasses
 from anybatch.engine.ladder import Ladder, Leak, nothing_leaner
 from anybatch.engine.limit import Limit, uncounted
@@ -97,7 +97,6 @@ class Transactions:
     Attributes:
         thread: where steps are computed.
         rehearsal: passes that are undone.
-        crossing: around what ranks do together.
         wish: what this rank wishes; all know with the next step's vote.
         stops: whether it wishes to stop, too: by itself, for a signal handler to write.
         failed_together: whether the error that `run` raised last was met by all ranks at the same
@@ -133,18 +132,15 @@ class Transactions:
         self._commit_bytes = commit_bytes
         self._skips = skips
         self._buffers = SavedBuffers(replica.model, replica.loss_as_given, replica.parameter_writes)
-        self._headroom = Headroom(device)
-        self.crossing: Crossing = Crossing(group, device)
         self._joint = JointPasses(
             replica,
             group,
             randomness=randomness,
             limit=limit,
             buffers=self._buffers,
-            crossing=self.crossing,
             device=device,
         )
-        self._judge = NonfinitePolicy(group, self.crossing, blame, skips is not None)
+        self._judge = NonfinitePolicy(group, blame, skips is not None)
         self._ladder = Ladder()
         self._settled: tuple[int, int] | None = None  # a step, and bytes in use after it
         self.thread: StepThread = StepThread()
@@ -237,12 +233,10 @@ class Transactions:
 
     def close(self) -> None:
         """No further step will be run."""
-        self.crossing.close()
         self.thread.close()
 
     def _settle(self) -> None:
-        with self.crossing.open():
-            weight = self._group.settle(self._replica)
+        weight = self._group.settle(self._replica)
         if not weight:
             return
         norm = float(self._replica.finish(weight, self._clip_norm))
@@ -281,8 +275,7 @@ class Transactions:
                 means, agreed = voted
                 done: Committed | Again | _Steep | None = None
                 if self._judge.accepts(means):
-                    with self._headroom.opened():
-                        done = self._commit(means, before_update, agreed)
+                    done = self._commit(means, before_update, agreed)
                 if isinstance(done, Committed):
                     self._ladder.committed()
                     if self._settled is None and self._index >= _SETTLED_AFTER:
@@ -322,7 +315,6 @@ class Transactions:
         self._is_applied = self._has_voted = False
         self._joint.begin()
         try:
-            self.crossing.reserve()
             self._group.expect(staged.source.num_samples)
             self._group.begin()
             self._buffers.save()
@@ -353,29 +345,28 @@ class Transactions:
         begun = time.perf_counter()
         if staged.sums is None:
             self._joint.fail()
-        with self.crossing.open():
-            try:
-                self._group.gather(failed=told.failed)
-                sure.enter_context(self.thread.sure())
-                wish = self.wish | Wish.STOP if self.stops else self.wish
-                sums = None if told.failed else staged.sums
-                agreed = self._group.agree(sums, self._timer.last_seconds, wish)
-            except Exception as error:
-                if not self._is_common(error):
-                    raise
-                agreed, told = None, RankReport.of(error, "reduction", self._meter)
-            self._has_voted = True
-            staged.seconds += time.perf_counter() - begun
-            if agreed is None:
-                self._put_back()
-                everyone = self._group.exchange(told)
-                first_error(wrong, everyone, self._step)
-                return Again(everyone, by_rank(told.bad for told in everyone))
-            agreed = over_parts(agreed, self._group.num_parts)
-            means = Means(agreed.totals, self._names.common(staged.totals.names, agreed))
-            if self._judge.accepts(means):
-                self._group.accepted(agreed)
-            return means, agreed
+        try:
+            self._group.gather(failed=told.failed)
+            sure.enter_context(self.thread.sure())
+            wish = self.wish | Wish.STOP if self.stops else self.wish
+            sums = None if told.failed else staged.sums
+            agreed = self._group.agree(sums, self._timer.last_seconds, wish)
+        except Exception as error:
+            if not self._is_common(error):
+                raise
+            agreed, told = None, RankReport.of(error, "reduction", self._meter)
+        self._has_voted = True
+        staged.seconds += time.perf_counter() - begun
+        if agreed is None:
+            self._put_back()
+            everyone = self._group.exchange(told)
+            first_error(wrong, everyone, self._step)
+            return Again(everyone, by_rank(told.bad for told in everyone))
+        agreed = over_parts(agreed, self._group.num_parts)
+        means = Means(agreed.totals, self._names.common(staged.totals.names, agreed))
+        if self._judge.accepts(means):
+            self._group.accepted(agreed)
+        return means, agreed
 
     def _is_common(self, error: Exception) -> bool:
         """Whether all ranks have met `error`, a lack of memory, at the same place: then they can still
@@ -562,14 +553,11 @@ class Transactions:
         self._limit.reserve(need)
         on_host = self._device.type == "cpu"
         if is_limited() if on_host else need:
-            about, generously = self._replica.update_bytes()
-            pieces = self._replica.part_bytes()
-            self._headroom.take(need or (about if on_host else 0), generously, pieces)
+            try_out(need or self._replica.update_bytes(), self._replica.part_bytes(), self._device)
 
     def _clear(self) -> None:
         """After a failure: what it left in autograd's queue, so that there is room to tell of it."""
         self.thread.clear()
-        self._headroom.give_back()
 
     def _put_back(self) -> None:
         self._clear()
@@ -636,8 +624,7 @@ class Transactions:
                 for rank in range(self._group.size)
             ]
         else:
-            with self.crossing.open():
-                everyone = self._group.exchange(told)
+            everyone = self._group.exchange(told)
         first_error(wrong, everyone, step)
         return everyone
 
@@ -655,6 +642,18 @@ def _of_its_sample(error: DataError, source: Source, number: int) -> DataError:
         return error
     where = f"{'Row ' + str(error.row) + ' of micro-batch' if alone else 'Micro-batch'} {number}"
     return DataError(f"{error} {where} is {told_samples(names)}.", error.row)
+
+
+def try_out(num_bytes: int, pieces: Sequence[int], device: torch.device) -> None:
+    """Allocate so many bytes and free them, in pieces as large as the tensors of an update, which then
+    find their places where the pieces were: one piece would be taken from the driver, beside all that
+    the allocator has free. Raises a memory error if they cannot be had."""
+    held: list[torch.Tensor] = []
+    sizes = itertools.cycle(tuple(filter(None, pieces)) or (num_bytes,))
+    while num_bytes > 0:
+        size = min(next(sizes), num_bytes)
+        held.append(torch.empty(size, dtype=torch.uint8, device=device))
+        num_bytes -= size
 
 
 def to_reserve(plan: Plan) -> tuple[int, int]:
