@@ -22,7 +22,7 @@ from anybatch.compute.joint import tensors_in, with_tensors
 from anybatch.compute.modes import evaluating
 from anybatch.data import Bad, BadSamples, to_device
 from anybatch.data.evaluation import join, turns
-from anybatch.engine.ladder import BatchLadder, nothing_leaner
+from anybatch.engine.ladder import Waits, nothing_leaner
 from anybatch.engine.limit import Limit
 from anybatch.engine.meter import Meter
 from anybatch.engine.outcome import by_rank
@@ -128,7 +128,7 @@ class Evaluation:
         self._limit = limit
         self._meter = meter
         self._sink = sink
-        self._ladder = BatchLadder()
+        self._waits = Waits()
         self._names = Names(group)
         self._scores: tuple[list[int], Scores] | None = None
 
@@ -150,7 +150,6 @@ class Evaluation:
             PeerFailed: another rank raised an error.
         """
         functions, scores = self._split(metrics)
-        plan = self._grown(plan, step)
         while True:
             work = partial(self._add_up, batches, plan, loss, functions, scores)
             found = self._attempt(work, skips=self._leave_out is not None)
@@ -174,7 +173,7 @@ class Evaluation:
                     continue
                 means = compared
                 named.append(means.metrics)
-            self._ladder.evaluated()
+            self._waits.succeeded()
             return Measured(means.loss, _merged(named), int(sum(agreed.notes))), plan
 
     def _compared(self, mine: Any, together: Together) -> Means | list[RankReport]:
@@ -214,14 +213,13 @@ class Evaluation:
             InputError: the outputs for batches cannot be joined.
             PeerFailed: another rank raised an error.
         """
-        plan = self._grown(plan, step)
         while True:
             work = partial(self._collect, batches, plan, output)
             found = self._attempt(work, phase="prediction")
             if isinstance(found, tuple):
                 joined, found = self._joined(found[0].more, interleaved)
                 if not found:
-                    self._ladder.evaluated()
+                    self._waits.succeeded()
                     return joined, plan
             plan = self._make_room(plan, step, found)
 
@@ -256,7 +254,7 @@ class Evaluation:
         Raises `NoPlanFits` if there is no room for a single sample.
         """
         done, given = 0, plan
-        ladder = self._ladder if self._group.size == 1 else BatchLadder()
+        waits = self._waits if self._group.size == 1 else Waits()
         while True:
             told = RankReport()
             try:
@@ -270,7 +268,7 @@ class Evaluation:
                 told = self._told(error, "prediction")
                 if told.failure is None:
                     raise
-            plan = self._make_room(plan, step, [told], ladder)
+            plan = self._make_room(plan, step, [told], waits)
 
     def _attempt(
         self, work: Callable[[], _Part], skips: bool = False, phase: str = "evaluation"
@@ -378,50 +376,40 @@ class Evaluation:
     def _told(self, error: Exception, phase: str) -> RankReport:
         return RankReport.of(error, phase, self._meter)
 
-    def _grown(self, plan: Plan, step: int) -> Plan:
-        """The plan with the batch that memory ran out with, if it is time to try it again."""
-        found = self._ladder.up(plan.choice.evaluation_batch)
-        if found is None:
-            return plan
-        size, waited = found
-        return self._changed(plan, step, size, f"tried again after {waited} evaluations")
-
     def _make_room(
         self,
         plan: Plan,
         step: int,
         everyone: Sequence[RankReport],
-        ladder: BatchLadder | None = None,
+        waits: Waits | None = None,
     ) -> Plan:
         """The plan with half the batch. `everyone`: the word of all ranks, or of this one alone."""
         size = plan.choice.evaluation_batch
         mine = everyone[self._group.rank if len(everyone) > 1 else 0].failure
         if mine is not None:
             self._thread.recover(mine)
-        found = (ladder or self._ladder).down(size)
-        then = "" if found is None else f"evaluation batch {found[0]}"
+        waits = waits or self._waits
+        seconds = waits.seconds() if size == 1 else 0.0
+        then = "" if seconds is None else f"evaluation batch {max(1, size // 2)}"
         for event in memory_events(everyone, step, size, plan, then):
             self._sink(event)
         worst = next(told for told in everyone if told.failure)
         assert worst.failure is not None
-        if found is None:
+        if seconds is None:
             raise NoPlanFits(nothing_leaner(plan, worst.phase, worst.failure))
-        if found[0] == size:
-            time.sleep(found[1])
+        if size == 1:
+            time.sleep(seconds)
             return plan
-        return self._changed(plan, step, found[0], f"memory ran out in {worst.phase}")
-
-    def _changed(self, plan: Plan, step: int, size: int, reason: str) -> Plan:
-        """The plan with batches of `size`."""
-        choice = plan.choice.model_copy(update={"evaluation_batch": size})
+        waits.worked = False
+        choice = plan.choice.model_copy(update={"evaluation_batch": size // 2})
         changed = plan.model_copy(update={"choice": choice})
         self._sink(
             Replanned(
                 time=time.time(),
                 step=step,
-                reason=reason,
-                before=f"evaluation batch {plan.choice.evaluation_batch}",
-                after=f"evaluation batch {size}",
+                reason=f"memory ran out in {worst.phase}",
+                before=f"evaluation batch {size}",
+                after=then,
                 plan=changed.model_dump(mode="json"),
             )
         )
