@@ -266,7 +266,7 @@ class Transactions:
         told, wrong = self._stage(staged)
         # The error is gone here, and with its traceback the tensors that the failed pass held.
         if told.failed:
-            self._clear()
+            self.thread.clear()  # so that there is room to tell of it
         try:
             with ExitStack() as sure:  # no rank is interrupted when others go on to commit
                 voted = self._vote(staged, told, wrong, sure)
@@ -555,12 +555,8 @@ class Transactions:
         if is_limited() if on_host else need:
             try_out(need or self._replica.update_bytes(), self._replica.part_bytes(), self._device)
 
-    def _clear(self) -> None:
-        """After a failure: what it left in autograd's queue, so that there is room to tell of it."""
-        self.thread.clear()
-
     def _put_back(self) -> None:
-        self._clear()
+        self.thread.clear()
         self._replica.drop()
         if not self._is_applied:  # else they go with the parameters as they are by now
             self._buffers.put_back()
