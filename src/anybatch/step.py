@@ -570,11 +570,12 @@ class Step:
         and otherwise one that cuts. All ranks call it. `fits`: whether it may fit on this one."""
         group, tells = self._group, self._num_steps > 0
         size = self._planned_for
+        what = "a batch that is larger than those before" if tells else "the batch"
         fits = together(group, lambda: fits and self._fits_whole(engine, batch, size))
         if all(group.exchange(fits)):
             self._plans = group.exchange(self._own)
             plan, _ = _agreed_plan(group, self._plans)
-            engine.follow(plan, step_number(self._num_steps), "it fits in one piece", tells)
+            engine.follow(plan, step_number(self._num_steps), f"{what} fits in one piece", tells)
             return
         if self._is_whole:
             self._ghost = self._largest_ghost(engine, batch, size)
@@ -594,7 +595,7 @@ class Step:
         self._own = together(group, planned)
         self._plans = group.exchange(self._own)
         plan, _ = _agreed_plan(group, self._plans)
-        reason = "the batch does not fit in one piece"
+        reason = f"{what} does not fit in one piece"
         engine.follow(plan, step_number(self._num_steps), reason, tells)
         if group.size == 1:
             found = self._rehearsed(engine, batch)
