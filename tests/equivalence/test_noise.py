@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 import anybatch as ab
 from anybatch.data import steps_of as steps_of_task
-from anybatch.engine import transaction
+from anybatch.engine import passes
 from anybatch.parallel import SingleDevice
 
 
@@ -51,7 +51,7 @@ def test_a_reproducible_run_measures_its_first_grain():
 
 
 def test_later_on_one_step_in_four_is_measured(monkeypatch):
-    monkeypatch.setattr(transaction, "ALL_MEASURED", 2)
+    monkeypatch.setattr(passes, "ALL_MEASURED", 2)
     task = standing(task_of(World(loss="weighted", last="wrap")))
     done = steps_of(task, 4, count=10)
     assert [one.step for one in done if one.part_weight is not None] == [1, 2, 5, 9]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anybatch.engine.transaction import try_out
+from anybatch.engine.update_room import try_out
 
 
 @pytest.mark.parametrize(
