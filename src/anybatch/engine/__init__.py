@@ -23,8 +23,8 @@ from anybatch.engine.rehearsal import Rehearsed as Rehearsed
 from anybatch.engine.skips import Skips as Skips
 from anybatch.engine.source import MicroBatch as MicroBatch
 from anybatch.engine.transaction import Transactions as Transactions
-from anybatch.engine.transaction import to_reserve as to_reserve
 from anybatch.engine.trial import Trial as Trial
+from anybatch.engine.update_room import to_reserve as to_reserve
 from anybatch.engine.watchdog import Pulse as Pulse
 from anybatch.engine.watchdog import Watchdog as Watchdog
 from anybatch.engine.watchdog import checked_seconds as checked_seconds

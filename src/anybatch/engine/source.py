@@ -88,9 +88,9 @@ class Source(Protocol):
 
     def alone(self, place: Place) -> Any:
         """That sample as a batch of its own, on the device."""
-        raise NotImplementedError
+        raise AssertionError("a sample without a name is asked for")
 
     def leave_out(self, bad: Sequence[Bad]) -> int:
         """From the next attempt on the step is without these samples. How many are left, on all ranks
         together."""
-        raise NotImplementedError
+        raise AssertionError("a sample without a name is left out")

@@ -156,8 +156,12 @@ class Transactions:
 
     @property
     def plan(self) -> Plan:
-        """The plan that is followed now."""
+        """The plan that is followed now. Evaluations put another batch of theirs into it."""
         return self._recovery.plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._recovery.plan = plan
 
     def follow(self, plan: Plan, step: int, reason: str, tells: bool = True) -> None:
         """From `step` on, follow `plan`, and none of those that were left before; all ranks do. An
