@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from anybatch.compute.embedding_ids import naming_ids
 from anybatch.compute.lm_loss import Backend, is_plain_head, lm_loss, loss_of_logits
 from anybatch.compute.model_loss import (
     check_not_moved,
-    check_words,
     takes_cache,
     unchanged,
     weighed,
@@ -80,7 +80,6 @@ def causal_lm_loss(
             itself.
     """
     inputs, targets = _read(batch, ignore_index)
-    check_words(model, inputs["input_ids"])
     if "use_cache" not in inputs and takes_cache(model):
         inputs["use_cache"] = False  # of no use in training, and it holds keys and values
     options = {
@@ -94,11 +93,12 @@ def causal_lm_loss(
     if _is_new(model, head, inputs["input_ids"]):
         given = "shift_labels" if _has(batch, "shift_labels") else "labels"
         check_not_moved(inputs["input_ids"], targets, ignore_index, given)
-    way = _way_of(model, head, inputs)
-    if way == "head":
-        return _through_head(model, head, inputs, targets, options)
-    through = _through_logits if way == "logits" else _through_loss
-    return through(model, inputs, targets, options)
+    with naming_ids(model):
+        way = _way_of(model, head, inputs)
+        if way == "head":
+            return _through_head(model, head, inputs, targets, options)
+        through = _through_logits if way == "logits" else _through_loss
+        return through(model, inputs, targets, options)
 
 
 # ---------------------------------------------------------------------------------- three ways
