@@ -31,7 +31,6 @@ from anybatch.compute.embedding_ids import naming_ids
 from anybatch.compute.lm_loss import Backend, is_plain_head, lm_loss, loss_of_logits
 from anybatch.compute.model_loss import (
     check_not_moved,
-    takes_cache,
     unchanged,
     weighed,
 )
@@ -80,8 +79,6 @@ def causal_lm_loss(
             itself.
     """
     inputs, targets = _read(batch, ignore_index)
-    if "use_cache" not in inputs and takes_cache(model):
-        inputs["use_cache"] = False  # of no use in training, and it holds keys and values
     options = {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
@@ -223,13 +220,10 @@ def _check(model: nn.Module, head: nn.Module, ids: Tensor) -> Way:
             found.append(finish(F.linear(hidden, weight, bias)))
         return forward(hidden, *args, **kwargs)
 
-    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    if takes_cache(model):
-        inputs["use_cache"] = False
     with ExitStack() as stack:
         stack.enter_context(unchanged(model, ids.device))
         stack.callback(replace_forward(head, lambda _: at_head))
-        output = model(**inputs)
+        output = model(input_ids=ids, labels=ids)
     logits = _logits_of(model, output).float()
     plain = F.cross_entropy(logits[0, :-1], ids[0, 1:])
     own = getattr(output, "loss", None)

@@ -14,7 +14,6 @@ The model is known by the attributes that transformers gives it; transformers is
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 import warnings
@@ -75,8 +74,6 @@ def model_loss(model: nn.Module, batch: Any) -> Loss:
             "model_loss needs a batch with 'labels', a tensor with the samples on dim 0, and was given"
             f" {listed(inputs) if inputs else 'nothing'}: add labels, or write the loss."
         )
-    if "use_cache" not in inputs and takes_cache(model):
-        inputs["use_cache"] = False  # of no use in training, and it holds keys and values
     if labels.is_floating_point() or "labels" not in inputs:
         return Loss(widened(_mean(model, inputs)) * len(labels), len(labels))
     ignored = _ignored(model)
@@ -92,15 +89,6 @@ def weighed(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, weight:
     and its gradient: the mean over nothing is not a number, so another label stands for each then."""
     labels = labels.where(weight > 0, 0)
     return Loss(widened(_mean(model, {**inputs, "labels": labels})) * weight, weight)
-
-
-def takes_cache(model: nn.Module) -> bool:
-    """Whether `model` can be told not to keep keys and values."""
-    taken = inspect.signature(type(model).forward).parameters
-    if "use_cache" in taken:
-        return True
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
-    return open_ended and hasattr(getattr(model, "config", None), "use_cache")
 
 
 @contextmanager
