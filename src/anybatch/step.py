@@ -57,9 +57,7 @@ from anybatch.compute.loss_reduction_check import tell_again, warn_of_statistics
 from anybatch.compute.multi_optimizer import as_one
 from anybatch.compute.precision import check_available
 from anybatch.data import (
-    Bad,
     BatchCopies,
-    Place,
     batch_size,
     ghosts,
     micro_batches,
@@ -84,6 +82,7 @@ from anybatch.engine import (
     to_reserve,
     uncounted,
 )
+from anybatch.engine.source import Source
 from anybatch.errors import DataError, InputError, NoPlanFits
 from anybatch.estimate import Outline, Subject, dtypes_of
 from anybatch.events import Event, Replanned, Sink, step_number
@@ -560,7 +559,6 @@ class Step:
             group,
             device=self._device,
             thread=engine.thread,
-            crossing=engine.crossing,
             limit=self._limit,
             meter=self._meter,
             sink=self._emit,
@@ -572,11 +570,12 @@ class Step:
         and otherwise one that cuts. All ranks call it. `fits`: whether it may fit on this one."""
         group, tells = self._group, self._num_steps > 0
         size = self._planned_for
+        what = "a batch that is larger than those before" if tells else "the batch"
         fits = together(group, lambda: fits and self._fits_whole(engine, batch, size))
         if all(group.exchange(fits)):
             self._plans = group.exchange(self._own)
             plan, _ = _agreed_plan(group, self._plans)
-            engine.follow(plan, step_number(self._num_steps), "it fits in one piece", tells)
+            engine.follow(plan, step_number(self._num_steps), f"{what} fits in one piece", tells)
             return
         if self._is_whole:
             self._ghost = self._largest_ghost(engine, batch, size)
@@ -596,7 +595,7 @@ class Step:
         self._own = together(group, planned)
         self._plans = group.exchange(self._own)
         plan, _ = _agreed_plan(group, self._plans)
-        reason = "the batch does not fit in one piece"
+        reason = f"{what} does not fit in one piece"
         engine.follow(plan, step_number(self._num_steps), reason, tells)
         if group.size == 1:
             found = self._rehearsed(engine, batch)
@@ -802,39 +801,23 @@ class Step:
 
     def _plan_larger(self, engine: Transactions, batch: Any) -> None:
         """On one rank: follow a plan for a batch that is larger than those before. What is cut is cut
-        into more pieces of the same size; one piece grows, if what it is estimated to need fits."""
+        into more pieces of the same size; whether one piece still fits is tried anew."""
         own, size = self._own, self._largest
         assert own is not None
         before, self._planned_for = own.task.global_batch, size
-        task = own.task.model_copy(update={"global_batch": size})
-        if self._is_whole and task.ghost_batch is not None:
-            task = task.model_copy(update={"ghost_batch": size})
-        plan = own.model_copy(update={"task": task})
-        if self._wishes.micro_batch is not None:
-            micro_batch = min(self._wishes.micro_batch, size)
-            choice = own.choice.model_copy(update={"micro_batch": micro_batch})
-            plan = plan.model_copy(update={"choice": choice})
-        if own.choice.micro_batch >= before and self._wishes.micro_batch is None:
-            room, told = (own.budget_bytes or 0) - own.reserve_bytes, own.prediction
-            if told is None or told.peak_bytes * size > room * before:
-                self._own = self._untraced(batch, size)
-                self._confirm(engine, batch)
-                self._replica.expect(size)
-                return
-            sizes = {"micro_batch": size, "evaluation_batch": size}
-            changes = {
-                "peak_bytes": told.peak_bytes * size // before,
-                "step_seconds": told.step_seconds * size / before,
-                "step_parts": {},
-                "by_kind": {},
-                "choice": own.choice.model_copy(update=sizes),
-                "rehearsed": False,
-            }
-            prediction = told.model_copy(update=changes)
-            plan = plan.model_copy(update={"choice": prediction.choice, "prediction": prediction})
-        self._own, self._plans = plan, (plan,)
-        reason = "a batch was larger than what was planned for"
-        engine.follow(plan, step_number(self._num_steps), reason)
+        wished = self._wishes.micro_batch
+        if own.choice.micro_batch >= before and wished is None:
+            self._own = self._untraced(batch, size)
+            self._confirm(engine, batch)
+        else:
+            task = own.task.model_copy(update={"global_batch": size})
+            choice = own.choice
+            if wished is not None:
+                choice = choice.model_copy(update={"micro_batch": min(wished, size)})
+            plan = own.model_copy(update={"task": task, "choice": choice})
+            self._own, self._plans = plan, (plan,)
+            reason = "a batch was larger than what was planned for"
+            engine.follow(plan, step_number(self._num_steps), reason)
         self._replica.expect(size)
 
     def _larger_plan(self, batch: Any) -> Plan | None:
@@ -922,7 +905,7 @@ class _Cutting:
     cut: Callable[[Any, int, int], Any]
 
 
-class _Pieces:
+class _Pieces(Source):
     """This rank's part of a global batch, collated, as the samples of one step."""
 
     def __init__(
@@ -944,11 +927,6 @@ class _Pieces:
         self._is_whole = is_whole
         self._check = check  # raises where this rank cannot do the step
         self.ranges: Sequence[range] = ()
-
-    @property
-    def num_samples(self) -> int:
-        """See `engine.Source`: other ranks' are not known here."""
-        return 0
 
     @property
     def size(self) -> int:
@@ -1000,10 +978,6 @@ class _Pieces:
 
         return take, min(most, self.size)
 
-    def is_coupled(self, batch: Any) -> bool:
-        """Never: the batch is the script's."""
-        return False
-
     @contextmanager
     def untouched_by_errors(self) -> Iterator[None]:
         """Around the step: where an error ends it, the batch is as before."""
@@ -1019,18 +993,6 @@ class _Pieces:
         """See `engine.Source`."""
         part = self.ranges[number]
         return f"samples {part.start} to {part.stop - 1} of the batch"
-
-    def places(self, number: int) -> Sequence[Place]:
-        """None: a collated batch does not say which samples of the data set it holds."""
-        return ()
-
-    def alone(self, place: Place) -> Any:
-        """Never asked for: no sample has a name."""
-        raise NotImplementedError
-
-    def leave_out(self, bad: Sequence[Bad]) -> int:
-        """Never asked for: which samples are trained on is the script's to say."""
-        raise NotImplementedError
 
 
 def _cut_batches(

@@ -29,11 +29,12 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from tests.crew import Crew
+from tests.heap import fill_heap, free_all
 from torch import nn
 from torch.utils.data import Dataset
 
 import anybatch as ab
-from anybatch.engine.process import HeapBlock, return_freed_memory, status
+from anybatch.engine.process import return_freed_memory, status
 from anybatch.errors import PeerLost
 from anybatch.estimate import identify
 from anybatch.events import (
@@ -60,20 +61,13 @@ PHASES = (
     "forward",
     "backward",
     "reduction",
-    "sums",
-    "clipping",
-    "update",
-    "first update",
     "evaluation",
     "prediction",
     "saving",
 )
 """Where a limit may be lowered. `workers`: in a process that loads samples. `reduction`: when the
-passes are over, before ranks speak. `sums`: while they do. `first update`: the one that makes the
-optimizer's state. `saving`: while ranks plan a checkpoint (pass 0), or copy and write it (pass 1)."""
-
-AGREED = ("sums", "clipping", "update", "first update")
-"""Where nothing may fail any more: what the heap holds free there is the engine's own."""
+passes are over, before ranks speak. `saving`: while ranks plan a checkpoint (pass 0), or copy and write
+it (pass 1). Not in the update and not while ranks speak, where a refusal ends the rank."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +180,7 @@ class Squeeze:
         self._now: Refusal | None = None
         self._number = -1
         self._failures = 0
-        self._hoard: list[HeapBlock] = []
+        self._hoard: list[int] = []
 
     def passes(self, phase: str, rank: int | None = None) -> None:
         """Somebody is in `phase` now."""
@@ -218,25 +212,15 @@ class Squeeze:
         if self._before is not None:
             resource.setrlimit(resource.RLIMIT_DATA, self._before)
         self._before = self._now = None
-        while self._hoard:
-            self._hoard.pop().close()
+        free_all(self._hoard)
 
     def _lower(self, number: int, refusal: Refusal, rank: int) -> None:
         self._before = resource.getrlimit(resource.RLIMIT_DATA)
         self._now, self._number, self._failures = refusal, number, 0
         self.told.lowered.append((number, rank))
         self._left.pop(number, None)
-        if refusal.phase in AGREED:
-            lower(refusal.spare)
-            return
         lower(0)  # also what the heap holds free is somebody else's now
-        size = 64 * MIB
-        while size >= MIB // 4:
-            block = HeapBlock.of(size)
-            if block is None:
-                size //= 2
-            else:
-                self._hoard.append(block)
+        self._hoard = fill_heap(64 * MIB, MIB // 4)
         lower(refusal.spare)
 
 
@@ -568,8 +552,6 @@ def _watch(one: Any, number: int, squeeze: Squeeze, several: bool) -> None:
         setattr(owner, name, wrapped)
 
     before(group, "staged", "reduction")
-    before(group, "agree", "sums")
-    before(replica, "finish", "clipping")
     if one._archive is not None:
         before(one._archive._checkpoints, "save", "saving")
     if several:
@@ -577,11 +559,6 @@ def _watch(one: Any, number: int, squeeze: Squeeze, several: bool) -> None:
         before(replica, "evaluate", "turn")
         before(one._evaluation, "_output", "turn")
 
-    def updates(*_: Any) -> None:
-        RANK[0] = number
-        squeeze.passes("update" if replica.optimizer.state else "first update", number)
-
-    replica.optimizer.register_step_pre_hook(updates)
     recover = engine.thread.recover
 
     def recovers(*args: Any) -> None:
@@ -608,8 +585,6 @@ def draw(seed: int, count: int, ways: Sequence[Way] = WAYS, per_run: int = 6) ->
         refusals: list[Refusal] = []
         for step in sorted(dice.sample(range(1, steps + 1), per_run)):
             refusals.append(_refusal(dice, way, step, workers, images))
-        if dice.random() < 0.5 and not way.limited:  # the update that makes the optimizer's state
-            refusals[0] = Refusal(1, "first update", _some(dice, way), spare=dice.choice(SPARE))
         trials.append(
             Trial(
                 number,
@@ -629,11 +604,7 @@ def draw(seed: int, count: int, ways: Sequence[Way] = WAYS, per_run: int = 6) ->
 
 def _refusal(dice: random.Random, way: Way, step: int, workers: int, images: bool) -> Refusal:
     phases = ["forward", "forward", "backward", "backward", "reduction"]
-    if not way.limited:  # a budget of the engine's own does not hold in the update
-        phases += ["clipping", "update"]
     phases += ["workers"] if workers else ["loading"]
-    if way.size > 1:
-        phases += ["sums"]
     if step % 3 == 0:  # an evaluation follows it
         phases += ["evaluation"] * 3
     else:
@@ -669,8 +640,7 @@ class Judged:
         error: what ended the run, or is wrong with its checkpoints; empty: nothing.
         num_lowered: limits lowered, each counted once for each rank that lowered its own.
         by_phase: the same by phase.
-        num_met: of these, ended in a failure that the engine met; the others passed unnoticed, as
-            those in the update should.
+        num_met: of these, ended in a failure that the engine met; the others passed unnoticed.
         num_told: failures that events told of.
         replanned: reasons for a change of the plan.
         recoveries: seconds that steps with failures took beyond the median step, for each failure.
@@ -771,8 +741,7 @@ def _deviation(ours: Told, calm: Told) -> float:
 
 @contextmanager
 def crew_of_one_heap(size: int = 3) -> Iterator[Crew]:
-    """A crew whose processes have one heap for all threads, as `Session` sees to under a limit before
-    it joins the ranks: those of a crew have joined already when they come to `run`."""
+    """A crew whose processes have one heap for all threads, as a run under a budget has."""
     crew = Crew()
     before = os.environ.get("MALLOC_ARENA_MAX")
     os.environ["MALLOC_ARENA_MAX"] = "1"

@@ -28,15 +28,15 @@ def test_the_step_is_done_under_the_new_plan(norms, steps, micro_batch):
     events: list[Event] = []
     with ab.Session(task, plan_for(task, micro_batch), [events.append]) as session:
         engine = session._engine
-        reserve = engine.crossing.reserve
+        begin = engine._group.begin
 
         def refuse():
             if engine._step in steps - failed:
                 failed.add(engine._step)
                 raise MemoryError("no room")
-            reserve()
+            begin()
 
-        engine.crossing.reserve = refuse
+        engine._group.begin = refuse
         losses = [step.loss for step in session.steps()]
         weights = session.model.state_dict()
     assert failed == steps

@@ -19,9 +19,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from tests.heap import fill_heap
 
 import anybatch.parallel as parallel
-from anybatch.engine.process import HeapBlock, status
+from anybatch.engine.process import status
 from anybatch.errors import InputError, PeerLost
 from anybatch.parallel import SingleDevice
 from anybatch.state import Checkpoints, Content, Failed, Saved, storage
@@ -324,13 +325,7 @@ def leave_only(spare):
     by what is returned."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + (MIB >> 1), hard))
-    hoard, size = [], 64 * MIB
-    while size >= MIB:
-        block = HeapBlock.of(size)
-        if block is None:
-            size //= 2
-        else:
-            hoard.append(block)
+    hoard = fill_heap(64 * MIB, MIB)
     resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + spare, hard))
     return hoard
 

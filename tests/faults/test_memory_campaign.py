@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.faults import campaign
 
@@ -43,7 +45,7 @@ def test_refusals_of_memory_leave_no_trace(crew, way):
 
 
 def test_a_run_without_limits_meets_no_failure(crew):
-    trial = TRIALS["replicate on 2"]
+    trial = replace(TRIALS["replicate on 2"], refusals=())
     ranks = crew(2, campaign.run, trial, False)
     assert [rank.failures for rank in ranks] == [[], []]
     assert len(ranks[0].losses) == trial.steps  # which rank 0 is told

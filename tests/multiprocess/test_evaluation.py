@@ -19,7 +19,6 @@ import anybatch as ab
 from anybatch.compute import Replica
 from anybatch.data import evaluation_batches
 from anybatch.engine import Evaluation
-from anybatch.engine.headroom import Crossing
 from anybatch.engine.limit import CpuLimit
 from anybatch.engine.step_thread import StepThread
 from anybatch.events import Evaluated, OutOfMemory, Replanned
@@ -228,7 +227,6 @@ def evaluate_sharded(rank, size, kind, counts, bad_rank, most):
         group,
         device=CPU,
         thread=StepThread(),
-        crossing=Crossing(group, CPU),
         limit=CpuLimit(),
         meter=CpuLimit().enter(),
         sink=events.append,

@@ -27,11 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from anybatch.compute.embedding_ids import naming_ids
 from anybatch.compute.lm_loss import Backend, is_plain_head, lm_loss, loss_of_logits
 from anybatch.compute.model_loss import (
     check_not_moved,
-    check_words,
-    takes_cache,
     unchanged,
     weighed,
 )
@@ -80,9 +79,6 @@ def causal_lm_loss(
             itself.
     """
     inputs, targets = _read(batch, ignore_index)
-    check_words(model, inputs["input_ids"])
-    if "use_cache" not in inputs and takes_cache(model):
-        inputs["use_cache"] = False  # of no use in training, and it holds keys and values
     options = {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
@@ -94,11 +90,12 @@ def causal_lm_loss(
     if _is_new(model, head, inputs["input_ids"]):
         given = "shift_labels" if _has(batch, "shift_labels") else "labels"
         check_not_moved(inputs["input_ids"], targets, ignore_index, given)
-    way = _way_of(model, head, inputs)
-    if way == "head":
-        return _through_head(model, head, inputs, targets, options)
-    through = _through_logits if way == "logits" else _through_loss
-    return through(model, inputs, targets, options)
+    with naming_ids(model):
+        way = _way_of(model, head, inputs)
+        if way == "head":
+            return _through_head(model, head, inputs, targets, options)
+        through = _through_logits if way == "logits" else _through_loss
+        return through(model, inputs, targets, options)
 
 
 # ---------------------------------------------------------------------------------- three ways
@@ -223,13 +220,10 @@ def _check(model: nn.Module, head: nn.Module, ids: Tensor) -> Way:
             found.append(finish(F.linear(hidden, weight, bias)))
         return forward(hidden, *args, **kwargs)
 
-    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    if takes_cache(model):
-        inputs["use_cache"] = False
     with ExitStack() as stack:
         stack.enter_context(unchanged(model, ids.device))
         stack.callback(replace_forward(head, lambda _: at_head))
-        output = model(**inputs)
+        output = model(input_ids=ids, labels=ids)
     logits = _logits_of(model, output).float()
     plain = F.cross_entropy(logits[0, :-1], ids[0, 1:])
     own = getattr(output, "loss", None)

@@ -14,7 +14,6 @@ The model is known by the attributes that transformers gives it; transformers is
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 import warnings
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from anybatch.compute.embedding_ids import naming_ids
 from anybatch.compute.loss import widened
 from anybatch.compute.loss_check import is_coarse
 from anybatch.compute.modes import evaluating
@@ -74,9 +74,6 @@ def model_loss(model: nn.Module, batch: Any) -> Loss:
             "model_loss needs a batch with 'labels', a tensor with the samples on dim 0, and was given"
             f" {listed(inputs) if inputs else 'nothing'}: add labels, or write the loss."
         )
-    check_words(model, inputs.get("input_ids"))
-    if "use_cache" not in inputs and takes_cache(model):
-        inputs["use_cache"] = False  # of no use in training, and it holds keys and values
     if labels.is_floating_point() or "labels" not in inputs:
         return Loss(widened(_mean(model, inputs)) * len(labels), len(labels))
     ignored = _ignored(model)
@@ -92,38 +89,6 @@ def weighed(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, weight:
     and its gradient: the mean over nothing is not a number, so another label stands for each then."""
     labels = labels.where(weight > 0, 0)
     return Loss(widened(_mean(model, {**inputs, "labels": labels})) * weight, weight)
-
-
-def check_words(model: nn.Module, ids: Any) -> None:
-    """Raises `DataError` if one of the tokens `ids` `[batch, tokens]` has no place in the embedding of
-    `model`. Looks at what is on the CPU alone: elsewhere it would wait for the device."""
-    if not isinstance(ids, Tensor) or isinstance(ids, FakeTensor) or ids.device.type != "cpu":
-        return
-    getting = getattr(model, "get_input_embeddings", None)
-    embedding = getting() if callable(getting) else None
-    if not isinstance(embedding, nn.Embedding) or not ids.numel():
-        return
-    words = embedding.weight.size(0)
-    least, most = (int(value) for value in ids.aminmax())
-    if least >= 0 and most < words:
-        return
-    wrong = least if least < 0 else most
-    place = [int(at) for at in (ids == wrong).nonzero()[0]]
-    raise DataError(
-        f"input_ids have {wrong} at {place} of a micro-batch, and the embedding of"
-        f" {type(model).__name__} has {words} words, 0 to {words - 1}: take the tokenizer of the model,"
-        " or call model.resize_token_embeddings(len(tokenizer)) if tokens were added to it.",
-        row=place[0],
-    )
-
-
-def takes_cache(model: nn.Module) -> bool:
-    """Whether `model` can be told not to keep keys and values."""
-    taken = inspect.signature(type(model).forward).parameters
-    if "use_cache" in taken:
-        return True
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
-    return open_ended and hasattr(getattr(model, "config", None), "use_cache")
 
 
 @contextmanager
@@ -206,9 +171,9 @@ def _asked(model: nn.Module, inputs: dict[str, Any], labels: Tensor, ignored: in
         return float(_mean(model, {**some, "labels": few.view(-1, *labels.shape[1:])}))
 
     with unchanged(model, labels.device):
+        together = mean(three, one)
         alone = mean((0,))
         several, single = mean(three), mean(one, first=1)
-        together = mean(three, one)
     counting: Counting = "all" if math.isfinite(alone) and alone != 0 else "next"
     if last < 2:
         return counting
@@ -291,7 +256,8 @@ def _mapping(batch: Any, who: str) -> dict[str, Any]:
 
 def _mean(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     try:
-        output = model(**inputs)
+        with naming_ids(model):
+            output = model(**inputs)
     except IndexError as error:
         raise _named(error, model, inputs.get("labels")) from error
     loss = getattr(output, "loss", None)

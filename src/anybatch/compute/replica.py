@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from anybatch.compute import chunked_loss, kernel_choices, recompute
 from anybatch.compute.buckets import Buckets, check_dense, norm_of
+from anybatch.compute.embedding_ids import naming_ids
 from anybatch.compute.ghost_norm import GhostBatches, batch_norms
 from anybatch.compute.joint import Ask, Comparison, Joint, naming_divided
 from anybatch.compute.loss import (
@@ -54,7 +55,6 @@ from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised_norm import Exchange
 from anybatch.data.batch_copies import copied
 from anybatch.data.microbatch import map_leaves, samples_left
-from anybatch.errors import DataError
 from anybatch.plans import Choice, KernelChoices
 from anybatch.side_effects import code_of, untouched
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
@@ -281,7 +281,7 @@ class Replica:
         """
         assert self._joint is not None
         self.phase = "encoding"
-        with _naming_ids(self.model), self._ghosts.cut(ghosts), self._numerics.region():
+        with naming_ids(self.model), self._ghosts.cut(ghosts), self._numerics.region():
             return self._joint.encode(self.model, batch, num_samples)
 
     def compare(self, encoded: Any, num_samples: int) -> Comparison:
@@ -348,7 +348,7 @@ class Replica:
             nullcontext() if self._joint is None else self._joint.asking(ask, num_samples),
         ):
             with (
-                _naming_ids(self.model),
+                naming_ids(self.model),
                 self._numerics.region(),
                 recompute.keeping(self._recompute, self.model, self._host),
                 self._watched_writes(),
@@ -397,7 +397,7 @@ class Replica:
         are derived from an energy). The model is in evaluation mode already."""
         self.phase = "evaluation"
         with (
-            _naming_ids(self.model),
+            naming_ids(self.model),
             self._numerics.region(),
             chunked_loss.active(self._chunked),
         ):
@@ -574,14 +574,14 @@ class Replica:
         parts = (p.to_local() if isinstance(p, DTensor) else p for p in self.parameters)
         return [part.nbytes for part in parts]
 
-    def update_bytes(self) -> tuple[int, int]:
-        """What the update allocates, where nobody has traced it: about, and generously. States that are
-        not there yet, and working copies."""
+    def update_bytes(self) -> int:
+        """About what the update allocates, where nobody has traced it: states that are not there yet,
+        and working copies."""
         sizes = self.part_bytes()
         new = sum(s for p, s in zip(self.parameters, sizes, strict=True) if not self._has_state(p))
         at_once = self.optimizer.defaults.get("foreach")
         worked_on = sum(sizes) if at_once else max(sizes, default=0)
-        return self._num_states() * new + 2 * worked_on, 3 * new + 4 * worked_on
+        return self._num_states() * new + 2 * worked_on
 
     def state_bytes(self) -> int:
         """What the optimizer's states take once they are there, where nobody has traced it: about."""
@@ -678,49 +678,9 @@ def _without_cache(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-@contextmanager
-def _naming_ids(model: nn.Module) -> Iterator[None]:
-    """Around a forward pass. Raises `DataError` in place of the `IndexError` of an embedding, which
-    names neither the id nor the embedding."""
-    try:
-        yield
-    except IndexError as error:
-        wrong = _wrong_id(error, model)
-        if wrong is not None:
-            raise wrong from error
-        raise
-
-
-def _wrong_id(error: IndexError, model: nn.Module) -> DataError | None:
-    """What was asked of which embedding; None if the error is another's."""
-    trace = error.__traceback__
-    while trace is not None:
-        frame = trace.tb_frame
-        if frame.f_code is nn.Embedding.forward.__code__:
-            return _told_of_id(frame.f_locals["self"], frame.f_locals["input"], model)
-        trace = trace.tb_next
-    return None
-
-
 def _fingerprint(gradient: Tensor) -> tuple[float, float]:
     """Its 2-norm and its sum, both of which are proportional to it."""
     (values,) = _values([gradient])
     values = torch.view_as_real(values) if values.is_complex() else values
     wide = values.double()
     return float(wide.norm()), float(wide.sum())
-
-
-def _told_of_id(embedding: nn.Embedding, ids: Tensor, model: nn.Module) -> DataError | None:
-    rows = embedding.weight.size(0)
-    places = ((ids < 0) | (ids >= rows)).nonzero()
-    if not len(places):
-        return None
-    place = places[0].tolist()
-    wrong = int(ids[tuple(place)])
-    name = next((name for name, module in model.named_modules() if module is embedding), "")
-    return DataError(
-        f"the embedding {name!r} has {rows} rows, 0 to {rows - 1}, and was given {wrong} at {place} of"
-        " a micro-batch: a tokenizer with more words than the model needs a larger embedding, and a"
-        " sequence no more tokens than there are positions.",
-        row=place[0] if len(place) > 1 else None,
-    )

@@ -15,6 +15,7 @@ Shapes: input [N, C, ...] with N the rows of this rank; statistics [C]; R ranks.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -91,16 +92,14 @@ class OverRanks(TorchFunctionMode):
     ) -> Any:
         """Run `func`, or what stands for it here."""
         given = kwargs or {}
-        if func is F.batch_norm:
-            call = _arguments(_FUNCTIONAL, args, given)
-        elif func is torch.batch_norm:
-            call = _arguments(_NATIVE, args, given)
-        else:
+        if func is not F.batch_norm:
             return func(*args, **given)
-        if not call["training"]:
+        call = _SIGNATURE.bind(*args, **given)
+        call.apply_defaults()
+        if not call.arguments["training"]:
             return func(*args, **given)
         self._met = True
-        return self._normalise(**call)
+        return self._normalise(**call.arguments)
 
     def _normalise(
         self,
@@ -111,8 +110,9 @@ class OverRanks(TorchFunctionMode):
         bias: Tensor | None,
         momentum: float,
         eps: float,
-        **_: Any,
+        training: bool,
     ) -> Tensor:
+        del training  # it is
         # Half inputs are normalised with float32 statistics and parameters, as torch's kernels do.
         kind = torch.float64 if input.dtype == torch.float64 else torch.float32
         count = input.numel() // input.size(1)
@@ -211,32 +211,7 @@ class _Normalise(torch.autograd.Function):
         )
 
 
-_FUNCTIONAL = {
-    "input": None,
-    "running_mean": None,
-    "running_var": None,
-    "weight": None,
-    "bias": None,
-    "training": False,
-    "momentum": 0.1,
-    "eps": 1e-5,
-}
-_NATIVE = (
-    "input",
-    "weight",
-    "bias",
-    "running_mean",
-    "running_var",
-    "training",
-    "momentum",
-    "eps",
-    "cudnn_enabled",
-)
-
-
-def _arguments(names: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments by name, defaults filled in."""
-    return {**_FUNCTIONAL, **dict(zip(names, args, strict=False)), **kwargs}
+_SIGNATURE = inspect.signature(F.batch_norm)
 
 
 def _moments(input: Tensor, count: int, kind: torch.dtype) -> Tensor:

@@ -7,7 +7,6 @@ from anybatch.engine.compile_trial import CompileTrial as CompileTrial
 from anybatch.engine.evaluation import Evaluation as Evaluation
 from anybatch.engine.evaluation import Measured as Measured
 from anybatch.engine.evaluation import Together as Together
-from anybatch.engine.garbage import SetAside as SetAside
 from anybatch.engine.learning_rate import LearningRate as LearningRate
 from anybatch.engine.limit import Limit as Limit
 from anybatch.engine.limit import at_work as at_work
@@ -24,8 +23,8 @@ from anybatch.engine.rehearsal import Rehearsed as Rehearsed
 from anybatch.engine.skips import Skips as Skips
 from anybatch.engine.source import MicroBatch as MicroBatch
 from anybatch.engine.transaction import Transactions as Transactions
-from anybatch.engine.transaction import to_reserve as to_reserve
 from anybatch.engine.trial import Trial as Trial
+from anybatch.engine.update_room import to_reserve as to_reserve
 from anybatch.engine.watchdog import Pulse as Pulse
 from anybatch.engine.watchdog import Watchdog as Watchdog
 from anybatch.engine.watchdog import checked_seconds as checked_seconds

@@ -224,8 +224,7 @@ class CompileTrial:
         return plan
 
     def _exchanged(self, mine: T) -> Sequence[T]:
-        with self._engine.crossing.open():
-            return self._group.exchange(mine)
+        return self._group.exchange(mine)
 
     def _on_ranks(self, told: Sequence[str | None]) -> str:
         """The first of what ranks tell, and whose it is."""

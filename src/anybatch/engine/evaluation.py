@@ -22,8 +22,7 @@ from anybatch.compute.joint import tensors_in, with_tensors
 from anybatch.compute.modes import evaluating
 from anybatch.data import Bad, BadSamples, to_device
 from anybatch.data.evaluation import join, turns
-from anybatch.engine.headroom import Crossing
-from anybatch.engine.ladder import BatchLadder, nothing_leaner
+from anybatch.engine.ladder import Waits, nothing_leaner
 from anybatch.engine.limit import Limit
 from anybatch.engine.meter import Meter
 from anybatch.engine.outcome import by_rank
@@ -102,7 +101,6 @@ class Evaluation:
         group: the ranks.
         device: of the replica.
         thread: where steps are computed.
-        crossing: around what ranks do together.
         limit: the memory budget, entered.
         meter: of the memory in use.
         sink: gets the events of recovery.
@@ -117,7 +115,6 @@ class Evaluation:
         *,
         device: torch.device,
         thread: StepThread,
-        crossing: Crossing,
         limit: Limit,
         meter: Meter,
         sink: Sink,
@@ -131,8 +128,7 @@ class Evaluation:
         self._limit = limit
         self._meter = meter
         self._sink = sink
-        self._crossing = crossing
-        self._ladder = BatchLadder()
+        self._waits = Waits()
         self._names = Names(group)
         self._scores: tuple[list[int], Scores] | None = None
 
@@ -154,7 +150,6 @@ class Evaluation:
             PeerFailed: another rank raised an error.
         """
         functions, scores = self._split(metrics)
-        plan = self._grown(plan, step)
         while True:
             work = partial(self._add_up, batches, plan, loss, functions, scores)
             found = self._attempt(work, skips=self._leave_out is not None)
@@ -167,9 +162,8 @@ class Evaluation:
                 continue
             part, agreed = found
             states, encodings = part.more
-            with self._crossing.open():
-                names = self._names.common(part.names, agreed)
-                figures = scores.results(states)
+            names = self._names.common(part.names, agreed)
+            figures = scores.results(states)
             means = Means(agreed.totals, names)
             named = [means.metrics, figures]
             if together is not None and self._replica.is_joint:
@@ -179,7 +173,7 @@ class Evaluation:
                     continue
                 means = compared
                 named.append(means.metrics)
-            self._ladder.evaluated()
+            self._waits.succeeded()
             return Measured(means.loss, _merged(named), int(sum(agreed.notes))), plan
 
     def _compared(self, mine: Any, together: Together) -> Means | list[RankReport]:
@@ -192,8 +186,7 @@ class Evaluation:
         if isinstance(found, list):
             return found
         part, agreed = found
-        with self._crossing.open():
-            return Means(agreed.totals, self._names.common(part.names, agreed))
+        return Means(agreed.totals, self._names.common(part.names, agreed))
 
     def _compare(self, encoded: Any, size: int) -> _Part:
         """This rank's turns among the comparisons of all samples, `size` at a time."""
@@ -220,14 +213,13 @@ class Evaluation:
             InputError: the outputs for batches cannot be joined.
             PeerFailed: another rank raised an error.
         """
-        plan = self._grown(plan, step)
         while True:
             work = partial(self._collect, batches, plan, output)
             found = self._attempt(work, phase="prediction")
             if isinstance(found, tuple):
                 joined, found = self._joined(found[0].more, interleaved)
                 if not found:
-                    self._ladder.evaluated()
+                    self._waits.succeeded()
                     return joined, plan
             plan = self._make_room(plan, step, found)
 
@@ -236,8 +228,7 @@ class Evaluation:
         joined: Any = None
         told = RankReport()
         wrong: Exception | None = None
-        with self._crossing.open():
-            everyone = self._group.exchange(mine)
+        everyone = self._group.exchange(mine)
         try:
             pieces = list(
                 _in_turn(everyone, self._group.shares)
@@ -248,8 +239,7 @@ class Evaluation:
         except Exception as error:
             told = self._told(error, "prediction")
             wrong = None if told.can_be_mended else error
-        with self._crossing.open():
-            every_told = self._group.exchange(told)
+        every_told = self._group.exchange(told)
         first_error(wrong, every_told, None)
         return joined, every_told if any(one.failure for one in every_told) else []
 
@@ -264,7 +254,7 @@ class Evaluation:
         Raises `NoPlanFits` if there is no room for a single sample.
         """
         done, given = 0, plan
-        ladder = self._ladder if self._group.size == 1 else BatchLadder()
+        waits = self._waits if self._group.size == 1 else Waits()
         while True:
             told = RankReport()
             try:
@@ -278,7 +268,7 @@ class Evaluation:
                 told = self._told(error, "prediction")
                 if told.failure is None:
                     raise
-            plan = self._make_room(plan, step, [told], ladder)
+            plan = self._make_room(plan, step, [told], waits)
 
     def _attempt(
         self, work: Callable[[], _Part], skips: bool = False, phase: str = "evaluation"
@@ -295,7 +285,6 @@ class Evaluation:
         if group.lockstep:
             group.begin()
         try:
-            self._crossing.reserve()
             part = self._thread.run(work)
         except PassAbandoned:  # another rank failed, and will say so in the vote
             pass
@@ -311,13 +300,12 @@ class Evaluation:
                     " one) need a loss that knows both, or no valid=."
                 )
         # The error is gone here, and with its traceback the tensors that the failed pass held.
-        with self._crossing.open():
-            if group.lockstep:  # the others may wait for this rank inside a pass
-                group.gather(told.failed)
-            agreed = group.agree(part.totals if part else None, part.samples if part else 0)
-            if part is not None and agreed is not None:
-                return part, agreed
-            everyone = group.exchange(told)
+        if group.lockstep:  # the others may wait for this rank inside a pass
+            group.gather(told.failed)
+        agreed = group.agree(part.totals if part else None, part.samples if part else 0)
+        if part is not None and agreed is not None:
+            return part, agreed
+        everyone = group.exchange(told)
         first_error(wrong, everyone, None)
         return everyone
 
@@ -388,50 +376,40 @@ class Evaluation:
     def _told(self, error: Exception, phase: str) -> RankReport:
         return RankReport.of(error, phase, self._meter)
 
-    def _grown(self, plan: Plan, step: int) -> Plan:
-        """The plan with the batch that memory ran out with, if it is time to try it again."""
-        found = self._ladder.up(plan.choice.evaluation_batch)
-        if found is None:
-            return plan
-        size, waited = found
-        return self._changed(plan, step, size, f"tried again after {waited} evaluations")
-
     def _make_room(
         self,
         plan: Plan,
         step: int,
         everyone: Sequence[RankReport],
-        ladder: BatchLadder | None = None,
+        waits: Waits | None = None,
     ) -> Plan:
         """The plan with half the batch. `everyone`: the word of all ranks, or of this one alone."""
         size = plan.choice.evaluation_batch
         mine = everyone[self._group.rank if len(everyone) > 1 else 0].failure
         if mine is not None:
             self._thread.recover(mine)
-        found = (ladder or self._ladder).down(size)
-        then = "" if found is None else f"evaluation batch {found[0]}"
+        waits = waits or self._waits
+        seconds = waits.seconds() if size == 1 else 0.0
+        then = "" if seconds is None else f"evaluation batch {max(1, size // 2)}"
         for event in memory_events(everyone, step, size, plan, then):
             self._sink(event)
         worst = next(told for told in everyone if told.failure)
         assert worst.failure is not None
-        if found is None:
+        if seconds is None:
             raise NoPlanFits(nothing_leaner(plan, worst.phase, worst.failure))
-        if found[0] == size:
-            time.sleep(found[1])
+        if size == 1:
+            time.sleep(seconds)
             return plan
-        return self._changed(plan, step, found[0], f"memory ran out in {worst.phase}")
-
-    def _changed(self, plan: Plan, step: int, size: int, reason: str) -> Plan:
-        """The plan with batches of `size`."""
-        choice = plan.choice.model_copy(update={"evaluation_batch": size})
+        waits.worked = False
+        choice = plan.choice.model_copy(update={"evaluation_batch": size // 2})
         changed = plan.model_copy(update={"choice": choice})
         self._sink(
             Replanned(
                 time=time.time(),
                 step=step,
-                reason=reason,
-                before=f"evaluation batch {plan.choice.evaluation_batch}",
-                after=f"evaluation batch {size}",
+                reason=f"memory ran out in {worst.phase}",
+                before=f"evaluation batch {size}",
+                after=then,
                 plan=changed.model_dump(mode="json"),
             )
         )

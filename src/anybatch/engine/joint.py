@@ -25,7 +25,6 @@ from anybatch.compute.joint import (
     tensors_in,
     with_tensors,
 )
-from anybatch.engine.headroom import Crossing
 from anybatch.engine.limit import Limit
 from anybatch.engine.randomness import Randomness
 from anybatch.engine.rollback import SavedBuffers
@@ -41,7 +40,7 @@ Naming: TypeAlias = "Callable[[int], AbstractContextManager[None]]"
 @final
 class JointPasses:
     """The passes of steps with a joint loss. The arguments are those of `Transactions`, whose
-    buffers and crossing it shares."""
+    buffers it shares."""
 
     def __init__(
         self,
@@ -51,7 +50,6 @@ class JointPasses:
         randomness: Randomness,
         limit: Limit,
         buffers: SavedBuffers,
-        crossing: Crossing,
         device: torch.device,
     ) -> None:
         self._replica = replica
@@ -59,7 +57,6 @@ class JointPasses:
         self._randomness = randomness
         self._limit = limit
         self._buffers = buffers
-        self._crossing = crossing
         self._device = device
         self._has_met = True
 
@@ -138,7 +135,7 @@ class JointPasses:
 
     def _all_rows(self, mine: Sequence[torch.Tensor] | None) -> tuple[Sequence[torch.Tensor], int]:
         self._has_met = True
-        return all_rows(self._group, mine, self._device, self._crossing.open)
+        return all_rows(self._group, mine, self._device)
 
 
 def is_encoded_first(micro: MicroBatch, source: Source, group: Group) -> bool:

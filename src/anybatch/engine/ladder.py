@@ -24,9 +24,6 @@ from anybatch.units import format_bytes, format_count
 STEPS = 64
 """Steps after which a plan that failed is tried again for the first time."""
 
-EVALUATIONS = 8
-"""The same for the batch of evaluations. Those run out of memory, if at all, in their first batches."""
-
 WAITS = (0.1, 1.0, 10.0)
 """Seconds to wait before the leanest plan is tried again in the same step, if it has worked before: the
 memory that it had has gone elsewhere, and may come back."""
@@ -36,8 +33,8 @@ memory that it had has gone elsewhere, and may come back."""
 class Patience:
     """When to try again what has failed. Counts successes since."""
 
-    def __init__(self, first: int) -> None:
-        self._first = self._wait = first
+    def __init__(self) -> None:
+        self._wait = STEPS
         self._since = 0
         self._trying = False
 
@@ -54,7 +51,7 @@ class Patience:
         """Once more."""
         self._since += 1
         if self._trying and self._since >= self._wait:  # the try has shown that it works
-            self._trying, self._wait = False, self._first
+            self._trying, self._wait = False, STEPS
 
     def failed(self) -> None:
         """Memory ran out."""
@@ -64,7 +61,7 @@ class Patience:
 
 
 @final
-class _Waits:
+class Waits:
     """How often the leanest choice is tried again at once, and after how long."""
 
     def __init__(self) -> None:
@@ -97,8 +94,8 @@ class Ladder:
     def __init__(self) -> None:
         self._above: list[_Rung] = []
         self._below: Plan | None = None  # what worked before the try that is under way
-        self._patience = Patience(STEPS)
-        self._waits = _Waits()
+        self._patience = Patience()
+        self._waits = Waits()
 
     def committed(self) -> None:
         """A step was done under the present plan."""
@@ -130,38 +127,6 @@ class Ladder:
         if size != rung.evaluation_after:  # an evaluation has had its own reasons since
             choice = choice.model_copy(update={"evaluation_batch": size})
         return plan.model_copy(update={"choice": choice, "ladder": rung.plan.ladder}), waited
-
-
-@final
-class BatchLadder:
-    """The same for the batch of evaluations, which is halved."""
-
-    def __init__(self) -> None:
-        self._above: list[int] = []
-        self._patience = Patience(EVALUATIONS)
-        self._waits = _Waits()
-
-    def evaluated(self) -> None:
-        """An evaluation was done with the present batch."""
-        self._patience.succeeded()
-        self._waits.succeeded()
-
-    def down(self, size: int) -> tuple[int, float] | None:
-        self._patience.failed()
-        if size == 1:
-            seconds = self._waits.seconds()
-            return None if seconds is None else (size, seconds)
-        self._above.append(size)
-        self._waits.worked = False
-        return size // 2, 0.0
-
-    def up(self, size: int) -> tuple[int, int] | None:
-        waited = self._patience.waited
-        self._above = [above for above in self._above if above > size]
-        if not self._above or waited is None:
-            return None
-        self._patience.begin()
-        return self._above.pop(), waited
 
 
 @dataclass(frozen=True, slots=True)

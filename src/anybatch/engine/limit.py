@@ -100,12 +100,9 @@ class CpuLimit(Limit):
         ] = {}  # the most that a pass over a shape took beyond its start
 
     def enter(self) -> Meter:
-        if self._budget is None:
-            with uncounted():
-                _warm_up_once()
-        else:
-            with uncounted():
-                warm_up()
+        with uncounted():
+            warm_up()
+            if self._budget is not None:
                 use_one_heap()
                 gc.collect()
         trim()
@@ -331,6 +328,7 @@ def shapes_of(batch: Any) -> tuple[Any, ...]:
     return tuple(shapes)
 
 
+@functools.cache
 def warm_up() -> None:
     """Make the first uses that stay with the process: the thread pool, and what the first convolution,
     norm, attention, backward and optimizer load (together tens of MiB), so that they are not taken for
@@ -351,10 +349,3 @@ def warm_up() -> None:
             loss = nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
             (loss + (torch.randn(256, 256) @ torch.randn(256, 256)).sum()).backward()
         optimizer.step()
-
-
-@functools.cache
-def _warm_up_once() -> None:
-    """As `warm_up`, where nothing depends on the last MiB: a session without a budget has to open at
-    once."""
-    warm_up()

@@ -9,51 +9,18 @@ before.
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, final
-
-from torch import Tensor
+from dataclasses import dataclass
+from typing import final
 
 from anybatch.compute.lm_loss import wrong_target
 from anybatch.data import Bad, told_samples
 from anybatch.engine.bad_sample_search import OneByOne
-from anybatch.engine.headroom import Crossing
-from anybatch.engine.outcome import Again, PassedOver, by_rank
-from anybatch.engine.source import Source
-from anybatch.engine.totals import Means, Totals
+from anybatch.engine.outcome import Again, PassedOver, Staged, by_rank
+from anybatch.engine.totals import Means
 from anybatch.errors import AnybatchError, LossError
 from anybatch.oom import is_memory_error
 from anybatch.parallel import Group
-
-
-@dataclass(slots=True)
-class Staged:
-    """What this rank has staged in one attempt.
-
-    Attributes:
-        step: its number, from 1.
-        source: its samples.
-        totals: sums over the micro-batches.
-        numbers: of the micro-batches that are in the totals, in that order.
-        in_float16: the loss function added up in float16.
-        empty: what is wrong with a mean over nothing, in words, if the loss has one.
-        outputs: of each of these micro-batches, if the loss hands any out, with its number of samples;
-            when all are done, those of the whole part.
-        sums: the totals as the ranks add them up; None: the passes have not all been made.
-        seconds: from the beginning of the attempt to the end of the vote.
-    """
-
-    step: int
-    source: Source
-    totals: Totals
-    in_float16: bool = False
-    empty: str = ""
-    outputs: Any = None
-    numbers: array[int] = field(default_factory=lambda: array("q"))
-    sums: Tensor | None = None
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +42,12 @@ class NonfinitePolicy:
 
     Args:
         group: the ranks.
-        crossing: around what they do together.
         blame: finds the samples; None: nobody looks.
         skips: whether bad data is skipped.
     """
 
-    def __init__(
-        self, group: Group, crossing: Crossing, blame: OneByOne | None, skips: bool
-    ) -> None:
+    def __init__(self, group: Group, blame: OneByOne | None, skips: bool) -> None:
         self._group = group
-        self._crossing = crossing
         self._blame = blame
         self._skips = skips
 
@@ -133,8 +96,7 @@ class NonfinitePolicy:
             mine = tuple(self._blame.gradients(staged.numbers, staged.source))
         everyone = [mine]
         if not self._group.diverges:  # else it is this rank's own, and no other has come here
-            with self._crossing.open():
-                everyone = self._group.exchange(mine)
+            everyone = self._group.exchange(mine)
         found = by_rank(everyone)
         if self._skips:
             why = f"the gradient has the norm {norm}, though the loss is {loss:.6g}"
@@ -152,8 +114,7 @@ class NonfinitePolicy:
         )
 
     def _not_finite(self, what: str, value: float, staged: Staged) -> PassedOver | Again:
-        with self._crossing.open():
-            everyone = self._group.exchange(self._suspicion(staged))
+        everyone = self._group.exchange(self._suspicion(staged))
         found = by_rank(one.bad for one in everyone)
         if self._skips:
             why = f"the {what} is {value}, and none of its samples is to blame alone"

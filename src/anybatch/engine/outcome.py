@@ -1,14 +1,52 @@
-"""Outcome: what an attempt at a global step may come to."""
+"""Outcome: what a rank stages in an attempt at a global step, and what the attempt may come to."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from anybatch.data import Bad
+from anybatch.engine.source import Source
+from anybatch.engine.totals import Totals
+from anybatch.events import step_number
 from anybatch.parallel import Wish
 from anybatch.parallel.failures import RankReport
+
+
+@dataclass(slots=True)
+class Staged:
+    """What this rank has staged in one attempt.
+
+    Attributes:
+        index: of the step, from 0.
+        source: its samples.
+        totals: sums over the micro-batches.
+        numbers: of the micro-batches that are in the totals, in that order.
+        in_float16: the loss function added up in float16.
+        empty: what is wrong with a mean over nothing, in words, if the loss has one.
+        outputs: of this rank's part, if the loss hands any out.
+        sums: the totals as the ranks add them up; None: the passes have not all been made.
+        seconds: from the beginning of the attempt to the end of the vote.
+    """
+
+    index: int
+    source: Source
+    totals: Totals
+    in_float16: bool = False
+    empty: str = ""
+    outputs: Any = None
+    numbers: array[int] = field(default_factory=lambda: array("q"))
+    sums: Tensor | None = None
+    seconds: float = 0.0
+
+    @property
+    def step(self) -> int:
+        """Its number, from 1."""
+        return step_number(self.index)
 
 
 @dataclass(frozen=True, slots=True)

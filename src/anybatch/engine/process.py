@@ -16,7 +16,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 _MMAP_MAX = 1 << 16  # glibc's own
 _MOST_MMAP_THRESHOLD = 32 << 20  # on 64 bits
 _RETURN_FROM = 128 << 10  # glibc's thresholds at the start of a process
-_END, _LONGEST_END = 1 << 17, 1 << 26
 
 
 def has_glibc() -> bool:
@@ -53,61 +52,10 @@ def _set_thresholds(mmap_from: int, trim_from: int) -> None:
 
 
 def use_one_heap() -> None:
-    """Let all threads that start from now on have one heap in common (glibc), so that memory set aside
-    in it is there for any of them. To be called before libraries start theirs."""
+    """Let all threads that start from now on have one heap in common (glibc), so that what one has
+    freed is there for any of them. To be called before libraries start theirs."""
     if has_glibc():
         _glibc().mallopt(_M_ARENA_MAX, 1)
-
-
-class HeapBlock:
-    """A block of glibc's heap. Once it is open, its memory is for others of this process, and stays in
-    the heap until it is closed: only what is free at the end of a heap goes back to the kernel, so a
-    small block behind this one holds it.
-
-        heap    | in use | block, free | end |
-    """
-
-    def __init__(self, address: int, end: int) -> None:
-        self._address: int | None = address
-        self._end = end
-
-    @classmethod
-    def of(cls, size: int) -> HeapBlock | None:
-        """A block of `size` bytes; None if it is refused."""
-        library = _glibc()
-        library.mallopt(
-            _M_MMAP_MAX, 0
-        )  # not a mapping of its own, which would go back to the kernel
-        try:
-            address = library.malloc(ctypes.c_size_t(size))
-            if address is None:
-                return None
-            end, length = 0, _END
-            while length <= _LONGEST_END:
-                found = library.malloc(ctypes.c_size_t(length))
-                if found is None:
-                    break
-                if 0 <= found - (address + size) < _END:
-                    end = found
-                    break
-                _free(found)  # a hole elsewhere in the heap, where something longer does not fit
-                length *= 2
-            return cls(address, end)
-        finally:
-            library.mallopt(_M_MMAP_MAX, _MMAP_MAX)
-
-    def open(self) -> None:
-        """Free it. The heap keeps it."""
-        if self._address is not None:
-            _free(self._address)
-            self._address = None
-
-    def close(self) -> None:
-        """Let it go back to the kernel."""
-        self.open()
-        if self._end:
-            _free(self._end)
-            self._end = 0
 
 
 class _Holes:

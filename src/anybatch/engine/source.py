@@ -47,12 +47,13 @@ class MicroBatch:
 
 
 class Source(Protocol):
-    """The samples of one global step, given as often as the step is tried."""
+    """The samples of one global step, given as often as the step is tried. A source whose samples have
+    no names takes the last four as they are."""
 
     @property
     def num_samples(self) -> int:
         """Of all ranks together, without those that are left out; 0: not known."""
-        ...
+        return 0
 
     def micro_batches(self, choice: Choice, keep: bool = False) -> Iterator[MicroBatch]:
         """The micro-batches of this rank under `choice`, in order, from the first. `keep`: they are
@@ -73,24 +74,26 @@ class Source(Protocol):
         take from, at most `most`. `batch`: its first micro-batch."""
         ...
 
-    def is_coupled(self, batch: Any) -> bool:
-        """Whether samples are made into batches in a way by which those of its first micro-batch,
-        `batch`, would be others alone."""
-        ...
-
     def describe(self, number: int) -> str:
         """The samples of micro-batch `number` of the last attempt, in words."""
         ...
 
+    def is_coupled(self, batch: Any) -> bool:
+        """Whether samples are made into batches in a way by which those of its first micro-batch,
+        `batch`, would be others alone."""
+        del batch
+        return False
+
     def places(self, number: int) -> Sequence[Place]:
         """The samples of micro-batch `number` of the last attempt; none, if they have no names."""
-        ...
+        del number
+        return ()
 
     def alone(self, place: Place) -> Any:
         """That sample as a batch of its own, on the device."""
-        ...
+        raise AssertionError("a sample without a name is asked for")
 
     def leave_out(self, bad: Sequence[Bad]) -> int:
         """From the next attempt on the step is without these samples. How many are left, on all ranks
         together."""
-        ...
+        raise AssertionError("a sample without a name is left out")

@@ -128,8 +128,7 @@ class Trial:
         return -(-tried_amount(self._plan, self._choices) // choice.micro_batch)
 
     def _decided(self, step: int, tried: Sequence[_Tried], seconds: float) -> Plan:
-        with self._engine.crossing.open():
-            everyone = self._group.exchange([() if t.failed else tuple(t.seconds) for t in tried])
+        everyone = self._group.exchange([() if t.failed else tuple(t.seconds) for t in tried])
         # Ranks wait for the slowest of them.
         rounds = [of_the_slowest(ranks) for ranks in zip(*everyone, strict=True)]
         slowest = [typical(each) for each in rounds]

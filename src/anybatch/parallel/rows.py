@@ -11,8 +11,7 @@ and then whether it has room for all; if one says no, nothing follows, and all g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -33,10 +32,7 @@ _Has = tuple[int, Kinds]
 
 
 def all_rows(
-    group: Group,
-    mine: Sequence[Tensor] | None,
-    device: torch.device,
-    speaking: Callable[[], AbstractContextManager[None]],
+    group: Group, mine: Sequence[Tensor] | None, device: torch.device
 ) -> tuple[Sequence[Tensor], int]:
     """The tensors with the rows of all ranks in their order, and at which row those of this one begin.
     All ranks call it, once in an attempt at a step.
@@ -46,7 +42,6 @@ def all_rows(
         mine: tensors with equally many rows in dim 0; none of them, of a rank without samples; None, of
             one that failed.
         device: of this rank.
-        speaking: stands around each exchange.
 
     Raises:
         PassAbandoned: another rank failed.
@@ -56,9 +51,8 @@ def all_rows(
     """
     if group.size == 1:
         return mine or (), 0
-    with speaking():
-        num_rows = len(mine[0]) if mine else 0
-        everyone = group.exchange(None if mine is None else (num_rows, kinds_of(mine)))
+    num_rows = len(mine[0]) if mine else 0
+    everyone = group.exchange(None if mine is None else (num_rows, kinds_of(mine)))
     there = [one for one in everyone if one is not None]
     if len(there) < group.size:
         raise PassAbandoned
@@ -72,13 +66,12 @@ def all_rows(
         ]
     except Exception as error:
         wrong = error
-    with speaking():
-        there_is_room = group.exchange(wrong is None)
+    there_is_room = group.exchange(wrong is None)
     if wrong is not None:
         raise wrong
     if not all(there_is_room):
         raise PassAbandoned
-    with speaking(), torch.no_grad():
+    with torch.no_grad():
         _fill(group, mine or (), whole, starts)
     return whole, starts[group.rank]
 

@@ -89,7 +89,7 @@ class Rehearsing:
         there = bool(replica.optimizer.state)
         on_device = plan.choice.optimizer_states == "device"
         self._states = 0 if there or not on_device else replica.state_bytes()
-        first, _ = replica.update_bytes()
+        first = replica.update_bytes()
         self._commit = first, max(0, first - self._states)
         if plan.prediction is not None:
             self._commit = plan.prediction.commit_bytes

@@ -50,7 +50,6 @@ from anybatch.engine import (
     OneByOne,
     PassedOver,
     Rehearsed,
-    SetAside,
     Skips,
     Together,
     Transactions,
@@ -62,7 +61,6 @@ from anybatch.engine import (
     to_reserve,
     uncounted,
 )
-from anybatch.engine.process import use_one_heap
 from anybatch.errors import InputError, PeerLost, StopTraining
 from anybatch.estimate import identify
 from anybatch.events import (
@@ -77,7 +75,6 @@ from anybatch.events import (
 )
 from anybatch.launch import find, join, leave, open_board
 from anybatch.machine import Machine
-from anybatch.oom import is_limited
 from anybatch.parallel import Wish, group_of
 from anybatch.parallel.failures import together
 from anybatch.plans import Choice, KernelChoices, Plan
@@ -363,8 +360,7 @@ class Session:
 
     def _exchanged(self, mine: T) -> Sequence[T]:
         """What each rank gives."""
-        with self._engine.crossing.open():
-            return self._group.exchange(mine)
+        return self._group.exchange(mine)
 
     @_at_work("saving")
     def save(self, wait: bool = False) -> None:
@@ -610,7 +606,6 @@ class Session:
             undo.callback(self._randomness.close)
             self._make_parts(checkpoints, undo)
             self._check_single_sample()
-            undo.callback(SetAside().end)
             self._undo = undo.pop_all()
 
     def _make_parts(self, checkpoints: Checkpoints | None, undo: ExitStack) -> None:
@@ -665,7 +660,6 @@ class Session:
             group,
             device=device,
             thread=self._engine.thread,
-            crossing=self._engine.crossing,
             limit=self._limit,
             meter=self._meter,
             sink=self.emit,
@@ -953,8 +947,6 @@ def joined() -> Iterator[None]:
             yield
         return
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if is_limited():
-        use_one_heap()  # before the network's library starts its threads; see `engine.headroom`
     with join(member, kind, timeout_seconds=RENDEZVOUS_SECONDS):
         yield
 

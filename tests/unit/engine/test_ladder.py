@@ -11,10 +11,8 @@ from tests.equivalence.worlds import World, task_of
 import anybatch as ab
 from anybatch.engine import ladder
 from anybatch.engine.ladder import (
-    EVALUATIONS,
     STEPS,
     WAITS,
-    BatchLadder,
     Ladder,
     Leak,
     nothing_leaner,
@@ -117,30 +115,6 @@ def test_the_leanest_plan_is_waited_for_if_it_has_worked():
     assert way.down(plan) == (plan, WAITS[0])
 
 
-def test_evaluations_have_a_ladder_of_their_own():
-    way = BatchLadder()
-    assert way.down(1) is None
-    assert way.down(32) == (16, 0)
-    assert way.down(16) == (8, 0)
-    for _ in range(EVALUATIONS):
-        assert way.up(8) is None
-        way.evaluated()
-    assert way.up(8) == (16, EVALUATIONS)
-    assert way.down(16) == (8, 0)  # the try failed: the next one comes later
-    for _ in range(2 * EVALUATIONS):
-        assert way.up(8) is None
-        way.evaluated()
-    assert way.up(8) == (16, 2 * EVALUATIONS)
-
-
-def test_what_steps_have_lowered_is_not_raised_by_evaluations():
-    way = BatchLadder()
-    assert way.down(8) == (4, 0)
-    for _ in range(EVALUATIONS):
-        way.evaluated()
-    assert way.up(8) is None  # a rung of the plan has it as large as that again
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_run_grows_back_to_its_plan_and_ends_the_same(monkeypatch, num_workers):
     monkeypatch.setattr(ladder, "STEPS", 3)
@@ -176,8 +150,7 @@ def test_a_run_grows_back_to_its_plan_and_ends_the_same(monkeypatch, num_workers
     assert ours.losses == pytest.approx(calm.losses, rel=1e-9)
 
 
-def test_the_batch_of_evaluations_grows_back(monkeypatch):
-    monkeypatch.setattr(ladder, "EVALUATIONS", 2)
+def test_the_batch_of_evaluations_is_halved():
     world = World(num_samples=64, data="tuples", loss="pair", steps=6)
     task = task_of(world)
     plain_loss, failing, sizes = task.loss, [True], []
@@ -198,9 +171,7 @@ def test_the_batch_of_evaluations_grows_back(monkeypatch):
     losses = [e.loss for e in events if isinstance(e, Evaluated)]
     assert len(losses) == 6
     changes = [(e.step, e.after) for e in events if isinstance(e, Replanned)]
-    assert changes[:2] == [(1, "evaluation batch 8"), (1, "evaluation batch 4")]
-    assert changes[2] == (3, "evaluation batch 8")
-    assert changes[3] == (5, "evaluation batch 16")
+    assert changes == [(1, "evaluation batch 8"), (1, "evaluation batch 4")]
 
 
 def test_the_sentence_tells_how_much_and_since_when():

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import anybatch as ab
-from anybatch.engine import transaction
+from anybatch.engine import update_room
 from anybatch.errors import LossError, NoPlanFits
 from anybatch.events import OutOfMemory, Replanned, StepDone
 from anybatch.plans import Choice, Recompute
@@ -197,13 +197,13 @@ def test_errors_at_random_micro_batches(place, error, at, size, way):
 def test_the_cache_is_emptied_before_the_first_update_and_once_after_it(monkeypatch):
     """As on CUDA, also where the first step is redone when its passes were done."""
     emptied = []
-    real = transaction.Transactions.__init__
+    real = update_room.UpdateRoom.__init__
 
-    def untidy(self, *args, **options):
-        real(self, *args, **options)
+    def untidy(self, *args):
+        real(self, *args)
         self._is_tidy = False
         monkeypatch.setattr(
-            transaction, "release_unused", functools.partial(release, self._replica)
+            update_room, "release_unused", functools.partial(release, self._replica)
         )
 
     def release(replica, _device):
@@ -211,7 +211,7 @@ def test_the_cache_is_emptied_before_the_first_update_and_once_after_it(monkeypa
         if len(emptied) == 1:
             raise MemoryError
 
-    monkeypatch.setattr(transaction.Transactions, "__init__", untidy)
+    monkeypatch.setattr(update_room.UpdateRoom, "__init__", untidy)
     train(task_of(Mine()), 16)
     assert emptied == [0, 0, len(list(Net(Mine(), 0.0).parameters()))]
 

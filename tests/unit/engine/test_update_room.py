@@ -1,12 +1,11 @@
-"""Room on devices whose allocator keeps what is freed: had once, in pieces, before it is needed. (Of
-the heap: see `tests/faults/test_headroom.py`.)"""
+"""Room for the update is allocated once, in pieces, before the ranks agree on a step."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from anybatch.engine.headroom import Headroom
+from anybatch.engine.update_room import try_out
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,5 @@ def test_a_device_is_asked_for_as_much_in_pieces(
         return empty(size, dtype=dtype, device=device)
 
     monkeypatch.setattr(torch, "empty", noted)
-    room = Headroom(torch.device("meta"))
-    room.take(least, 10 * least, pieces)
+    try_out(least, pieces, torch.device("meta"))
     assert sizes == asked
-    assert not room  # it is the allocator that keeps it

@@ -1,0 +1,180 @@
+"""The passes of one rank in a step: forward and backward of its micro-batches, whose gradients, losses
+and weights are sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any, final
+
+import torch
+
+from anybatch.compute import Replica
+from anybatch.compute.joint import Ask
+from anybatch.compute.loss_check import LOOKED_AT
+from anybatch.compute.loss_reduction_check import warn_of_collate
+from anybatch.data import BadSamples, to_device, told_samples
+from anybatch.data.evaluation import join
+from anybatch.data.generators import Borrowed
+from anybatch.data.schedule import measures_noise
+from anybatch.engine.joint import JointPasses
+from anybatch.engine.limit import Limit, uncounted
+from anybatch.engine.meter import Meter
+from anybatch.engine.nonfinite_policy import NonfinitePolicy
+from anybatch.engine.outcome import Staged
+from anybatch.engine.randomness import Randomness
+from anybatch.engine.rehearsal import ComputeTimer
+from anybatch.engine.rollback import SavedBuffers
+from anybatch.engine.source import MicroBatch, Source
+from anybatch.engine.step_thread import StepThread
+from anybatch.errors import DataError
+from anybatch.parallel import Group
+from anybatch.plans import Plan
+
+@final
+class Passes:
+    """The passes on one replica. The arguments are those of `Transactions`, whose buffers, timer,
+    thread and judge it shares."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        group: Group,
+        *,
+        randomness: Randomness,
+        limit: Limit,
+        meter: Meter,
+        thread: StepThread,
+        buffers: SavedBuffers,
+        timer: ComputeTimer,
+        judge: NonfinitePolicy,
+        device: torch.device,
+    ) -> None:
+        self._replica = replica
+        self._group = group
+        self._randomness = randomness
+        self._limit = limit
+        self._meter = meter
+        self._thread = thread
+        self._buffers = buffers
+        self._timer = timer
+        self._judge = judge
+        self._device = device
+        self._is_loss_checked = False
+        self.joint: JointPasses = JointPasses(
+            replica, group, randomness=randomness, limit=limit, buffers=buffers, device=device
+        )
+
+    def run(self, staged: Staged, plan: Plan) -> None:
+        """All of them, under `plan`, into `staged`. Raises what the data, the model and the loss raise,
+        and `PassAbandoned` if another rank has failed."""
+        replica, group, choice = self._replica, self._group, plan.choice
+        outputs: list[tuple[Any, int]] = []
+        # The bits of a reproducible run do not depend on how its step is cut.
+        alone = group.size == 1 and plan.task.grain is None and not replica.is_joint
+        replica.phase = "loading"
+        with self._timer.running():
+            for number, (micro, ask) in enumerate(self._micro_batches(staged, plan)):
+                if not self._is_loss_checked and micro.num_samples:
+                    self._check_loss(micro, staged.source)
+                measured = self._is_measured(micro, staged)
+                if micro.grain is not None:
+                    self._randomness.begin_grain(staged.index, micro.grain)
+                with (
+                    self._naming(staged, number),
+                    self._limit.watched(choice.kind, micro.batch),
+                    group.last_pass(measured) if micro.last else nullcontext(),
+                ):
+                    size, whole = micro.num_samples, alone and micro.last and not number
+                    loss = replica.accumulate(micro.batch, size, micro.ghosts, ask, whole)
+                if micro.num_samples:
+                    staged.in_float16 |= loss.sum.dtype == torch.float16
+                    staged.totals.add(loss, part=micro.part)
+                    if loss.outputs is not None:
+                        outputs.append((to_device(loss.outputs, "cpu"), micro.num_samples))
+                    if measured and (norm := group.sum_norm(replica, micro.last)) is not None:
+                        staged.totals.add_part(norm, micro.part)
+                    staged.numbers.append(number)
+                elif micro.batch is not None:  # run for the others' sake, before all that count
+                    self._buffers.put_back_buffers()
+                if micro.ends_part:
+                    group.part_staged(micro.part, self._buffers.held)
+                    if not micro.last:
+                        self._buffers.put_back_buffers()
+                del micro, ask, loss  # so that they are gone while the next one is loaded
+                self._thread.look()
+                replica.phase = "loading"
+        if outputs:
+            staged.outputs = join(*zip(*outputs, strict=True), place="Loss.outputs")
+        staged.sums = staged.totals.tensor()
+
+    def _micro_batches(self, staged: Staged, plan: Plan) -> Iterator[tuple[MicroBatch, Ask | None]]:
+        source, choice = staged.source, plan.choice
+        if self._replica.is_joint:
+            return self.joint.of(staged.index, source, choice, partial(self._naming, staged))
+        return ((micro, None) for micro in source.micro_batches(choice))
+
+    def _check_loss(self, micro: MicroBatch, source: Source) -> None:
+        """Before the first pass of a step that is cut: whether the loss adds up over its samples.
+        A joint loss need not, and where the model is divided the other ranks would wait inside the
+        pass."""
+        is_cut = not micro.last or self._group.size > 1
+        if not is_cut or self._group.lockstep or self._replica.is_joint:
+            return
+        self._is_loss_checked = True
+        others = [self._device] if self._device.type == "cuda" else []
+        try:
+            with (
+                uncounted(),
+                self._meter.aside(),
+                torch.random.fork_rng(others, enabled=bool(others)),
+                Borrowed(),
+            ):
+                # Of one or two samples little can be seen; a few fit without gradients. A loss that
+                # asks for more (the hardest k) is given as many as it will be.
+                few = min(LOOKED_AT, max(4, micro.num_samples))
+                for most, cut in ((few, few // 3), (2 * micro.num_samples - 1, micro.num_samples)):
+                    take, size = source.first_samples(most, micro.batch)
+                    if self._replica.check_loss(take, size, min(cut, size - 1)):
+                        break
+                if source.is_coupled(micro.batch):
+                    warn_of_collate(self._replica.loss_as_given)
+        finally:
+            self._buffers.put_back()
+
+    def _is_measured(self, micro: MicroBatch, staged: Staged) -> bool:
+        """Whether to look, after this pass, how large the gradient of so few samples is: after the
+        first one on this rank, or, where the longest samples come first, after those before them; if
+        they are not all of the step, and their loss is their own. It reads every gradient once."""
+        is_first = bool(micro.num_samples) and not staged.numbers
+        is_part = is_first if micro.padded is None else micro.ends_drawn
+        is_whole = micro.last and self._group.size == 1
+        is_due = measures_noise(staged.index)
+        return is_due and is_part and not is_whole and not self._replica.is_joint
+
+    @contextmanager
+    def _naming(self, staged: Staged, number: int) -> Iterator[None]:
+        """Around micro-batch `number`: what is wrong with a sample of it is said of that sample."""
+        try:
+            yield
+        except BadSamples:
+            raise
+        except DataError as error:
+            raise _of_its_sample(error, staged.source, number) from error
+        except Exception as error:
+            with suppress(Exception):  # what is to be told is the error
+                self._judge.raised(error, number, staged)
+            raise
+
+
+def _of_its_sample(error: DataError, source: Source, number: int) -> DataError:
+    """`error`, which is about a row of micro-batch `number`, said of its sample too."""
+    places = source.places(number)
+    alone = error.row is not None and error.row < len(places)
+    names = [place.name for place in (places[error.row or 0 :][:1] if alone else places)]
+    if not names:
+        return error
+    where = f"{'Row ' + str(error.row) + ' of micro-batch' if alone else 'Micro-batch'} {number}"
+    return DataError(f"{error} {where} is {told_samples(names)}.", error.row)

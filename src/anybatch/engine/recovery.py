@@ -1,0 +1,134 @@
+"""Recovery: the plan that a run follows, and the one that it takes when memory runs out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import final
+
+from anybatch.compute import Replica
+from anybatch.engine.ladder import Ladder, Leak, nothing_leaner
+from anybatch.engine.limit import Limit
+from anybatch.engine.meter import Meter
+from anybatch.engine.step_thread import StepThread
+from anybatch.errors import NoPlanFits
+from anybatch.events import Replanned, Sink
+from anybatch.parallel import Group
+from anybatch.parallel.failures import RankReport, first_error, memory_events
+from anybatch.plans import Plan
+
+_SETTLED_AFTER = 4
+"""Steps after which memory in use grows no more, unless the task's code keeps something of each."""
+
+
+@final
+class Recovery:
+    """Follows a plan on all ranks alike. The arguments are those of `Transactions`, whose thread it
+    shares.
+
+    Attributes:
+        plan: the one that is followed now.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        replica: Replica,
+        group: Group,
+        *,
+        limit: Limit,
+        meter: Meter,
+        thread: StepThread,
+        sink: Sink,
+    ) -> None:
+        self.plan: Plan = plan
+        limit.follow(plan.choice.freed_memory)
+        self._replica = replica
+        self._group = group
+        self._limit = limit
+        self._meter = meter
+        self._thread = thread
+        self._sink = sink
+        self._ladder = Ladder()
+        self._settled: tuple[int, int] | None = None  # a step, and bytes in use after it
+
+    def committed(self, step: int) -> None:
+        """`step` was done under the present plan."""
+        self._ladder.committed()
+        if self._settled is None and step >= _SETTLED_AFTER:
+            self._settled = step, self._meter.kept_bytes()
+
+    def follow(self, plan: Plan, step: int, reason: str, tells: bool) -> None:
+        """See `Transactions.follow`."""
+        self._ladder = Ladder()
+        self._change(plan, step, reason, tells=tells and plan.choice != self.plan.choice)
+
+    def grow(self, step: int) -> bool:
+        """See `Transactions.grow`. `step` is the next one."""
+        before = self.plan
+        found = self._ladder.up(before)
+        if found is None:
+            return False
+        plan, num_steps = found
+        self._change(plan, step, f"tried again after {num_steps} steps")
+        return self.plan is not before
+
+    def make_room(self, everyone: Sequence[RankReport], step: int) -> None:
+        """Go on in `step` under the next leaner plan. Raises `NoPlanFits`, on all ranks, if there is
+        none."""
+        mine = everyone[self._group.rank].failure
+        if mine is not None:
+            self._thread.recover(mine)
+        before = self.plan
+        found = self._ladder.down(before)
+        then = "" if found is None else found[0].choice.describe()
+        for event in memory_events(everyone, step, before.choice.micro_batch, before, then):
+            self._sink(event)
+        worst = next(told for told in everyone if told.failure)
+        assert worst.failure is not None
+        if found is None:
+            leak = self._settled and Leak(*self._settled, step - 1, self._meter.kept_bytes())
+            raise NoPlanFits(nothing_leaner(before, worst.phase, worst.failure, leak))
+        leaner, seconds = found
+        if leaner is before:
+            time.sleep(seconds)
+        else:
+            self._change(leaner, step, f"memory ran out in {worst.phase}")
+
+    def _change(self, plan: Plan, step: int, reason: str, tells: bool = True) -> None:
+        """Follow `plan` from `step` on; or the next leaner one, if on any rank there is no room for the
+        optimizer's states where it has them."""
+        before, self.plan = self.plan, plan
+        self._replica.switch(plan.choice, plan.kernels)
+        self._limit.follow(plan.choice.freed_memory)
+        everyone = self._move_states(plan, step)
+        if tells:
+            self._sink(
+                Replanned(
+                    time=time.time(),
+                    step=step,
+                    reason=reason,
+                    before=before.choice.describe(),
+                    after=plan.choice.describe(),
+                    plan=plan.model_dump(mode="json"),
+                )
+            )
+        if any(told.failure for told in everyone):
+            self.make_room(everyone, step)
+
+    def _move_states(self, plan: Plan, step: int) -> Sequence[RankReport]:
+        """Bring the optimizer's states to where `plan` has them. What all ranks tell of it."""
+        told, wrong = RankReport(), None
+        try:
+            self._replica.updater.keep_states(plan.choice.optimizer_states)
+            self._replica.updater.reserve()
+        except Exception as error:
+            told = RankReport.of(error, "update", self._meter)
+            wrong = None if told.can_be_mended else error
+        if self._group.diverges:  # the others change their plans when they have to
+            everyone = [RankReport()] * self._group.size
+            everyone[self._group.rank] = told
+        else:
+            everyone = self._group.exchange(told)
+        first_error(wrong, everyone, step)
+        return everyone

@@ -1,0 +1,74 @@
+"""Room for the update: what it needs at its peak is allocated, and freed, before the ranks agree on a
+step, while failing is harmless.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+from anybatch.compute import Replica
+from anybatch.engine.limit import Limit
+from anybatch.oom import is_limited
+from anybatch.plans import Plan
+from anybatch.process.cuda_driver import release_unused
+
+
+@final
+class UpdateRoom:
+    """The arguments are those of `Transactions`.
+
+    Attributes:
+        has_updated: whether there was an update.
+    """
+
+    def __init__(
+        self, replica: Replica, limit: Limit, device: torch.device, commit_bytes: tuple[int, int]
+    ) -> None:
+        self.has_updated: bool = False
+        self._replica = replica
+        self._limit = limit
+        self._device = device
+        self._commit_bytes = commit_bytes
+        self._is_tidy = device.type != "cuda"
+
+    def tidy(self) -> None:
+        """Before the passes of a step. The second one begins with parameters and optimizer states alone
+        in the allocator; later ones do not wait for the device."""
+        if self.has_updated and not self._is_tidy:
+            release_unused(self._device)
+            self._is_tidy = True
+
+    def reserve(self) -> None:
+        """After the passes. Raises a memory error if the update would not have room."""
+        first, later = self._commit_bytes
+        need = later if self._replica.optimizer.state else first
+        if not (self.has_updated or self._is_tidy):
+            # What the optimizer makes now stays. Among what the passes have left free it would keep
+            # that from being given back, or used for anything larger.
+            release_unused(self._device)
+        self._limit.reserve(need)
+        if is_limited() if self._device.type == "cpu" else need:
+            try_out(need or self._replica.update_bytes(), self._replica.part_bytes(), self._device)
+
+
+def try_out(num_bytes: int, pieces: Sequence[int], device: torch.device) -> None:
+    """Allocate so many bytes and free them, in pieces as large as the tensors of an update, which then
+    find their places where the pieces were: one piece would be taken from the driver, beside all that
+    the allocator has free. Raises a memory error if they cannot be had."""
+    held: list[torch.Tensor] = []
+    sizes = itertools.cycle(tuple(filter(None, pieces)) or (num_bytes,))
+    while num_bytes > 0:
+        size = min(next(sizes), num_bytes)
+        held.append(torch.empty(size, dtype=torch.uint8, device=device))
+        num_bytes -= size
+
+
+def to_reserve(plan: Plan) -> tuple[int, int]:
+    """What the update of `plan` allocates, where running out of memory is an error that can be met:
+    everywhere but on a CPU without a limit."""
+    can_fail = plan.enforced or plan.device != "cpu" or is_limited()
+    return plan.prediction.commit_bytes if plan.prediction and can_fail else (0, 0)
