@@ -10,8 +10,7 @@ import _thread
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from anybatch.process.control_group import cores_of_group
 
@@ -20,10 +19,6 @@ MOST_IDLE = 0.05
 
 _SECONDS = 10.0
 """A thread that has not begun by then is not waited for."""
-
-SMALL_STACK_BYTES = 1 << 20
-"""Enough for Python's own code. The default is 8 MiB on Linux, which a limit on memory counts in full,
-though hardly a page of it is ever written to."""
 
 
 def begin(work: Callable[[], None]) -> threading.Event | None:
@@ -50,17 +45,6 @@ def begin(work: Callable[[], None]) -> threading.Event | None:
     if not begun.wait(_SECONDS) and claim.acquire(blocking=False):
         return None
     return ended
-
-
-@contextmanager
-def small_stacks() -> Iterator[int]:
-    """Threads that are begun inside, also by processes forked inside, have stacks of
-    `SMALL_STACK_BYTES`. Gives the size that they had before, as `threading.stack_size` takes it."""
-    before = threading.stack_size(SMALL_STACK_BYTES)
-    try:
-        yield before
-    finally:
-        threading.stack_size(before)
 
 
 def num_cores() -> int:
