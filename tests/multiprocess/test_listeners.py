@@ -53,7 +53,7 @@ def task(folder):
     )
 
 if __name__ == "__main__":
-    ab.train(task(sys.argv[1]), ranks=2, trial=False, progress=False)
+    ab.train(task(sys.argv[1]), ranks=2, progress=False)
 """
 
 

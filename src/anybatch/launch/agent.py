@@ -19,7 +19,6 @@ import secrets
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -29,12 +28,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypedDict, TypeVar, Unpack
 
 from anybatch.errors import InputError, LaunchError, Stopped
-from anybatch.launch import orphan_cleanup
 from anybatch.launch.exits import SAID_BY_STATUS, End, first
 from anybatch.launch.membership import find
 from anybatch.launch.network import parse_address
 from anybatch.process import early_stop_signal
 from anybatch.process.signing import SECRET
+from anybatch.units import check_count
 
 if TYPE_CHECKING:
     from anybatch.launch.elastic import Ending, Orders
@@ -57,7 +56,6 @@ its ranks with it, which costs one."""
 
 _LAST_LINES = 40  # a stack is shown with its innermost call first
 _SECRET_LENGTH = 16
-_JANITOR_SECONDS = 10.0
 
 
 class Options(TypedDict, total=False):
@@ -231,13 +229,11 @@ def _prepared(
     restarts: int | None = None,
 ) -> Iterator[Orders]:
     """The orders, checked, and the folder that they name, for as long as it is needed."""
-    if ranks < 1:
-        raise InputError(f"ranks is {ranks}: give a whole number of at least 1.")
+    check_count(ranks, "ranks")
     least, most = _checked_nodes(nodes)
     if restarts is None:
         restarts = 0 if least == most else ELASTIC_RESTARTS
-    if restarts < 0:
-        raise InputError(f"restarts is {restarts}: give a whole number of at least 0.")
+    check_count(restarts, "restarts", 0)
     if timeout_seconds is None:
         timeout_seconds = LOCAL_TIMEOUT_SECONDS if most == 1 else TIMEOUT_SECONDS
     for name, value in (("timeout_seconds", timeout_seconds), ("grace_seconds", grace_seconds)):
@@ -271,47 +267,24 @@ def _prepared(
 
     folder = Path(tempfile.mkdtemp(prefix="anybatch-ranks-"))
     logs = Path(tempfile.mkdtemp(prefix="anybatch-logs-")).absolute()
-    # Around what is deleted here too: a second signal may end this process on its way out.
-    with _janitor(folder, logs):
-        try:
-            yield Orders(
-                ranks=ranks,
-                least=least,
-                most=most,
-                meeting=meeting,
-                secret=secret,
-                timeout_seconds=timeout_seconds,
-                grace_seconds=grace_seconds,
-                restarts=restarts,
-                folder=folder,
-                logs=logs,
-                silence_fails=silence_fails,
-            )
-        finally:
-            _delete(folder)
-            if logs.exists() and not any(log.stat().st_size for log in logs.iterdir()):
-                _delete(logs)  # what says nothing is of no use to anybody
-
-
-@contextmanager
-def _janitor(*folders: Path) -> Iterator[None]:
-    """A process that ends the ranks and deletes `folders` if this one is killed. The ranks sign in to
-    the first."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", orphan_cleanup.__file__, *map(str, folders)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
     try:
-        yield
+        yield Orders(
+            ranks=ranks,
+            least=least,
+            most=most,
+            meeting=meeting,
+            secret=secret,
+            timeout_seconds=timeout_seconds,
+            grace_seconds=grace_seconds,
+            restarts=restarts,
+            folder=folder,
+            logs=logs,
+            silence_fails=silence_fails,
+        )
     finally:
-        try:
-            process.communicate(orphan_cleanup.DONE, timeout=_JANITOR_SECONDS)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            process.kill()
-            process.wait(_JANITOR_SECONDS)
+        _delete(folder)
+        if logs.exists() and not any(log.stat().st_size for log in logs.iterdir()):
+            _delete(logs)  # what says nothing is of no use to anybody
 
 
 def _checked_nodes(nodes: int | tuple[int, int]) -> tuple[int, int]:

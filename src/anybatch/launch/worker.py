@@ -4,22 +4,23 @@
     python -m anybatch.launch.worker FOLDER AGENT LOGS command MODULE ARGUMENT...
 
 Started by the elastic agent with torchrun's variables in the environment. Nothing heavy is imported
-before the rank is tied to its agent. On Linux the kernel kills the rank when the agent ends; elsewhere
-the agent's janitor alone does.
+before the rank is tied to its agent: when that is killed, a thread of each rank kills the rank with all
+that it has started, and deletes what the agent would have.
 
-Files in FOLDER, each named by attempt and local rank: `0-1.pid` (who), `0-1.result` or `0-1.failure`
-(of a call), `0-1.noted` (what failed first, before it ends) and last `0-1.word` (how it ended); see
-`ends`.
+Files in FOLDER, each named by attempt and local rank: `0-1.result` or `0-1.failure` (of a call),
+`0-1.noted` (what failed first, before it ends) and last `0-1.word` (how it ended); see `exits`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import runpy
+import shutil
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,14 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.errors import name_of
-from anybatch.launch import first_failure
+from anybatch.launch import exits
 from anybatch.launch.exits import prepare, write_whole, write_word
 from anybatch.launch.membership import ATTEMPT
-from anybatch.launch.orphan_cleanup import start_time
 from anybatch.process import early_stop_signal, libraries
 from anybatch.process.early_stop_signal import MARK
 
-_PR_SET_PDEATHSIG = 1
+_LOOK_SECONDS = 0.2
 
 
 def main() -> None:
@@ -53,19 +53,18 @@ def main() -> None:
 
 def _prepared(folder: str, agent: str, logs: str, kind: str, *arguments: str) -> Callable[[], None]:
     """What the rank is to do, when all that is needed for it is in place."""
-    _tie_to(int(agent))
+    _tie_to(int(agent), folder, logs)
     libraries.stay()
     path = Path(folder) / f"{os.environ[ATTEMPT]}-{os.environ['LOCAL_RANK']}"
-    write_whole(path.with_suffix(".pid"), f"{os.getpid()} {start_time(os.getpid()) or 0}".encode())
     _place_output(Path(folder), Path(logs), int(os.environ["RANK"]))
-    first_failure.listener = partial(_note, path.with_suffix(".noted"))
+    exits.listener = partial(_note, path.with_suffix(".noted"))
     faulthandler.enable()
     if kind == "call":
         return _loaded(Path(folder) / "call", path)
     return partial(_command, arguments[0], arguments[1:], path)
 
 
-def _note(path: Path, failure: first_failure.Failure | None) -> None:
+def _note(path: Path, failure: exits.Failure | None) -> None:
     with suppress(OSError, MemoryError):  # what has failed before is what has to be told
         if failure is None:
             path.unlink(missing_ok=True)
@@ -73,12 +72,17 @@ def _note(path: Path, failure: first_failure.Failure | None) -> None:
             write_word(path, 1, failure)
 
 
-def _tie_to(agent: int) -> None:
-    """This rank ends when its agent does."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != agent:  # it has ended before the line above
-        os._exit(1)
+def _tie_to(agent: int, *folders: str) -> None:
+    """This rank, and all that it has started, ends when its agent does; then `folders` are deleted."""
+
+    def watch() -> None:
+        while os.getppid() == agent:
+            time.sleep(_LOOK_SECONDS)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)  # torch's agent starts each rank in a group of its own
+
+    threading.Thread(target=watch, name="anybatch-agent", daemon=True).start()
 
 
 def _place_output(folder: Path, logs: Path, rank: int) -> None:
@@ -131,13 +135,13 @@ def _call(function: Callable[[], Any], path: Path) -> None:
         _write_failure(path, error)
         sys.exit(1)
     write_whole(path.with_suffix(".result"), packed)
-    write_word(path.with_suffix(".word"), 0, first_failure.note())
+    write_word(path.with_suffix(".word"), 0, exits.note())
 
 
 def _write_failure(path: Path, error: BaseException) -> None:
     import cloudpickle
 
-    noted = first_failure.note(error)
+    noted = exits.note(error)
     try:
         packed = cloudpickle.dumps(error)
     except Exception:
@@ -156,7 +160,7 @@ def _write_failure(path: Path, error: BaseException) -> None:
 def _command(module: str, arguments: Sequence[str], path: Path) -> None:
     sys.argv[1:] = arguments
     word = path.with_suffix(".word")
-    prepare(lambda error: write_word(word, error.exit_status, first_failure.note(error)))
+    prepare(lambda error: write_word(word, error.exit_status, exits.note(error)))
     status, failed = 1, None
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -174,7 +178,7 @@ def _command(module: str, arguments: Sequence[str], path: Path) -> None:
     finally:
         # Its agent takes the word for told, so the interpreter gets to print what has been raised.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        write_word(word, status, first_failure.note(failed))
+        write_word(word, status, exits.note(failed))
 
 
 if __name__ == "__main__":

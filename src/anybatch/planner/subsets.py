@@ -7,8 +7,8 @@ before the first ones are, and what counts of a set of blocks is the worst of th
 
     level(S) = max over k of ( sum of kept_j for j < k, j not in S ) + kept_k
 
-Which blocks to keep is a knapsack: the most time saved, in the bytes that there are. What a subset
-frees follows from what each block keeps; whatever is chosen so is traced itself.
+Those that take the least time for what they keep are recomputed first, and of equals the first. What a
+subset frees follows from what each block keeps; whatever is chosen so is traced itself.
 """
 
 from __future__ import annotations
@@ -82,10 +82,6 @@ def leanest_subset(size: int, bar: float, costs: Costs) -> Choice | None:
     return None
 
 
-_BINS = 400
-"""Bytes are counted in this many parts of what there is."""
-
-
 def level(kept: Sequence[float], recomputed: Collection[int]) -> float:
     """Bytes at the worst moment of backward if the blocks numbered `recomputed` are computed anew."""
     below = worst = 0.0
@@ -99,7 +95,7 @@ def level(kept: Sequence[float], recomputed: Collection[int]) -> float:
 def cheapest(
     kept: Sequence[float], seconds: Sequence[float], most: float
 ) -> tuple[int, ...] | None:
-    """The blocks to recompute, by number, so that `level` is at most `most`, for the least time; None
+    """The blocks to recompute, by number, so that `level` is at most `most`, for little time; None
     if even all of them are not enough.
 
     Args:
@@ -107,46 +103,21 @@ def cheapest(
         seconds: time to compute each again.
         most: bytes.
     """
-    everything = range(len(kept))
-    if level(kept, everything) > most:
-        return None
-    capacity = most
-    for _ in range(8):
-        chosen = _recomputed(kept, seconds, capacity)
-        over = level(kept, set(chosen)) - most
-        if over <= 0:
-            return chosen
-        capacity -= over
-        if capacity <= 0:
+    chosen: set[int] = set()
+    for number in sorted(
+        range(len(kept)), key=lambda one: (seconds[one] / max(1.0, kept[one]), one)
+    ):
+        if level(kept, chosen) <= most:
             break
-    return tuple(everything)
-
-
-def _recomputed(
-    kept: Sequence[float], seconds: Sequence[float], capacity: float
-) -> tuple[int, ...]:
-    """A knapsack of the blocks that are kept; the others are recomputed. Among equals the later block
-    is kept, since backward needs it first."""
-    if sum(kept) <= capacity:
-        return ()
-    unit = capacity / _BINS
-    sizes = [int(size / unit + 1e-9) for size in kept]  # rounded down: `level` has the last word
-    best = [0.0] * (_BINS + 1)
-    took: list[list[bool]] = []
-    for number in range(len(kept)):  # the last one looked at is the first that is taken
-        size, value, took_here = sizes[number], seconds[number], [False] * (_BINS + 1)
-        for room in range(_BINS, size - 1, -1):
-            # `>=`: of two equal ways the one that keeps the later block.
-            if size <= room and best[room - size] + value >= best[room]:
-                best[room] = best[room - size] + value
-                took_here[room] = True
-        took.append(took_here)
-    room, keep = _BINS, set[int]()
-    for number in reversed(range(len(kept))):
-        if took[number][room]:
-            keep.add(number)
-            room -= sizes[number]
-    return tuple(number for number in range(len(kept)) if number not in keep)
+        chosen.add(number)
+    if level(kept, chosen) > most:
+        return None
+    for number in sorted(
+        chosen, key=lambda one: (-seconds[one], -one)
+    ):  # without what is not needed
+        if level(kept, chosen - {number}) <= most:
+            chosen.remove(number)
+    return tuple(sorted(chosen))
 
 
 _CLOSE_ENOUGH = 1.04
