@@ -19,6 +19,7 @@ import secrets
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -56,6 +57,14 @@ its ranks with it, which costs one."""
 
 _LAST_LINES = 40  # a stack is shown with its innermost call first
 _SECRET_LENGTH = 16
+
+_CLEANUP = """
+trap '' INT TERM HUP USR1
+read -r done && exit
+cd "$1" && for rank in *.pid; do kill -KILL "-${rank%.pid}"; done
+rm -rf "$@"; sleep 1; rm -rf "$@"
+"""
+_CLEANUP_SECONDS = 10.0
 
 
 class Options(TypedDict, total=False):
@@ -267,24 +276,47 @@ def _prepared(
 
     folder = Path(tempfile.mkdtemp(prefix="anybatch-ranks-"))
     logs = Path(tempfile.mkdtemp(prefix="anybatch-logs-")).absolute()
+    # Around what is deleted here too: a second signal may end this process on its way out.
+    with _cleanup_if_killed(folder, logs):
+        try:
+            yield Orders(
+                ranks=ranks,
+                least=least,
+                most=most,
+                meeting=meeting,
+                secret=secret,
+                timeout_seconds=timeout_seconds,
+                grace_seconds=grace_seconds,
+                restarts=restarts,
+                folder=folder,
+                logs=logs,
+                silence_fails=silence_fails,
+            )
+        finally:
+            _delete(folder)
+            if logs.exists() and not any(log.stat().st_size for log in logs.iterdir()):
+                _delete(logs)  # what says nothing is of no use to anybody
+
+
+@contextmanager
+def _cleanup_if_killed(*folders: Path) -> Iterator[None]:
+    """When this process is killed, a shell reads the end of a pipe. It kills the groups of the ranks, which
+    have signed in to the first of `folders` (`worker`), and deletes them all."""
+    shell = subprocess.Popen(
+        ["sh", "-c", _CLEANUP, "sh", *map(str, folders)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
-        yield Orders(
-            ranks=ranks,
-            least=least,
-            most=most,
-            meeting=meeting,
-            secret=secret,
-            timeout_seconds=timeout_seconds,
-            grace_seconds=grace_seconds,
-            restarts=restarts,
-            folder=folder,
-            logs=logs,
-            silence_fails=silence_fails,
-        )
+        yield
     finally:
-        _delete(folder)
-        if logs.exists() and not any(log.stat().st_size for log in logs.iterdir()):
-            _delete(logs)  # what says nothing is of no use to anybody
+        try:
+            shell.communicate(b"done\n", timeout=_CLEANUP_SECONDS)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            shell.kill()
+            shell.wait(_CLEANUP_SECONDS)
 
 
 def _checked_nodes(nodes: int | tuple[int, int]) -> tuple[int, int]:

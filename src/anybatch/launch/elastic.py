@@ -219,6 +219,7 @@ class _Agent(LocalElasticAgent):
             for pid in self._pcontext.pids().values():
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
+                (self._orders.folder / f"{pid}.pid").unlink(missing_ok=True)
 
     # ------------------------------------------------------------------------- what torch's loop asks
 

@@ -4,23 +4,20 @@
     python -m anybatch.launch.worker FOLDER AGENT LOGS command MODULE ARGUMENT...
 
 Started by the elastic agent with torchrun's variables in the environment. Nothing heavy is imported
-before the rank is tied to its agent: when that is killed, a thread of each rank kills the rank with all
-that it has started, and deletes what the agent would have.
+before the rank is tied to its agent, by a file `PID.pid` in FOLDER.
 
-Files in FOLDER, each named by attempt and local rank: `0-1.result` or `0-1.failure` (of a call),
+Other files there are named by attempt and local rank: `0-1.result` or `0-1.failure` (of a call),
 `0-1.noted` (what failed first, before it ends) and last `0-1.word` (how it ended); see `exits`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import runpy
-import shutil
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -37,7 +34,7 @@ from anybatch.launch.membership import ATTEMPT
 from anybatch.process import early_stop_signal, libraries
 from anybatch.process.early_stop_signal import MARK
 
-_LOOK_SECONDS = 0.2
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -53,7 +50,7 @@ def main() -> None:
 
 def _prepared(folder: str, agent: str, logs: str, kind: str, *arguments: str) -> Callable[[], None]:
     """What the rank is to do, when all that is needed for it is in place."""
-    _tie_to(int(agent), folder, logs)
+    _tie_to(int(agent), Path(folder))
     libraries.stay()
     path = Path(folder) / f"{os.environ[ATTEMPT]}-{os.environ['LOCAL_RANK']}"
     _place_output(Path(folder), Path(logs), int(os.environ["RANK"]))
@@ -72,17 +69,15 @@ def _note(path: Path, failure: exits.Failure | None) -> None:
             write_word(path, 1, failure)
 
 
-def _tie_to(agent: int, *folders: str) -> None:
-    """This rank, and all that it has started, ends when its agent does; then `folders` are deleted."""
-
-    def watch() -> None:
-        while os.getppid() == agent:
-            time.sleep(_LOOK_SECONDS)
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)  # torch's agent starts each rank in a group of its own
-
-    threading.Thread(target=watch, name="anybatch-agent", daemon=True).start()
+def _tie_to(agent: int, folder: Path) -> None:
+    """This rank ends when its agent does: Linux kills it, and the agent's shell kills its process group,
+    by the number in the name of a file."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with suppress(FileNotFoundError):  # the shell was faster
+        (folder / f"{os.getpid()}.pid").touch()
+    if os.getppid() != agent:  # it has ended before the lines above
+        os._exit(1)
 
 
 def _place_output(folder: Path, logs: Path, rank: int) -> None:

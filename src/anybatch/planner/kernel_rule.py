@@ -100,10 +100,6 @@ _COMPILED = (
     " Bytes and seconds are predicted of the model as it is, uncompiled."
 )
 _COMPILED_ON_CPU = (
-    "The blocks of the model are not compiled, whether or not that is faster: on a CPU the compiler"
-    " would take from the budget, which is enforced. Without --memory it is tried."
-)
-_COMPILED_ON_CPU = (
     "The compiler works in this process and takes about 100 MiB of its own, so a budget is only planned"
     " with, and the measured peak has the compiler in it."
 )
