@@ -300,8 +300,8 @@ def _prepared(
 
 @contextmanager
 def _cleanup_if_killed(*folders: Path) -> Iterator[None]:
-    """When this process is killed, a shell reads the end of a pipe. It kills the groups of the ranks, which
-    have signed in to the first of `folders` (`worker`), and deletes them all."""
+    """When this process is killed, a shell reads the end of a pipe. It kills the groups of the ranks,
+    which have signed in to the first of `folders` (`worker`), and deletes them all."""
     shell = subprocess.Popen(
         ["sh", "-c", _CLEANUP, "sh", *map(str, folders)],
         stdin=subprocess.PIPE,

@@ -70,8 +70,8 @@ def _note(path: Path, failure: exits.Failure | None) -> None:
 
 
 def _tie_to(agent: int, folder: Path) -> None:
-    """This rank ends when its agent does: Linux kills it, and the agent's shell kills its process group,
-    by the number in the name of a file."""
+    """This rank ends when its agent does: Linux kills it, and the agent's shell kills its group, by the
+    number in the name of a file."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with suppress(FileNotFoundError):  # the shell was faster
