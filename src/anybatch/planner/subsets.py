@@ -7,13 +7,14 @@ before the first ones are, and what counts of a set of blocks is the worst of th
 
     level(S) = max over k of ( sum of kept_j for j < k, j not in S ) + kept_k
 
-Those that take the least time for what they keep are recomputed first, and of equals the first. What a
-subset frees follows from what each block keeps; whatever is chosen so is traced itself.
+Blocks are kept by their time per byte, or by their time, whichever order is the better one, as long as
+there is room. What a subset frees follows from what each block keeps; whatever is chosen so is traced
+itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from anybatch.planner.costs import Costs
 from anybatch.plans import Choice, Recompute
@@ -103,21 +104,24 @@ def cheapest(
         seconds: time to compute each again.
         most: bytes.
     """
-    chosen: set[int] = set()
-    for number in sorted(
-        range(len(kept)), key=lambda one: (seconds[one] / max(1.0, kept[one]), one)
-    ):
-        if level(kept, chosen) <= most:
-            break
-        chosen.add(number)
-    if level(kept, chosen) > most:
+    everything = range(len(kept))
+    if level(kept, everything) > most:
         return None
-    for number in sorted(
-        chosen, key=lambda one: (-seconds[one], -one)
-    ):  # without what is not needed
-        if level(kept, chosen - {number}) <= most:
-            chosen.remove(number)
-    return tuple(sorted(chosen))
+
+    def keeping(worth: Callable[[int], float]) -> tuple[int, ...]:
+        """What is left where all that fits is kept, the worthiest first; of equals the later one, which
+        backward needs first."""
+        chosen = set(everything)
+        for number in sorted(everything, key=lambda number: (-worth(number), -number)):
+            if level(kept, chosen - {number}) <= most:
+                chosen.remove(number)
+        return tuple(sorted(chosen))
+
+    ways = (
+        keeping(lambda number: seconds[number] / max(1.0, kept[number])),
+        keeping(lambda number: seconds[number]),
+    )
+    return min(ways, key=lambda chosen: sum(seconds[number] for number in chosen))
 
 
 _CLOSE_ENOUGH = 1.04
