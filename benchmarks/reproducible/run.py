@@ -42,7 +42,7 @@ def run(arguments: list[str], ranks: int, one_thread: bool) -> dict[str, Any]:
     environment = dict(os.environ) | ({"OMP_NUM_THREADS": "1"} if one_thread else {})
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        command = ["train", *arguments, "--ranks", str(ranks), "--no-trial", "--out", str(out)]
+        command = ["train", *arguments, "--ranks", str(ranks), "--out", str(out)]
         subprocess.run(
             [sys.executable, "-m", "anybatch", *command, "--memory", "600MiB"],
             check=True,

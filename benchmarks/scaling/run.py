@@ -60,7 +60,7 @@ LINKS = (
 def command(global_batch: int, out: Path, *more: str) -> list[str]:
     """A line that trains, with as large a micro-batch on one rank as on two."""
     return [
-        *(sys.executable, "-m", "anybatch", "train", str(HERE / "task.py"), "--no-trial"),
+        *(sys.executable, "-m", "anybatch", "train", str(HERE / "task.py")),
         *("--global-batch", str(global_batch), "--micro-batch", str(MICRO_BATCH)),
         *("--out", str(out), *more),
     ]

@@ -168,7 +168,7 @@ class Replanned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Tried(Event):
-    """Choices were tried on the first passes of `step`, nothing of which remains.
+    """Choices were tried on the first passes of `step`, in a log of an earlier release.
 
     `choices` are told in words, the planned one first; `pass_seconds` is what the passes of a step of
     one rank would take under each (None: it failed, or was far slower); `taken` is the one followed
@@ -185,7 +185,8 @@ class Tried(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CompileDecided(Event):
-    """Whether the run compiles the blocks of the model, from `step` on, where that was left to it.
+    """Whether the run compiled the blocks of the model, from `step` on, where that was left to it, in a
+    log of an earlier release.
 
     `reason` says why it does as it does; empty: it is faster so. `plain_seconds` and
     `compiled_seconds` are what the passes of a step of one rank take each way (None: not tried, or it

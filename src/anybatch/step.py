@@ -94,7 +94,6 @@ from anybatch.parallel.failures import Outdated, PeerOutdated, together
 from anybatch.planner import Wishes, as_measured, make_plan, untraced_plan
 from anybatch.plans import (
     Choice,
-    Compile,
     KernelChoices,
     Plan,
     Recompute,
@@ -202,8 +201,6 @@ class Step:
             batch that fits is chosen, once, and a warning says so; with several ranks it is 32. Each
             rank cuts its own part.
         compile: compile the blocks of the model; then a budget on a CPU is not enforced.
-            `"if-faster"` is refused: whether the time to compile is worth it depends on how many calls
-            will follow, which only the script knows.
         sinks: readers of the events of recovery; those of rank 0 are called. Without one a change of
             plan is a warning.
         verbose: whether rank 0 prints the plan to standard error in the first call.
@@ -233,7 +230,7 @@ class Step:
         chunked_loss: bool | None = None,
         clip_norm: float | None = None,
         ghost_batch: int | None = None,
-        compile: Compile = False,
+        compile: bool = False,
         sinks: Sequence[Sink] = (),
         verbose: bool = True,
         keep_grad: bool = False,
@@ -251,12 +248,7 @@ class Step:
             raise InputError(f"Step cannot train by this loss: {fault}.")
         _check_unwrapped(model)
         check_shapes(model, "it is given to Step")
-        if parse_compile(compile) == "if-faster":
-            raise InputError(
-                "compile is 'if-faster', but Step does not know how many steps will follow, so not"
-                " whether the time to compile is worth it: give True or False, or train by"
-                " anybatch.train, which does."
-            )
+        parse_compile(compile)
         tell_again()
         self.plan: Plan | None = None
         self._model = model
@@ -298,7 +290,7 @@ class Step:
         check_needs_no_closure(optimizer)
         _check_of(model, optimizer)
         self._device = homes.pop()
-        kernel_choices.check_available(KernelChoices(compile=bool(compile)), self._device)
+        kernel_choices.check_available(KernelChoices(compile=compile), self._device)
         self._where = Machine.here(memory, str(self._device)).device
         if memory is None:  # what is free, and a plan counts what is there
             budget = self._where.budget_bytes + held_bytes((model, optimizer))

@@ -48,6 +48,12 @@ def _factor(unit: str) -> int | None:
     return None
 
 
+def check_count(value: object, name: str, least: int = 1) -> None:
+    """Raises `InputError` unless `value` is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name} is {value!r}: give a whole number of at least {least}.")
+
+
 def parse_count(text: str, name: str) -> int:
     """The whole number written as `text`: `"4096"`, `"512K"` (of 1024, as for bytes), `"1.5M"`.
 

@@ -93,6 +93,8 @@ WORDS = [
     Bad("doctor-of-a-task", "", ("task.py", "anybatch doctor --help"), "doctor task.py"),
     Bad("two-tasks", "", ("task.py", "anybatch train --help"), "train digits task.py"),
     Bad("no-such-option", "", ("--globalbatch", "--global-batch"), "train task.py --globalbatch 3"),
+    Bad("no-trial", "", ("--no-trial", "give --no-rehearsal"), "train task.py --no-trial"),
+    Bad("if-faster", "", ("give --compile,",), "plan task.py --compile-if-faster"),
     Bad("option-at-the-end", "", ("--memory", "argument"), "train task.py --memory"),
     Bad("global-batch-text", "", ("--global-batch", "'many'"), "train task.py --global-batch many"),
     Bad(
@@ -537,7 +539,7 @@ LOSSES = [
         ("budget of 1.00 MiB", "the leanest", "at least", "--memory"),
         "train task.py --memory 1MiB",
         status=3,
-        table=("In use already", "one change at a time", "small adapters on frozen weights"),
+        table=("one change at a time", "small adapters on frozen weights"),
     ),
 ]
 

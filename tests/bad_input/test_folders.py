@@ -90,7 +90,7 @@ def loss(model, batch):
     return F.mse_loss(model(batch[0]), batch[1])
 """
     write_task("import contextlib, os\n" + fill)
-    words = ("--checkpoint-every", "never", "--no-trial")
+    words = ("--checkpoint-every", "never")
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         outcome = command("train", "task.py", "--out", str(place), "-s", "epochs=25", *words)

@@ -117,16 +117,6 @@ EDITS = [
         ("kernels.autotune is true", "device is 'cpu'", "make it false"),
     ),
     Edit(
-        "perhaps-compiled",
-        lambda p: p["kernels"].update(compile_if_faster="perhaps"),
-        ("kernels.compile_if_faster is 'perhaps'", "'no', 'open' or 'decided'"),
-    ),
-    Edit(
-        "compiled-and-left-open",
-        lambda p: p["kernels"].update(compile=True, compile_if_faster="open"),
-        ("kernels.compile is true and kernels.compile_if_faster is 'open'", "make compile false"),
-    ),
-    Edit(
         "compiled-under-a-limit",
         lambda p: (
             p.update(enforced=True, budget_bytes=1 << 30),

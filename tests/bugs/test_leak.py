@@ -39,7 +39,7 @@ def test_memory_that_grows_with_each_step_is_named():
         epochs=3,
     )
     with pytest.raises(ab.NoPlanFits, match="memory in use has grown by") as raised:
-        ab.train(task, memory="64MiB", trial=False, progress=False)
+        ab.train(task, memory="64MiB", progress=False)
     kept.clear()
     told = re.search(r"grown by ([\d.]+) (KiB|MiB) a step", str(raised.value))
     assert told is not None

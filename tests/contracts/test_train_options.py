@@ -19,7 +19,6 @@ from anybatch.runs import planning
 from anybatch.runs import train as run
 
 OF_THE_COMMAND = {"context", "global_batch", "settings", "why"}
-OF_THE_COMMAND |= {"compile_if_faster"}  # in Python a value of `compile`
 OF_THE_COMMAND |= {"reproducible", "grain"}  # of the task, in Python
 OF_THE_COMMAND |= {"rendezvous_secret"}  # in Python, a variable of the environment
 OF_THE_COMMAND |= {"track"}  # in Python one of `sinks`
@@ -48,11 +47,7 @@ def test_the_command_and_the_function_have_the_same_options():
 @pytest.mark.parametrize("name", IN_THE_SAME_WORDS)
 def test_an_option_has_one_default(name: str):
     typed, written = IN_PYTHON[name], ON_THE_COMMAND_LINE[name]
-    if (
-        name == "trial"
-    ):  # the command never tries a plan that it is given, and else always by default
-        assert (typed, written) == (None, True)
-    elif name == "nodes":  # a word, since it may be two numbers
+    if name == "nodes":  # a word, since it may be two numbers
         assert str(typed) == written
     else:
         assert typed == written

@@ -298,7 +298,7 @@ def test_a_task_with_k_times_the_batch_and_the_rate_ends_at_the_same_place(
             epochs=1,
             seed=0,
         )
-        result = ab.train(task, micro_batch=8, trial=False, progress=False)
+        result = ab.train(task, micro_batch=8, progress=False)
         return torch.cat([p.detach().flatten() for p in result.model.parameters()])
 
     tuned = {"lr": 1e-3}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +11,6 @@ from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.compute import kernel_choices
-from anybatch.engine import compile_trial
-from anybatch.events import CompileDecided, StepDone
 from anybatch.plans import KernelChoices, Recompute
 
 COMPILED = KernelChoices(compile=True)
@@ -233,40 +228,6 @@ def test_a_loop_of_ones_own_compiles_on_request():
         weights.append((losses, nn.utils.parameters_to_vector(model.parameters())))
     assert weights[0][0] == pytest.approx(weights[1][0], rel=1e-9)
     torch.testing.assert_close(weights[0][1], weights[1][1], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.slow
-def test_a_run_decides_by_itself_and_keeps_that_when_it_is_resumed(monkeypatch, tmp_path):
-    task = task_of("perceptron", epochs=None, steps=600)
-    monkeypatch.setattr(compile_trial, "COMPILE_SECONDS", 0.0)
-    # By the clock of this machine it would be one or the other.
-    monkeypatch.setattr(compile_trial, "is_faster", lambda rounds, number: True)
-    events = []
-
-    def stopping(event):
-        events.append(event)
-        if isinstance(event, StepDone) and event.step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    options = {"compile": "if-faster", "out": tmp_path / "run", "progress": False}
-    with pytest.raises(ab.Stopped):
-        ab.train(task, sinks=[stopping], **options)
-    (decided,) = [event for event in events if isinstance(event, CompileDecided)]
-    assert decided.compiled, decided.reason
-    assert decided.plain_seconds > 0
-    assert decided.compiled_seconds > 0
-    events.clear()
-    ours = ab.train(task, sinks=[events.append], resume=True, **options)
-    assert not [event for event in events if isinstance(event, CompileDecided)]
-    kept = KernelChoices(compile=True, compile_if_faster="decided")
-    assert ours.started.plan["kernels"] == kept.model_dump()
-    assert (ours.plan.kernels, ours.ended.steps) == (kept, 600)
-    plain = ab.train(task, progress=False)
-    assert not plain.plan.kernels.compile
-    assert deviation(ours.model, plain.model) < 1e-4
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert "for the passes of a step, taken" in page
-    assert "compiled blocks, measured to be faster" in page
 
 
 def test_the_plan_says_what_is_not_for_its_device():

@@ -57,7 +57,7 @@ def task(folder):
 SCRIPT = f"""{TASK}
 if __name__ == "__main__":
     import sys
-    ab.train(task(sys.argv[1]), ranks=2, trial=False, progress=False)
+    ab.train(task(sys.argv[1]), ranks=2, progress=False)
 """
 
 
@@ -141,7 +141,7 @@ import os, sys
 os.environ["{listeners.ROOT}"] = str(os.getpid())
 sys.path.insert(0, {str(REPOSITORY)!r})
 {TASK}"""
-    train = f"ab.train(task({str(tmp_path)!r}), ranks=2, trial=False, progress=False)"
+    train = f"ab.train(task({str(tmp_path)!r}), ranks=2, progress=False)"
     cells = [nbformat.v4.new_code_cell(source) for source in (begin, train)]
     notebook = nbformat.v4.new_notebook(cells=cells)
     where = {"metadata": {"path": str(tmp_path)}}

@@ -195,7 +195,7 @@ def test_a_stream_has_the_steps_of_a_ramp():
     sizes = {}
     for name, data in (("stream", Stream()), ("table", TensorDataset(X))):
         one = task(ab.Ramp(2, 9, 0.6), train=data, epochs=None, samples=150, shuffle=False)
-        result = ab.train(one, progress=False, trial=False)
+        result = ab.train(one, progress=False)
         sizes[name] = result.ended.steps, result.ended.samples_seen
     assert sizes["stream"] == sizes["table"]
     assert sizes["stream"][1] == 150

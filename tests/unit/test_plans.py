@@ -62,10 +62,8 @@ def plans(draw):
     )
     device = draw(st.sampled_from(["cpu", "cuda:0", "cuda:13"]))
     enforced = draw(st.booleans())
-    if_faster = st.sampled_from(["no", "decided"])
     kernels = st.builds(
         KernelChoices,
-        compile_if_faster=if_faster,
         channels_last=st.booleans(),
         autotune=st.just(False) if device == "cpu" else st.booleans(),
         compile=st.just(False) if device == "cpu" and enforced else st.booleans(),

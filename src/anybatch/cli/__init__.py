@@ -60,6 +60,13 @@ _NO_MEMORY = (
     " limits of this process (`ulimit -v`, `ulimit -d`, the container's)."
 )
 
+_GONE = {
+    "--trial": "a rehearsal measures the plan and its rivals before the run: give --rehearsal",
+    "--no-trial": "choices are tried in the rehearsal alone: give --no-rehearsal",
+    "--compile-if-faster": "no run tries any more whether that is faster: give --compile, or nothing",
+}
+"""Options that there were, and what to use."""
+
 # typer stands on click, or carries a copy of it, by version; this is the class of either.
 _UsageError: Any = typer.BadParameter.__base__
 
@@ -157,6 +164,9 @@ def _tell_usage(error: Any) -> int:
         return error.exit_code
     where = error.ctx.command_path if error.ctx else "anybatch"
     message = " ".join(error.format_message().split()).rstrip(".")
+    option = getattr(error, "option_name", "")
+    if option in _GONE:
+        return _tell(f"there is no option {option} any more, since {_GONE[option]}.", 2)
     # Where typer reads values with pydantic, its sentence leaves out the value.
     faults = error.__cause__.errors() if hasattr(error.__cause__, "errors") else []
     if faults and repr(faults[0]["input"]) not in message:

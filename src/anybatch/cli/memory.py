@@ -76,13 +76,12 @@ def memory(
         "plan": chosen.model_dump(mode="json"),
         "ledger": found.ledger.to_dict(),
         "knobs": [asdict(knob) for knob in found.knobs],
-        "in_use": [asdict(knob) for knob in found.in_use],
     }
     text = dumps(content, indent=1) + "\n"
     if json not in (None, STANDARD_OUTPUT):
         write_whole(json, text, "the ledger")
     if html is not None:
-        write_ledger(html, chosen, found.ledger, found.knobs, found.in_use)
+        write_ledger(html, chosen, found.ledger, found.knobs)
     notice = notice[:1].upper() + notice[1:]
     if json == STANDARD_OUTPUT:
         print(text, end="")
@@ -90,7 +89,7 @@ def memory(
             print(notice, file=sys.stderr)
         return
     console = Console()
-    print_ledger(console, chosen, found.ledger, found.knobs, found.in_use, depth, every_layer)
+    print_ledger(console, chosen, found.ledger, found.knobs, depth, every_layer)
     if notice:
         console.print(notice, highlight=False, soft_wrap=True)
     for file in filter(None, (json, html)):

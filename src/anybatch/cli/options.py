@@ -16,7 +16,6 @@ from anybatch.errors import InputError
 
 if TYPE_CHECKING:
     from anybatch.machine import Machine
-    from anybatch.plans import Compile as Compiling
     from anybatch.task import Task
 
 
@@ -34,7 +33,6 @@ _PRECISION = (
 )
 _RECOMPUTE = "none, all, nested, or names of modules separated by commas. Default: chosen."
 _LOSS = "Cross-entropy in chunks, the logits never all there; or as written. Default: chosen."
-_IF_FASTER = "Compile them if passes before the first step show that it is faster."
 _SHARD = "Divide the model over N ranks (those of a machine, say); such groups replicate it."
 _NORMS = "BatchNorm: ghosts, synchronised, or as-written (over the whole batch). Default: chosen."
 _REPRODUCIBLE = "The same bits on any number of ranks, under any plan, after any restart."
@@ -94,7 +92,6 @@ class PlanningOptions:
     compile: Annotated[
         bool, option("--compile", "Compile the blocks of the model (torch.compile).")
     ] = False
-    compile_if_faster: Annotated[bool, option("--compile-if-faster", _IF_FASTER)] = False
     reproducible: Annotated[bool, option("--reproducible", _REPRODUCIBLE)] = False
     grain: Annotated[int | None, option("--grain", _GRAIN, "N")] = None
     parallel: ParallelName = None
@@ -119,7 +116,7 @@ class PlanningOptions:
             "chunked_loss": self.chunked_loss,
             "parallel": parse_parallel(self.parallel),
             "sharding": parse_sharding(self.shard_over),
-            "compile": _compiling(self.compile, self.compile_if_faster),
+            "compile": self.compile,
         }
 
 
@@ -172,16 +169,6 @@ def _with_values(words: list[str]) -> Iterator[str]:
     for word, following in pairwise([*words, "--"]):
         is_bare = following.startswith("-") and following != STANDARD_OUTPUT
         yield f"{word}={_MEANT[word]}" if is_bare and word in _MEANT else word
-
-
-def _compiling(compile: bool, if_faster: bool) -> Compiling:
-    """What `--compile` and `--compile-if-faster` mean. Raises `InputError` if both are given."""
-    if compile and if_faster:
-        raise InputError(
-            "--compile and --compile-if-faster are both given, but the one compiles in any case and the"
-            " other only where it proves faster: leave one of them out."
-        )
-    return "if-faster" if if_faster else compile
 
 
 def check_backend(name: str | None) -> None:

@@ -91,13 +91,6 @@ def train(
         option("--stale", "Apply gradients one step late. Changes the result."),
     ] = False,
     plan_file: Annotated[Path | None, option("--plan", "Run this plan.", "FILE")] = None,
-    trial: Annotated[
-        bool,
-        option(
-            "--trial/--no-trial",
-            "Time choices that are predicted to be nearly as fast.",
-        ),
-    ] = True,
     out: Annotated[
         Path | None,
         option("--out", "Run folder. Default: a new one in runs/.", "DIR"),
@@ -241,7 +234,6 @@ def train(
             result = run_training(
                 loaded,
                 plan=chosen,
-                trial=trial and given is None,
                 out=folder,
                 resume=resume,
                 checkpoint_every=checkpoint_every,
@@ -282,7 +274,5 @@ def _as_given(name: str, value: object) -> str:
         return f"an exchange ({value.describe()})"
     if isinstance(value, Sharding):
         return f"--shard-over {value.over}"
-    if name == "compile" and value == "if-faster":
-        return "--compile-if-faster"
     flag = f"--{name.replace('_', '-')}"
     return flag if value is True else f"{flag} {value}"

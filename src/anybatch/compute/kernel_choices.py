@@ -62,18 +62,13 @@ def install(model: nn.Module, kernels: KernelChoices) -> Callable[[], None]:
         return undo.pop_all().close
 
 
-def compile_blocks(
-    model: nn.Module, recompute: Recompute, or_else_plainly: bool = False
-) -> Callable[[], None]:
+def compile_blocks(model: nn.Module, recompute: Recompute) -> Callable[[], None]:
     """Compile the blocks of `model`, when each runs for the first time; the function returned undoes
-    it. To be called before recompute is installed. With `or_else_plainly`, what the compiler fails on
-    runs uncompiled, and torch warns of it; else that is an error."""
+    it. To be called before recompute is installed."""
     units = units_of(model, recompute)
     with ExitStack() as undo:
         # Unlike blocks of one class share torch's count of variants, beyond which it compiles no more.
         undo.callback(_RECOMPILE_LIMIT.hold(lambda before: max(before, _VARIANTS * len(units))))
-        if or_else_plainly:
-            undo.callback(_SUPPRESS_ERRORS.hold(lambda _: True))
         for unit in units.values():
             undo.callback(replace_forward(unit, _Compiled))
         return undo.pop_all().close
@@ -206,4 +201,3 @@ class _Setting:
 
 _AUTOTUNING = _Setting("torch.backends.cudnn", "benchmark")
 _RECOMPILE_LIMIT = _Setting("torch._dynamo.config", "recompile_limit")
-_SUPPRESS_ERRORS = _Setting("torch._dynamo.config", "suppress_errors")

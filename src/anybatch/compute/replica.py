@@ -242,8 +242,7 @@ class Replica:
         """Recompute what `choice` does from now on, take the loss in chunks where it does, and compile
         blocks or not, as `kernels` say; of both everything else stays as it was. None: kernels stay as
         they are."""
-        compiling = ("compile", "compile_if_faster")
-        changes = {} if kernels is None else {name: getattr(kernels, name) for name in compiling}
+        changes = {} if kernels is None else {"compile": kernels.compile}
         wanted = self._kernels.model_copy(update=changes)
         if (choice.recompute, choice.chunked_head, wanted) != self._installed:
             self._uninstall()
@@ -265,11 +264,7 @@ class Replica:
                 self._chunked, put_back = chunked_loss.install(self.model, choice.chunked_head)
                 undo.callback(put_back)
             if self._kernels.compile:
-                # What a run has decided for itself must not end it.
-                forgiving = self._kernels.compile_if_faster == "decided"
-                undo.callback(
-                    kernel_choices.compile_blocks(self.model, choice.recompute, forgiving)
-                )
+                undo.callback(kernel_choices.compile_blocks(self.model, choice.recompute))
             undo.callback(recompute.install(self.model, choice.recompute))
             self._uninstall = undo.pop_all().close
 

@@ -3,7 +3,6 @@
 from anybatch.engine.bad_sample_search import OneByOne as OneByOne
 from anybatch.engine.balance import Balance as Balance
 from anybatch.engine.balance import Stragglers as Stragglers
-from anybatch.engine.compile_trial import CompileTrial as CompileTrial
 from anybatch.engine.evaluation import Evaluation as Evaluation
 from anybatch.engine.evaluation import Measured as Measured
 from anybatch.engine.evaluation import Together as Together
@@ -23,7 +22,6 @@ from anybatch.engine.rehearsal import Rehearsed as Rehearsed
 from anybatch.engine.skips import Skips as Skips
 from anybatch.engine.source import MicroBatch as MicroBatch
 from anybatch.engine.transaction import Transactions as Transactions
-from anybatch.engine.trial import Trial as Trial
 from anybatch.engine.update_room import to_reserve as to_reserve
 from anybatch.engine.watchdog import Pulse as Pulse
 from anybatch.engine.watchdog import Watchdog as Watchdog

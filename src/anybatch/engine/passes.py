@@ -33,6 +33,7 @@ from anybatch.errors import DataError
 from anybatch.parallel import Group
 from anybatch.plans import Plan
 
+
 @final
 class Passes:
     """The passes on one replica. The arguments are those of `Transactions`, whose buffers, timer,

@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypedDict, TypeVar, Unpack
 
 from anybatch.errors import InputError, LaunchError, Stopped
-from anybatch.launch import orphan_cleanup
 from anybatch.launch.exits import SAID_BY_STATUS, End, first
 from anybatch.launch.membership import find
 from anybatch.launch.network import parse_address
 from anybatch.process import early_stop_signal
 from anybatch.process.signing import SECRET
+from anybatch.units import check_count
 
 if TYPE_CHECKING:
     from anybatch.launch.elastic import Ending, Orders
@@ -57,7 +57,14 @@ its ranks with it, which costs one."""
 
 _LAST_LINES = 40  # a stack is shown with its innermost call first
 _SECRET_LENGTH = 16
-_JANITOR_SECONDS = 10.0
+
+_CLEANUP = """
+trap '' INT TERM HUP USR1
+read -r done && exit
+cd "$1" && for rank in *.pid; do kill -KILL "-${rank%.pid}"; done
+rm -rf "$@"; sleep 1; rm -rf "$@"
+"""
+_CLEANUP_SECONDS = 10.0
 
 
 class Options(TypedDict, total=False):
@@ -231,13 +238,11 @@ def _prepared(
     restarts: int | None = None,
 ) -> Iterator[Orders]:
     """The orders, checked, and the folder that they name, for as long as it is needed."""
-    if ranks < 1:
-        raise InputError(f"ranks is {ranks}: give a whole number of at least 1.")
+    check_count(ranks, "ranks")
     least, most = _checked_nodes(nodes)
     if restarts is None:
         restarts = 0 if least == most else ELASTIC_RESTARTS
-    if restarts < 0:
-        raise InputError(f"restarts is {restarts}: give a whole number of at least 0.")
+    check_count(restarts, "restarts", 0)
     if timeout_seconds is None:
         timeout_seconds = LOCAL_TIMEOUT_SECONDS if most == 1 else TIMEOUT_SECONDS
     for name, value in (("timeout_seconds", timeout_seconds), ("grace_seconds", grace_seconds)):
@@ -272,7 +277,7 @@ def _prepared(
     folder = Path(tempfile.mkdtemp(prefix="anybatch-ranks-"))
     logs = Path(tempfile.mkdtemp(prefix="anybatch-logs-")).absolute()
     # Around what is deleted here too: a second signal may end this process on its way out.
-    with _janitor(folder, logs):
+    with _cleanup_if_killed(folder, logs):
         try:
             yield Orders(
                 ranks=ranks,
@@ -294,11 +299,11 @@ def _prepared(
 
 
 @contextmanager
-def _janitor(*folders: Path) -> Iterator[None]:
-    """A process that ends the ranks and deletes `folders` if this one is killed. The ranks sign in to
-    the first."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", orphan_cleanup.__file__, *map(str, folders)],
+def _cleanup_if_killed(*folders: Path) -> Iterator[None]:
+    """When this process is killed, a shell reads the end of a pipe. It kills the groups of the ranks,
+    which have signed in to the first of `folders` (`worker`), and deletes them all."""
+    shell = subprocess.Popen(
+        ["sh", "-c", _CLEANUP, "sh", *map(str, folders)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -308,10 +313,10 @@ def _janitor(*folders: Path) -> Iterator[None]:
         yield
     finally:
         try:
-            process.communicate(orphan_cleanup.DONE, timeout=_JANITOR_SECONDS)
+            shell.communicate(b"done\n", timeout=_CLEANUP_SECONDS)
         except (BrokenPipeError, subprocess.TimeoutExpired):
-            process.kill()
-            process.wait(_JANITOR_SECONDS)
+            shell.kill()
+            shell.wait(_CLEANUP_SECONDS)
 
 
 def _checked_nodes(nodes: int | tuple[int, int]) -> tuple[int, int]:

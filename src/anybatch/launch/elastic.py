@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -43,7 +43,6 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from anybatch.errors import LaunchError
-from anybatch.launch import orphan_cleanup
 from anybatch.launch.exits import End, first, mended, read
 from anybatch.launch.membership import ATTEMPT
 from anybatch.launch.network import LOOPBACK, Deadline, joined, literal, meet, route_to
@@ -131,8 +130,7 @@ def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -
         LaunchError: the agents of several machines did not meet.
         KeyboardInterrupt: before any rank was started.
     """
-    with _quiet(), ExitStack() as stack:
-        stack.callback(_end_all, orders.folder)
+    with _quiet():
         meeting, place = _rendezvous(orders, tell)
         where = _Where(meeting, orders)
         spec = WorkerSpec(
@@ -180,6 +178,7 @@ def _run(agent: _Agent, orders: Orders, meeting: Rendezvous, place: str) -> Endi
         ending.lost = str(error)
     finally:
         agent.read_ends()
+        agent.end_groups()
         meeting.leave(closing=not stays and ending.lost is None)
     return ending
 
@@ -213,6 +212,14 @@ class _Agent(LocalElasticAgent):
             self.ending.attempt = self._meeting.attempt
             self.ending.world_size = self._where.world_size
             self.ending.ends = self._ends()
+
+    def end_groups(self) -> None:
+        """Kill what is left of what the ranks of the last attempt have started."""
+        if self._pcontext is not None:
+            for pid in self._pcontext.pids().values():
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+                (self._orders.folder / f"{pid}.pid").unlink(missing_ok=True)
 
     # ------------------------------------------------------------------------- what torch's loop asks
 
@@ -254,7 +261,7 @@ class _Agent(LocalElasticAgent):
         bad = [end for end in self._ends(so_far=True).values() if not end.is_good]
         meeting.tell(first(bad))
         self._stop_workers(worker_group)  # type: ignore[call-arg]
-        _end_all(orders.folder)
+        self.end_groups()
         count = ""
         if why == "failed":
             ends, silent = meeting.ends(first(bad))
@@ -424,13 +431,6 @@ def _rendezvous(orders: Orders, tell: Callable[[str], None]) -> tuple[Rendezvous
     patience = partial(_patience, tell, sentence)
     seconds = orders.timeout_seconds
     return Rendezvous(store, orders.meeting, machines, name, seconds, patience), place
-
-
-def _end_all(folder: Path) -> None:
-    """Kill what is left of the ranks, and of what they started."""
-    for pid, started in orphan_cleanup.signed_in(str(folder)).values():
-        if orphan_cleanup.start_time(pid) in (started, None):
-            orphan_cleanup.kill_group(pid)
 
 
 @contextmanager

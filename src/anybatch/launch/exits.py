@@ -1,8 +1,10 @@
 """How ranks end, which end was the cause of the others, and whether to start them again.
 
 A rank that ends by itself leaves a word: its status, the moment of its first failure, and whether a
-restart mends what it failed of. One that is killed leaves none; the kernel tells when it ended. All
-moments are on one scale, on several machines too (`rendezvous`), so that the earliest is the cause.
+restart mends what it failed of. The end of its process comes later, since leaving a process group takes
+time and breaks the others' connections, so the failure is noted where it first shows. A rank that is
+killed leaves no word; the kernel tells when it ended. All moments are on one scale, on several machines
+too (`rendezvous`), so that the earliest is the cause.
 
 The rule. Ranks are started again if the cause is that one of them died without a word (killed; the
 power of its machine lost), or that it said that it had lost a peer or was stuck
@@ -18,6 +20,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +28,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from anybatch.errors import AnybatchError, PeerFailed, PeerLost, Stopped, Stuck
-from anybatch.launch import first_failure
-from anybatch.launch.first_failure import Failure
+from anybatch.errors import AnybatchError, PeerFailed, PeerLost, Stopped, Stuck, name_of
 
 SAID_BY_STATUS = frozenset({2, 3, 75})
 """Exit statuses that mean the same whether a word was left or not: see `anybatch.errors`."""
@@ -141,6 +142,57 @@ def first(ends: Iterable[End]) -> End | None:
     return bad[0] if bad else None
 
 
+# --------------------------------------------------------------------- the first failure of this rank
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first failure of this rank: `when`, in nanoseconds of the monotonic clock; whether it is
+    `mended_by_restart`; and `what` it was, in words, or nothing if it was no error."""
+
+    when: int
+    mended_by_restart: bool
+    what: str
+
+
+listener: Callable[[Failure | None], None] | None = None
+"""Is given the first failure when it is noted, and None when it is forgotten."""
+
+_first: Failure | None = None
+
+
+def note(error: BaseException | None = None) -> Failure:
+    """The first failure: this one, unless one has been noted before."""
+    global _first
+    if _first is None:
+        mended = error is not None and _is_mended_by_restart(error)
+        what = ""
+        if error is not None and not isinstance(error, SystemExit):
+            what = f"{name_of(error)}: {error}".strip(": ")
+        _first = Failure(time.monotonic_ns(), mended, what)
+        if listener is not None and error is not None:
+            listener(_first)
+    return _first
+
+
+def _is_mended_by_restart(error: BaseException) -> bool:
+    """Whether the ranks may do better when they are started again. An error of this package says so;
+    of others only a lack of memory is one that may have passed."""
+    if isinstance(error, AnybatchError):
+        return error.mended_by_restart
+    # It imports torch, so it is there only if anything was computed.
+    oom: Any = sys.modules.get("anybatch.oom")
+    return oom is not None and oom.as_memory_failure(error) is not None
+
+
+def forget() -> None:
+    """What was noted has been dealt with."""
+    global _first
+    if _first is not None and listener is not None:
+        listener(None)
+    _first = None
+
+
 # ------------------------------------------------------------------------------- what a rank leaves
 
 
@@ -234,7 +286,7 @@ def leave(error: AnybatchError) -> NoReturn:
     that another rank is lost, to the agent alone, if there is one, which says so to people. The
     processes that it has started end first."""
     try:
-        first_failure.note(error)
+        note(error)
         if _write is None or type(error) is not PeerLost:
             _print(error)
         if _write is not None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from anybatch.errors import InputError, LaunchError
-from anybatch.launch import first_failure
+from anybatch.launch import exits
 from anybatch.launch.network import (
     LOOPBACK,
     Deadline,
@@ -140,7 +140,7 @@ def join(
         return
     _num_joins += 1
     deadline = Deadline(timeout_seconds)
-    first_failure.forget()
+    exits.forget()
     with ExitStack() as stack:
         if device_type == "cuda":
             _take_device(membership)
@@ -151,13 +151,13 @@ def join(
             stack.enter_context(_interface(membership, host))
             _connect(membership, device_type, store, place, deadline)
         except BaseException as error:
-            first_failure.note(error)
+            exits.note(error)
             raise
         _store_of_group = store
         try:
             yield
         except BaseException as error:
-            first_failure.note(error)
+            exits.note(error)
             _leave(device_type, failed=True)
             raise
         finally:

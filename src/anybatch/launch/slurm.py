@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anybatch.errors import InputError, LaunchError
+from anybatch.units import check_count
 
 STOPPED_EARLY = 75
 """The exit status of a run that has saved everything and is to be resumed."""
@@ -158,8 +159,8 @@ def _check(job: Job) -> None:
         "--cpus-per-rank": job.cpus_per_rank,
     }
     for name, value in counts.items():
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}: give a whole number of at least 1.")
+        if value is not None:
+            check_count(value, name)
     if job.gpus_per_node is not None and job.gpus_per_node < job.ranks_per_node:
         raise InputError(
             f"--gpus-per-node is {job.gpus_per_node} and --ranks-per-node is {job.ranks_per_node}:"

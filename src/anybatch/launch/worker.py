@@ -4,12 +4,10 @@
     python -m anybatch.launch.worker FOLDER AGENT LOGS command MODULE ARGUMENT...
 
 Started by the elastic agent with torchrun's variables in the environment. Nothing heavy is imported
-before the rank is tied to its agent. On Linux the kernel kills the rank when the agent ends; elsewhere
-the agent's janitor alone does.
+before the rank is tied to its agent, by a file `PID.pid` in FOLDER.
 
-Files in FOLDER, each named by attempt and local rank: `0-1.pid` (who), `0-1.result` or `0-1.failure`
-(of a call), `0-1.noted` (what failed first, before it ends) and last `0-1.word` (how it ended); see
-`ends`.
+Other files there are named by attempt and local rank: `0-1.result` or `0-1.failure` (of a call),
+`0-1.noted` (what failed first, before it ends) and last `0-1.word` (how it ended); see `exits`.
 """
 
 from __future__ import annotations
@@ -30,10 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.errors import name_of
-from anybatch.launch import first_failure
+from anybatch.launch import exits
 from anybatch.launch.exits import prepare, write_whole, write_word
 from anybatch.launch.membership import ATTEMPT
-from anybatch.launch.orphan_cleanup import start_time
 from anybatch.process import early_stop_signal, libraries
 from anybatch.process.early_stop_signal import MARK
 
@@ -53,19 +50,18 @@ def main() -> None:
 
 def _prepared(folder: str, agent: str, logs: str, kind: str, *arguments: str) -> Callable[[], None]:
     """What the rank is to do, when all that is needed for it is in place."""
-    _tie_to(int(agent))
+    _tie_to(int(agent), Path(folder))
     libraries.stay()
     path = Path(folder) / f"{os.environ[ATTEMPT]}-{os.environ['LOCAL_RANK']}"
-    write_whole(path.with_suffix(".pid"), f"{os.getpid()} {start_time(os.getpid()) or 0}".encode())
     _place_output(Path(folder), Path(logs), int(os.environ["RANK"]))
-    first_failure.listener = partial(_note, path.with_suffix(".noted"))
+    exits.listener = partial(_note, path.with_suffix(".noted"))
     faulthandler.enable()
     if kind == "call":
         return _loaded(Path(folder) / "call", path)
     return partial(_command, arguments[0], arguments[1:], path)
 
 
-def _note(path: Path, failure: first_failure.Failure | None) -> None:
+def _note(path: Path, failure: exits.Failure | None) -> None:
     with suppress(OSError, MemoryError):  # what has failed before is what has to be told
         if failure is None:
             path.unlink(missing_ok=True)
@@ -73,11 +69,14 @@ def _note(path: Path, failure: first_failure.Failure | None) -> None:
             write_word(path, 1, failure)
 
 
-def _tie_to(agent: int) -> None:
-    """This rank ends when its agent does."""
+def _tie_to(agent: int, folder: Path) -> None:
+    """This rank ends when its agent does: Linux kills it, and the agent's shell kills its group, by the
+    number in the name of a file."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != agent:  # it has ended before the line above
+    with suppress(FileNotFoundError):  # the shell was faster
+        (folder / f"{os.getpid()}.pid").touch()
+    if os.getppid() != agent:  # it has ended before the lines above
         os._exit(1)
 
 
@@ -131,13 +130,13 @@ def _call(function: Callable[[], Any], path: Path) -> None:
         _write_failure(path, error)
         sys.exit(1)
     write_whole(path.with_suffix(".result"), packed)
-    write_word(path.with_suffix(".word"), 0, first_failure.note())
+    write_word(path.with_suffix(".word"), 0, exits.note())
 
 
 def _write_failure(path: Path, error: BaseException) -> None:
     import cloudpickle
 
-    noted = first_failure.note(error)
+    noted = exits.note(error)
     try:
         packed = cloudpickle.dumps(error)
     except Exception:
@@ -156,7 +155,7 @@ def _write_failure(path: Path, error: BaseException) -> None:
 def _command(module: str, arguments: Sequence[str], path: Path) -> None:
     sys.argv[1:] = arguments
     word = path.with_suffix(".word")
-    prepare(lambda error: write_word(word, error.exit_status, first_failure.note(error)))
+    prepare(lambda error: write_word(word, error.exit_status, exits.note(error)))
     status, failed = 1, None
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -174,7 +173,7 @@ def _command(module: str, arguments: Sequence[str], path: Path) -> None:
     finally:
         # Its agent takes the word for told, so the interpreter gets to print what has been raised.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        write_word(word, status, first_failure.note(failed))
+        write_word(word, status, exits.note(failed))
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ _MOST = 3
 
 
 def rivals_of(best: Choice, wishes: Wishes, costs: Costs) -> Iterator[Choice]:
-    """What a trial on the device may show to be faster than `best`, the fastest first.
+    """What a rehearsal may show to be faster than `best`, the fastest first.
 
     On a CPU there are none: how fast small passes are depends on how the heap has come to lie, which
     passes of other sizes change (docs/log.md)."""

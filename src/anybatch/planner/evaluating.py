@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anybatch.errors import AnybatchError, InputError, NoPlanFits
+from anybatch.errors import AnybatchError, NoPlanFits
 from anybatch.estimate import Peak, Subject, evaluation_peak
 from anybatch.estimate.eager import eagerly
 from anybatch.estimate.peak import method_on
@@ -17,8 +17,8 @@ from anybatch.machine import Device
 from anybatch.planner.kernel_rule import with_kernels
 from anybatch.planner.ranks import Layout, budget_for, rank_of, reserve_of
 from anybatch.planner.setting import Wishes, budget_notices, is_enforced
-from anybatch.plans import Choice, KernelChoices, Plan, Precision, Prediction, Recompute, StatesOn
-from anybatch.units import format_bytes
+from anybatch.plans import Choice, Plan, Precision, Prediction, Recompute, StatesOn
+from anybatch.units import check_count, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,6 @@ def make_evaluation_plan(
     batch: int | None = None,
     limited: bool = False,
     shapes_vary: bool = False,
-    notices: tuple[str, ...] = (),
 ) -> Plan:
     """The plan to evaluate `subject` under.
 
@@ -53,7 +52,6 @@ def make_evaluation_plan(
         batch: samples per pass; None: as many as the run took, or fewer where these do not fit.
         limited: whether somebody named the budget, which is then held to.
         shapes_vary: whether samples may differ in shape.
-        notices: what the user should read, found elsewhere.
 
     Raises:
         NoPlanFits: not even one sample at a time does.
@@ -64,8 +62,8 @@ def make_evaluation_plan(
     states_on: StatesOn = before.choice.optimizer_states if is_kept_so else "device"
     one = rank_of(subject, layout, device, states_on)
     identity = subject.identity
-    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
-        raise InputError(f"micro_batch is {batch!r}: give a whole number of at least 1.")
+    if batch is not None:
+        check_count(batch, "micro_batch")
     choice = Choice(
         micro_batch=identity.grain or min(identity.ghost_batch or 1, identity.global_batch),
         evaluation_batch=batch or before.choice.evaluation_batch,
@@ -77,7 +75,7 @@ def make_evaluation_plan(
     )
     found = _fitting(one, choice, device, fixed=batch is not None)
     enforced = is_enforced(subject, device, Wishes(), limited)
-    told = [*notices, *budget_notices(subject, device, limited)]
+    told = list(budget_notices(subject, device, limited))
     if found.peak is None:
         told.append("The model cannot be traced, so nothing is predicted.")
     plan = Plan(
@@ -90,7 +88,10 @@ def make_evaluation_plan(
     )
     if before.device.partition(":")[0] != device.kind:
         return with_kernels(plan, subject, False, shapes_vary)
-    return plan.running(_kernels(before.kernels, held_on_cpu=enforced and device.kind == "cpu"))
+    # A compiler would take from a budget that a CPU is held to.
+    held = enforced and device.kind == "cpu"
+    kernels = before.kernels.model_copy(update={"compile": before.kernels.compile and not held})
+    return plan.running(kernels)
 
 
 def _fitting(subject: Subject, choice: Choice, device: Device, fixed: bool) -> _Weighed:
@@ -134,12 +135,4 @@ def _prediction(found: _Weighed, subject: Subject, device: Device) -> Prediction
         totals=found.peak.totals,
         choice=found.choice,
         method=method_on(subject.as_traced(device)),
-    )
-
-
-def _kernels(before: KernelChoices, held_on_cpu: bool) -> KernelChoices:
-    """Those of the run. Whether to compile is not decided anew, and not done beside a budget that a
-    compiler would take from."""
-    return before.model_copy(
-        update={"compile": before.compile and not held_on_cpu, "compile_if_faster": "no"}
     )

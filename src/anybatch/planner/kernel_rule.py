@@ -13,20 +13,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from anybatch.estimate import Convolutions, Subject, convolutions_of
-from anybatch.plans import Compile, KernelChoices, Plan
+from anybatch.plans import KernelChoices, Plan
 from anybatch.units import format_seconds
 
 
-def with_kernels(plan: Plan, subject: Subject, compiled: Compile, shapes_vary: bool) -> Plan:
+def with_kernels(plan: Plan, subject: Subject, compiled: bool, shapes_vary: bool) -> Plan:
     """`plan` with the kernels that suit it, and with sentences on them.
 
     Args:
         plan: all but these.
         subject: what it is for.
-        compiled: whether blocks are to be compiled; `"if-faster"`: the run decides, where it can.
+        compiled: whether blocks are to be compiled.
         shapes_vary: whether samples may differ in shape.
     """
-    kernels, notices = _compiling(plan, compiled)
+    kernels = KernelChoices(compile=compiled)
+    notices = [_COMPILED, *([_COMPILED_ON_CPU] if plan.device == "cpu" else [])] if compiled else []
     if plan.device != "cpu" and (found := convolutions_of(subject)).number:
         varying, free = next(_variation(plan, shapes_vary), ""), plan.task.grain is None
         kernels = kernels.model_copy(
@@ -49,18 +50,6 @@ def in_default_layout(plan: Plan, seconds: float) -> Plan:
     notices = (sentence if one == _CHANNELS_LAST else one for one in plan.notices)
     kernels = plan.kernels.model_copy(update={"channels_last": False})
     return plan.model_copy(update={"kernels": kernels, "notices": tuple(notices)})
-
-
-def _compiling(plan: Plan, compiled: Compile) -> tuple[KernelChoices, list[str]]:
-    on_cpu = plan.device == "cpu"
-    if compiled is True:
-        return KernelChoices(compile=True), [_COMPILED, *([_COMPILED_ON_CPU] if on_cpu else [])]
-    if not compiled:
-        return KernelChoices(), []
-    if on_cpu and plan.enforced:
-        return KernelChoices(compile_if_faster="decided"), [_NOT_COMPILED_ON_CPU]
-    open_yet = KernelChoices(compile_if_faster="open")
-    return open_yet, [_COMPILED_IF_FASTER, *([_COMPILER_ON_CPU] if on_cpu else [])]
 
 
 def _variation(plan: Plan, shapes_vary: bool) -> Iterator[str]:
@@ -109,19 +98,6 @@ _NOT_TUNED = (
 _COMPILED = (
     "The blocks of the model are compiled, as asked for: the first pass of each size takes longer."
     " Bytes and seconds are predicted of the model as it is, uncompiled."
-)
-_COMPILED_IF_FASTER = (
-    "The blocks of the model are compiled if passes that are tried before the first step show that it"
-    " is faster, where the run is long enough to try; a run that is resumed keeps what was decided."
-    " Compiled kernels round otherwise. Bytes and seconds are predicted of the uncompiled model."
-)
-_COMPILER_ON_CPU = (
-    "The compiler works in this process and takes about 100 MiB of its own, so the measured peak has"
-    " the compiler in it."
-)
-_NOT_COMPILED_ON_CPU = (
-    "The blocks of the model are not compiled, whether or not that is faster: on a CPU the compiler"
-    " would take from the budget, which is enforced. Without --memory it is tried."
 )
 _COMPILED_ON_CPU = (
     "The compiler works in this process and takes about 100 MiB of its own, so a budget is only planned"

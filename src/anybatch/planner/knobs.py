@@ -1,8 +1,7 @@
 """Knobs: what each way to need less memory buys, and what it costs in time.
 
 For people who look at where the bytes go, or to whom nothing fits: one knob is turned at a time, from
-one choice on. Some of them no plan turns by itself, since they change what is computed. Knobs that the
-choice has turned already are turned back one at a time, which tells what they are good for.
+one choice on. Some of them no plan turns by itself, since they change what is computed.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from functools import cached_property
 from importlib.util import find_spec
 
 from anybatch.errors import AnybatchError, InputError
-from anybatch.estimate import Head, Peak, Subject, head_of
+from anybatch.estimate import Peak, Subject, head_of
 from anybatch.estimate.ledger import Ledger, ledger
 from anybatch.estimate.sharding import Division
 from anybatch.machine import Machine
@@ -46,8 +45,8 @@ class Knob:
 
     Attributes:
         what: in a few words.
-        peak_bytes: predicted peak with it; of one that is in use, without it.
-        step_seconds: predicted time of a step with it; of one that is in use, without it.
+        peak_bytes: predicted peak with it.
+        step_seconds: predicted time of a step with it.
         remark: what else it does; empty: nothing, the result stays the same.
     """
 
@@ -63,14 +62,6 @@ def knobs(costs: Costs, choice: Choice) -> tuple[Knob, ...]:
     most = _MOST_BYTES * here.peak.num_bytes
     found = [knob for knob in here.to_turn() if knob.peak_bytes < most]
     return tuple(sorted(found, key=lambda knob: (knob.peak_bytes, knob.step_seconds, knob.what)))
-
-
-def in_use(costs: Costs, choice: Choice) -> tuple[Knob, ...]:
-    """What turning back one knob that `choice` has turned would do; what needs most comes first."""
-    here = _Here(costs, choice)
-    least = here.peak.num_bytes / _MOST_BYTES
-    found = [knob for knob in here.to_turn_back() if knob.peak_bytes > least]
-    return tuple(sorted(found, key=lambda knob: (-knob.peak_bytes, knob.step_seconds, knob.what)))
 
 
 class _Here:
@@ -95,13 +86,6 @@ class _Here:
             self._in_backward,
             self._over_ranks,
         ):
-            with suppress(Untraceable):
-                yield from turned()
-
-    def to_turn_back(self) -> Iterator[Knob]:
-        """Every knob that is turned."""
-        turns = (self._larger, self._kept, self._loss_whole, self._on_device, self._whole)
-        for turned in turns:
             with suppress(Untraceable):
                 yield from turned()
 
@@ -136,13 +120,9 @@ class _Here:
         if costs.head is None and self._subject.division is None:
             head = head_of(self._subject, self._choice, self._setting.device)
             if head is not None:
-                yield self._with_head(head)
-
-    def _with_head(self, head: Head | None) -> Knob:
-        costs = self._costs
-        other = Costs(costs.subject, costs.setting, costs.states_on, head)
-        choice = self._choice.model_copy(update={"chunked_head": head.name if head else ""})
-        return self._knob("loss in chunks", other.peak(choice), other.seconds(choice))
+                other = Costs(costs.subject, costs.setting, costs.states_on, head)
+                choice = self._choice.model_copy(update={"chunked_head": head.name})
+                yield self._knob("loss in chunks", other.peak(choice), other.seconds(choice))
 
     def _precisions(self) -> Iterator[Knob]:
         remarks = {
@@ -254,44 +234,6 @@ class _Here:
         choice = other.choice(self._choice.recompute, size)
         return self._knob(what, other.peak(choice), other.seconds(choice), remark)
 
-    # -------------------------------------------------------------------------------- to turn back
-
-    def _larger(self) -> Iterator[Knob]:
-        size, sizes = self._choice.micro_batch, self._costs.sizes
-        if (larger := min(2 * size, sizes.whole)) > size:
-            what = f"micro-batch {size}, not {larger}"
-            yield self._turned(what, {"micro_batch": larger})
-
-    def _kept(self) -> Iterator[Knob]:
-        now = self._choice.recompute
-        if now.blocks:
-            kept = Recompute(to_host=now.to_host)
-            yield self._turned(f"recompute {now.describe()}", {"recompute": kept})
-        if now.to_host:
-            kept = now.model_copy(update={"to_host": False})
-            yield self._turned("activations in host memory", {"recompute": kept})
-
-    def _loss_whole(self) -> Iterator[Knob]:
-        if self._costs.head is not None:
-            yield self._with_head(None)
-
-    def _on_device(self) -> Iterator[Knob]:
-        if self._choice.optimizer_states == "host":
-            yield self._turned("optimizer states in host memory", {"optimizer_states": "device"})
-        if self._choice.update != "as given":
-            update = self._choice.update
-            yield self._turned(f"update {update}", {"update": "as given"})
-
-    def _whole(self) -> Iterator[Knob]:
-        if self._subject.division is not None:
-            layout = replace(self._setting.layout, parallel="replicate")
-            other = Costs(
-                replace(self._subject, division=None), replace(self._setting, layout=layout)
-            )
-            choice = self._choice
-            what = f"state divided over the {self._num_ranks} devices"
-            yield self._knob(what, other.peak(choice), other.seconds(choice))
-
     # --------------------------------------------------------------------------------------- parts
 
     def _turned(self, what: str, changes: dict[str, object], remark: str = "") -> Knob:
@@ -304,12 +246,10 @@ class _Here:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The ledger of a plan's choice, what turning one knob of it would do, and what turning one back
-    would that is in use."""
+    """The ledger of a plan's choice, and what turning one knob of it would do."""
 
     ledger: Ledger
     knobs: tuple[Knob, ...]
-    in_use: tuple[Knob, ...]
 
 
 def account(subject: Subject, machine: Machine, plan: Plan) -> Account:
@@ -325,7 +265,7 @@ def account(subject: Subject, machine: Machine, plan: Plan) -> Account:
     head = head_of(subject, whole, device) if choice.chunked_head else None
     costs = Costs(subject, setting, choice.optimizer_states, head)
     try:
-        return Account(ledger(subject, choice, device), knobs(costs, choice), in_use(costs, choice))
+        return Account(ledger(subject, choice, device), knobs(costs, choice))
     except Untraceable as error:
         raise error.cause from None
 

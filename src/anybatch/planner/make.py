@@ -384,12 +384,7 @@ def untraced_plan(
     plan = Plan(
         task=subject.identity,
         enforced=is_enforced(subject, device, wishes, limited),
-        choice=Choice(
-            micro_batch=micro_batch,
-            evaluation_batch=micro_batch,
-            precision=wishes.precision or "fp32",
-            recompute=wishes.recompute or Recompute(),
-        ),
+        choice=_untraced(micro_batch, wishes),
         notices=tuple(budget_notices(subject, device, limited)),
         **layout.fields(device),
     )
@@ -401,6 +396,10 @@ def _first_try(subject: Subject, wishes: Wishes) -> Choice:
     identity = subject.identity
     unit = min(identity.unit, identity.global_batch)
     size = wishes.micro_batch or min(subject.whole, max(unit, _UNTRACED_MICRO_BATCH // unit * unit))
+    return _untraced(size, wishes)
+
+
+def _untraced(size: int, wishes: Wishes) -> Choice:
     return Choice(
         micro_batch=size,
         evaluation_batch=size,

@@ -16,7 +16,7 @@ from anybatch.errors import NoPlanFits
 from anybatch.estimate import Subject
 from anybatch.machine import Device
 from anybatch.planner.costs import Costs
-from anybatch.planner.knobs import Knob, in_use, knobs
+from anybatch.planner.knobs import Knob, knobs
 from anybatch.planner.ranks import Layout, budget_for
 from anybatch.plans import Choice, Precision, Recompute
 from anybatch.task import parameters_in
@@ -76,14 +76,11 @@ def _divided(costs: Costs) -> str:
 
 
 def _knobs(leanest: Choice, costs: Costs) -> str:
-    """What is in use already, and what the knobs that no plan turns by itself would buy."""
-    found, used = knobs(costs, leanest), in_use(costs, leanest)
-    told = ""
-    if used:
-        told += "\nIn use already; without it, it would need:\n" + "\n".join(_rows(used))
-    if found:
-        told += "\nFrom there, one change at a time would need:\n" + "\n".join(_rows(found))
-    return told
+    """What the knobs that no plan turns by itself would buy."""
+    found = knobs(costs, leanest)
+    if not found:
+        return ""
+    return "\nFrom there, one change at a time would need:\n" + "\n".join(_rows(found))
 
 
 def _rows(found: Sequence[Knob]) -> Iterator[str]:

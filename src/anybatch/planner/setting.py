@@ -10,7 +10,7 @@ from anybatch.estimate.calibration import Correction, correction, speeds_of
 from anybatch.estimate.seconds import Pace
 from anybatch.machine import Device, can_enforce
 from anybatch.planner.ranks import Layout
-from anybatch.plans import Compile, Precision, Recompute
+from anybatch.plans import Precision, Recompute
 from anybatch.units import format_bytes
 
 Watch = Callable[[str], None]
@@ -30,7 +30,7 @@ class Wishes:
     recompute: Recompute | None = None
     chunked_loss: bool | None = None
     frontier: bool = False
-    compile: Compile = False
+    compile: bool = False
     shapes_vary: bool = False
     watch: Watch | None = None
 
@@ -85,7 +85,7 @@ def is_enforced(subject: Subject, device: Device, wishes: Wishes, limited: bool)
     if not (limited and device.present and can_enforce(device.kind)):
         return False
     # On a CPU the compiler would take from the same budget.
-    return not (device.kind == "cpu" and (wishes.compile is True or subject.compiled))
+    return not (device.kind == "cpu" and (wishes.compile or subject.compiled))
 
 
 def budget_notices(subject: Subject, device: Device, limited: bool) -> Iterator[str]:

@@ -7,13 +7,14 @@ before the first ones are, and what counts of a set of blocks is the worst of th
 
     level(S) = max over k of ( sum of kept_j for j < k, j not in S ) + kept_k
 
-Which blocks to keep is a knapsack: the most time saved, in the bytes that there are. What a subset
-frees follows from what each block keeps; whatever is chosen so is traced itself.
+Blocks are kept by their time per byte, or by their time, whichever order is the better one, as long as
+there is room. What a subset frees follows from what each block keeps; whatever is chosen so is traced
+itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from anybatch.planner.costs import Costs
 from anybatch.plans import Choice, Recompute
@@ -82,10 +83,6 @@ def leanest_subset(size: int, bar: float, costs: Costs) -> Choice | None:
     return None
 
 
-_BINS = 400
-"""Bytes are counted in this many parts of what there is."""
-
-
 def level(kept: Sequence[float], recomputed: Collection[int]) -> float:
     """Bytes at the worst moment of backward if the blocks numbered `recomputed` are computed anew."""
     below = worst = 0.0
@@ -99,7 +96,7 @@ def level(kept: Sequence[float], recomputed: Collection[int]) -> float:
 def cheapest(
     kept: Sequence[float], seconds: Sequence[float], most: float
 ) -> tuple[int, ...] | None:
-    """The blocks to recompute, by number, so that `level` is at most `most`, for the least time; None
+    """The blocks to recompute, by number, so that `level` is at most `most`, for little time; None
     if even all of them are not enough.
 
     Args:
@@ -110,43 +107,21 @@ def cheapest(
     everything = range(len(kept))
     if level(kept, everything) > most:
         return None
-    capacity = most
-    for _ in range(8):
-        chosen = _recomputed(kept, seconds, capacity)
-        over = level(kept, set(chosen)) - most
-        if over <= 0:
-            return chosen
-        capacity -= over
-        if capacity <= 0:
-            break
-    return tuple(everything)
 
+    def keeping(worth: Callable[[int], float]) -> tuple[int, ...]:
+        """What is left where all that fits is kept, the worthiest first; of equals the later one, which
+        backward needs first."""
+        chosen = set(everything)
+        for number in sorted(everything, key=lambda number: (-worth(number), -number)):
+            if level(kept, chosen - {number}) <= most:
+                chosen.remove(number)
+        return tuple(sorted(chosen))
 
-def _recomputed(
-    kept: Sequence[float], seconds: Sequence[float], capacity: float
-) -> tuple[int, ...]:
-    """A knapsack of the blocks that are kept; the others are recomputed. Among equals the later block
-    is kept, since backward needs it first."""
-    if sum(kept) <= capacity:
-        return ()
-    unit = capacity / _BINS
-    sizes = [int(size / unit + 1e-9) for size in kept]  # rounded down: `level` has the last word
-    best = [0.0] * (_BINS + 1)
-    took: list[list[bool]] = []
-    for number in range(len(kept)):  # the last one looked at is the first that is taken
-        size, value, took_here = sizes[number], seconds[number], [False] * (_BINS + 1)
-        for room in range(_BINS, size - 1, -1):
-            # `>=`: of two equal ways the one that keeps the later block.
-            if size <= room and best[room - size] + value >= best[room]:
-                best[room] = best[room - size] + value
-                took_here[room] = True
-        took.append(took_here)
-    room, keep = _BINS, set[int]()
-    for number in reversed(range(len(kept))):
-        if took[number][room]:
-            keep.add(number)
-            room -= sizes[number]
-    return tuple(number for number in range(len(kept)) if number not in keep)
+    ways = (
+        keeping(lambda number: seconds[number] / max(1.0, kept[number])),
+        keeping(lambda number: seconds[number]),
+    )
+    return min(ways, key=lambda chosen: sum(seconds[number] for number in chosen))
 
 
 _CLOSE_ENOUGH = 1.04

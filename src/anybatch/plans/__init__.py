@@ -12,7 +12,6 @@ from anybatch.plans.candidates import Rival as Rival
 from anybatch.plans.choice import LOSS_SCALED as LOSS_SCALED
 from anybatch.plans.choice import PRECISION_ALIASES as PRECISION_ALIASES
 from anybatch.plans.choice import Choice as Choice
-from anybatch.plans.choice import Compile as Compile
 from anybatch.plans.choice import FreedMemory as FreedMemory
 from anybatch.plans.choice import KernelChoices as KernelChoices
 from anybatch.plans.choice import Precision as Precision

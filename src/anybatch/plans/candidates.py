@@ -87,8 +87,8 @@ class FrontierPoint(Frozen):
 
 
 class Rival(Frozen):
-    """Another choice that fits, and is predicted to be nearly as fast: so nearly that a trial on the
-    device is to decide.
+    """Another choice that fits, and is predicted to be nearly as fast: so nearly that a rehearsal is to
+    decide.
 
     Attributes:
         choice, ladder, prediction: as those of a plan.

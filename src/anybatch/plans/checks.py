@@ -151,7 +151,7 @@ def _check_grains(plan: Plan) -> None:
             f"{why} balance is 'measured', and ranks take whole parts: make it 'fixed'"
         )
     kernels = plan.kernels
-    if kernels.autotune or kernels.compile or kernels.compile_if_faster == "open":
+    if kernels.autotune or kernels.compile:
         raise ValueError(
             f"{why} kernels asks for {kernels.describe()}, where measured times decide what computes:"
             " leave it out"
@@ -175,11 +175,6 @@ def _check_kernels(plan: Plan) -> None:
         raise ValueError(
             "kernels.autotune is true, but device is 'cpu', and what is tuned is cuDNN, of CUDA"
             " devices: make it false"
-        )
-    if kernels.compile and kernels.compile_if_faster == "open":
-        raise ValueError(
-            "kernels.compile is true and kernels.compile_if_faster is 'open', which leaves it to the"
-            " run whether blocks are compiled: make compile false, or compile_if_faster 'no'"
         )
     if kernels.compile and plan.enforced and is_cpu:
         raise ValueError(

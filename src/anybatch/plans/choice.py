@@ -152,10 +152,6 @@ class Choice(Frozen):
         return "; ".join(filter(None, [told, host if self.optimizer_states == "host" else ""]))
 
 
-Compile = bool | Literal["if-faster"]
-"""Whether the blocks of a model are to be compiled; `"if-faster"`: a run finds out whether it pays."""
-
-
 class KernelChoices(Frozen):
     """Which kernels compute the model, and in which layout. Results differ by rounding only.
 
@@ -164,31 +160,17 @@ class KernelChoices(Frozen):
         autotune: cuDNN times its algorithms for each shape when it first meets it, and keeps the
             fastest.
         compile: the blocks of the model are compiled by `torch.compile`.
-        compile_if_faster: whether they are to be compiled only if that is faster: `"open"` until the
-            beginning of a run has shown it; `"decided"` from then on, and `compile` says how.
     """
 
     channels_last: bool = False
     autotune: bool = False
     compile: bool = False
-    compile_if_faster: Literal["no", "open", "decided"] = "no"
 
     def describe(self) -> str:
         """A few words for a table; empty if nothing is chosen."""
         told = [
             "channels-last convolutions" if self.channels_last else "",
             "autotuned by cuDNN" if self.autotune else "",
-            self._describe_compiling(),
+            "compiled blocks" if self.compile else "",
         ]
         return ", ".join(filter(None, told))
-
-    def _describe_compiling(self) -> str:
-        if self.compile_if_faster == "open":
-            return "blocks compiled if a trial shows it is faster"
-        if self.compile_if_faster == "decided":
-            return (
-                "compiled blocks, measured to be faster"
-                if self.compile
-                else "blocks left uncompiled"
-            )
-        return "compiled blocks" if self.compile else ""

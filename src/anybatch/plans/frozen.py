@@ -80,4 +80,6 @@ def current(text: str, version: int, source: str) -> str:
     data.pop("devices", None)
     if isinstance(data.get("exchange"), dict):
         data["exchange"].pop("powersgd_rank", None)
+    if isinstance(data.get("kernels"), dict):
+        data["kernels"].pop("compile_if_faster", None)
     return json.dumps(data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from anybatch.errors import InputError
-from anybatch.plans.choice import PRECISION_ALIASES, Compile, Precision
+from anybatch.plans.choice import PRECISION_ALIASES, Precision
 from anybatch.plans.ranks import (
     Balancing,
     Compression,
@@ -15,6 +15,7 @@ from anybatch.plans.ranks import (
     Sharding,
     check_removed,
 )
+from anybatch.units import check_count
 
 AS_WRITTEN = "as-written"
 """BatchNorm over the whole global batch, as in a plain loop. It is of the task, not of the plan."""
@@ -59,13 +60,12 @@ def parse_balance(text: str | None) -> Balancing | None:
     return _named("balance", text, Balancing.__args__)
 
 
-def parse_compile(value: object) -> Compile:
+def parse_compile(value: object) -> bool:
     """Whether blocks are to be compiled. Raises `InputError` for what is no answer to that."""
     if isinstance(value, bool):
         return value
-    if value == "if-faster":
-        return "if-faster"
-    raise InputError(f"compile is {value!r}: give True, False or 'if-faster'.")
+    told = "" if value != "if-faster" else " Runs no longer try whether compiling is faster."
+    raise InputError(f"compile is {value!r}: give True or False.{told}")
 
 
 def parse_chunked_loss(value: object) -> bool | None:
@@ -78,8 +78,7 @@ def parse_chunked_loss(value: object) -> bool | None:
 def parse_exchange(compress: str | None, local_steps: int, stale: bool) -> Exchange | None:
     """The exchange that options ask for; None: the exact one. Raises `InputError` for what there is
     not."""
-    if local_steps < 1:
-        raise InputError(f"local-steps is {local_steps}: give a whole number of at least 1.")
+    check_count(local_steps, "local-steps")
     if local_steps > 1 and stale:
         raise InputError(
             f"local-steps is {local_steps} and stale is asked for, but local steps exchange no"
@@ -96,8 +95,7 @@ def parse_sharding(over: int | None) -> Sharding | None:
     number that cannot be."""
     if over is None:
         return None
-    if over < 1:
-        raise InputError(f"shard-over is {over}: give a whole number of at least 1.")
+    check_count(over, "shard-over")
     return Sharding(over=over)
 
 

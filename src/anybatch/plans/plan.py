@@ -113,8 +113,8 @@ class Plan(Frozen):
         choice: the knobs.
         ladder: leaner choices, in order; the next one is taken when memory runs out.
         prediction: bytes and seconds of `choice`.
-        rivals: choices that are predicted to be nearly as fast, the fastest first; see
-            `Session.trial`.
+        rivals: choices that are predicted to be nearly as fast, the fastest first; a rehearsal takes
+            the one that is.
         rejected: the other candidates.
         frontier: what memory buys in time, leanest first; with what does not fit the budget.
         notices: sentences that the user should read before the run.

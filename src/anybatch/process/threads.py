@@ -22,10 +22,6 @@ MOST_IDLE = 0.05
 _SECONDS = 10.0
 """A thread that has not begun by then is not waited for."""
 
-SMALL_STACK_BYTES = 1 << 20
-"""Enough for Python's own code. The default is 8 MiB on Linux, which a limit on memory counts in full,
-though hardly a page of it is ever written to."""
-
 
 def begin(work: Callable[[], None]) -> threading.Event | None:
     """Run `work`, which raises nothing, in a new thread, which ends with the process.
@@ -93,17 +89,6 @@ class Reminder:
             if begun is not None and time.monotonic() - begun > self._seconds:
                 self._tell()
                 return
-
-
-@contextmanager
-def small_stacks() -> Iterator[int]:
-    """Threads that are begun inside, also by processes forked inside, have stacks of
-    `SMALL_STACK_BYTES`. Gives the size that they had before, as `threading.stack_size` takes it."""
-    before = threading.stack_size(SMALL_STACK_BYTES)
-    try:
-        yield before
-    finally:
-        threading.stack_size(before)
 
 
 def num_cores() -> int:

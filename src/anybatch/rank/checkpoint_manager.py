@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,6 @@ class CheckpointManager:
         meter: of the memory in use, which does not count the buffers of writing and reading.
         stages: whether there is memory for a copy, so that training goes on while it is written.
         sink: is told what comes of it.
-
-    Attributes:
-        plan_before: that was followed when the checkpoint was written that `resume` went on from, as
-            plain data; empty: none.
     """
 
     def __init__(
@@ -54,7 +50,6 @@ class CheckpointManager:
         self._meter = meter
         self._stages = stages
         self._sink = sink
-        self.plan_before: Mapping[str, Any] = {}
 
     def save(self, facts: dict[str, Any], score: float | None, at_once: bool) -> None:
         """Begin to save, with further `facts`; `score` is the lower the better. What comes of it is
@@ -109,7 +104,6 @@ class CheckpointManager:
         with self._uncounted():
             self._checkpoints.load(found, tensors)
         facts, at = self._state.restored(found), self._position
-        self.plan_before = facts.plan
         at.step, at.samples_seen, at.epoch = facts.step, facts.samples_seen, facts.epoch
         if self._skips is not None:
             self._skips.num_samples = facts.num_skipped

@@ -7,7 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from anybatch.compute import kernel_choices
 from anybatch.data import Steps, identity_of_batch, lengths_of, num_samples_of
 from anybatch.errors import InputError
 from anybatch.events import step_number
@@ -42,24 +41,6 @@ def check_alike(task: Task, plan: Plan, group: Group) -> None:
                     f"{what} of rank 0 and rank {rank} differ{told}: start all ranks with the same"
                     " software, command and data."
                 )
-
-
-def compilable(plan: Plan, group: Group, device: torch.device) -> Plan:
-    """`plan`; uncompiled, with a sentence on it, if it compiles since an earlier run found that to be
-    faster, and a rank here cannot."""
-    kernels = plan.kernels
-    if not kernels.compile or kernels.compile_if_faster != "decided":
-        return plan
-    missing = next(filter(None, group.exchange(kernel_choices.missing(device))), "")
-    if not missing:
-        return plan
-    told = f"The blocks are not compiled any more, though that was faster: {missing}."
-    return plan.model_copy(
-        update={
-            "kernels": kernels.model_copy(update={"compile": False}),
-            "notices": (*plan.notices, told),
-        }
-    )
 
 
 def _digest_of_lengths(task: Task) -> str:

@@ -4,7 +4,8 @@
     2. too large: half of it, and so on    down to what cannot be cut
     3. room is left: a larger one          between what fitted and what did not, or further up
     4. nothing fits: the next leaner way   more recompute; at last, freed memory is returned
-    5. on CUDA, convolutions               on channels-last images, or in torch's default layout
+    5. on CUDA, the plan's rivals          one that is faster
+    6. on CUDA, convolutions               on channels-last images, or in torch's default layout
 
 Peak and time of the plan are then those that were measured. Each try runs a few passes under the budget
 on the first samples of the first step, with gradients in memory, and nothing of it remains. An update
@@ -21,7 +22,6 @@ from dataclasses import dataclass
 
 from anybatch.compute import Replica
 from anybatch.engine import Rehearsed, held_bytes
-from anybatch.engine.trial import PAYS, as_measured
 from anybatch.errors import NoPlanFits
 from anybatch.machine import DeviceKind
 from anybatch.planner.kernel_rule import in_default_layout
@@ -36,6 +36,9 @@ of a CPU as the passes before them leave it."""
 _MOST_TRIES = 5
 _FURTHEST = 8
 """At most so many times the largest micro-batch that fitted so far: peaks lie only nearly on a line."""
+
+_PAYS = 0.96
+"""Another choice, or layout, has to take less than this part of the time of the plan's passes."""
 
 _CLOSE = 0.9
 """A micro-batch this near the largest that the line has room for is large enough."""
@@ -110,7 +113,8 @@ class Rehearsing:
             self._search(way, is_planned=number == 0)
             if self._fitting:
                 best = max(self._fitting, key=lambda size: size.micro_batch)
-                return self._in_faster_layout(self._planned(way, best, ways[number + 1 :]), best)
+                plan = self._planned(way, best, ways[number + 1 :])
+                return self._in_faster_layout(*self._fastest(plan, best))
         if self._fixed:
             return None
         raise self._refusal(ways[-1])
@@ -214,6 +218,17 @@ class Rehearsing:
     def _fits(self, size: _Size) -> bool:
         return self._room is None or size.peak_bytes <= self._room
 
+    def _fastest(self, plan: Plan, best: _Size) -> tuple[Plan, _Size]:
+        """`plan`, or of its rivals the one whose passes are surely faster."""
+        for rival in () if self._fixed else plan.rivals:
+            found = self._measured(rival.choice)
+            if found is None or not self._fits(found) or found.seconds >= _PAYS * best.seconds:
+                continue
+            best, self._plan = found, self._plan.taking(rival)
+            told = self._prediction(rival.choice, found)
+            plan = plan.taking(rival).model_copy(update={"prediction": told})
+        return plan.model_copy(update={"rivals": ()}), best
+
     def _in_faster_layout(self, plan: Plan, best: _Size) -> Plan:
         """`plan`, with convolutions on channels-last images only if these are not slower than torch's
         default layout. In a reproducible run no measured time may decide what computes."""
@@ -221,7 +236,7 @@ class Rehearsing:
             return plan
         kernels = plan.kernels.model_copy(update={"channels_last": False})
         other = self._measured(plan.choice, kernels)
-        if other is None or not self._fits(other) or other.seconds >= PAYS * best.seconds:
+        if other is None or not self._fits(other) or other.seconds >= _PAYS * best.seconds:
             return plan
         told = self._prediction(plan.choice, other)
         return in_default_layout(plan.model_copy(update={"prediction": told}), best.seconds)
@@ -291,7 +306,7 @@ class Rehearsing:
             beyond = best.peak_bytes - sum(told.by_kind.values())
             if same and told.by_kind and beyond >= 0:
                 by_kind = {**told.by_kind, "allocator and libraries": beyond}
-            told = as_measured(told, seconds)
+            told = _with_passes(told, seconds)
         return told.model_copy(
             update={
                 "choice": choice,
@@ -326,6 +341,21 @@ def can_rehearse(plan: Plan) -> bool:
     """Whether the ranks of `plan` can run passes by themselves: each has the whole model, and they meet
     once per step."""
     return plan.norms == "ghosts" and plan.parallel in ("single", "replicate")
+
+
+def _with_passes(told: Prediction, seconds: float) -> Prediction:
+    """`told`, if the passes of a step take so long."""
+    parts = dict(told.step_parts)
+    passes = [name for name in ("forward", "backward", "recompute") if name in parts]
+    factor = seconds / max(1e-12, sum(parts[name] for name in passes))
+    parts |= {name: parts[name] * factor for name in passes}
+    return told.model_copy(
+        update={
+            "step_parts": parts,
+            "step_seconds": sum(parts.values()),
+            "seconds_method": "measured in passes on this device before the first step",
+        }
+    )
 
 
 def _way(choice: Choice) -> tuple[object, ...]:

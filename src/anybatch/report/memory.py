@@ -67,17 +67,16 @@ def print_ledger(
     plan: Plan,
     ledger: Ledger,
     knobs: Sequence[Knob],
-    in_use: Sequence[Knob] = (),
     depth: int | None = None,
     every_layer: bool = False,
 ) -> None:
-    """Print `ledger`, made for `plan`, what would shrink the peak, and what shrinks it already.
+    """Print `ledger`, made for `plan`, and what would shrink the peak.
 
     Layers are unfolded to `depth` levels (None: as far as a page of rows goes), or all of them are
     listed, `every_layer`.
     """
     rows = every_row(ledger) if every_layer else rows_of(ledger, depth)
-    for section in sections_of(plan, ledger, knobs, in_use, layers(rows, ledger, console.width)):
+    for section in sections_of(plan, ledger, knobs, layers(rows, ledger, console.width)):
         parts: list[RenderableType] = [bullets(section.sentences)] if section.sentences else []
         if section.table is not None:
             parts.append(_shown(section.table))
@@ -92,7 +91,7 @@ def _shown(table: Table) -> RenderableType:
 
 
 def sections_of(
-    plan: Plan, ledger: Ledger, knobs: Sequence[Knob], in_use: Sequence[Knob], by_layer: Table
+    plan: Plan, ledger: Ledger, knobs: Sequence[Knob], by_layer: Table
 ) -> list[Section]:
     """All that is known of `ledger`; `by_layer` has its layers."""
     sections = [
@@ -107,9 +106,6 @@ def sections_of(
     sections.append(Section(OVER_TIME, most, _phases(ledger)))
     if knobs:
         sections.append(Section("What would shrink it", table=_knobs(knobs, ledger.num_bytes)))
-    if in_use:
-        saving = _knobs(in_use, ledger.num_bytes)
-        sections.append(Section("In use, and what it saves", ["Without it:"], saving))
     if plan.notices:
         sections.append(Section("Notices", plan.notices))
     return [*sections, Section("How it was found", [ledger.method, *ledger.not_counted])]

@@ -35,7 +35,6 @@ def write_ledger(
     plan: Plan,
     ledger: Ledger,
     knobs: Sequence[Knob],
-    in_use: Sequence[Knob] = (),
 ) -> Path:
     """Write `ledger`, made for `plan`, as a page that works offline. Raises `InputError` if it cannot
     be written."""
@@ -58,7 +57,7 @@ def write_ledger(
             figures=[drawn[section.title]] if section.title in drawn else (),
             more=every if section.title == BY_LAYER else None,
         )
-        for section in sections_of(plan, ledger, knobs, in_use, layers(rows_of(ledger), ledger))
+        for section in sections_of(plan, ledger, knobs, layers(rows_of(ledger), ledger))
     ]
     sections.sort(key=lambda section: section.title != OVER_TIME)  # the figure comes first
     facts = [

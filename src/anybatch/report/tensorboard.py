@@ -29,7 +29,6 @@ from anybatch.events import (
     StepDone,
 )
 from anybatch.plans import Plan
-from anybatch.process.threads import small_stacks
 from anybatch.report.folder import TENSORBOARD
 from anybatch.report.log import iterate
 from anybatch.report.sentences import describe
@@ -173,11 +172,10 @@ class TensorBoardLog:
     def _open(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        with small_stacks():  # each has a thread, whose stack counts under a budget
-            for folder in (self._folder, self._folder / _BY_SAMPLES):
-                for file in event_files(folder):
-                    file.unlink()
-                self._writers.append(SummaryWriter(str(folder)))
+        for folder in (self._folder, self._folder / _BY_SAMPLES):
+            for file in event_files(folder):
+                file.unlink()
+            self._writers.append(SummaryWriter(str(folder)))
         if self._earlier is not None and self._earlier.exists():
             for event in iterate(self._earlier):
                 self.write(event)

@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -141,7 +141,7 @@ def export(
         taken, num_tensors = job.to_folder(target, force)
     else:
         taken = job.taken()
-        state = job.merged(taken).state if merge else taken.state
+        state = job.merged(taken).state_dict() if merge else taken.state
         num_tensors = _num_tensors(state)
         _make_folder(target.parent)
         write_state(job.in_dtype(state), target, as_torch=form == "torch")
@@ -158,14 +158,6 @@ class _Taken:
     state: Mapping[str, Any]
     step: int
     source: Path
-
-
-@dataclass(frozen=True, slots=True)
-class _Merged:
-    """A model without its adapters, and its weights."""
-
-    model: nn.Module
-    state: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -189,8 +181,8 @@ class _Job:
         state = weights_of_checkpoint(checkpoints, found, self.build)
         return _Taken(state, found.step, found.folder)
 
-    def merged(self, taken: _Taken) -> _Merged:
-        """The weights with the adapters added to them."""
+    def merged(self, taken: _Taken) -> nn.Module:
+        """The model with the adapters added to its weights."""
         model = self._with_weights(taken)
         if not has_adapters(model):
             raise InputError(
@@ -198,80 +190,65 @@ class _Job:
                 " it out."
             )
         try:
-            plain = dequantize(model).merge_and_unload()
+            return dequantize(model).merge_and_unload()
         except Exception as error:  # of every kind of adapters that cannot be
             raise InputError(
                 f"peft cannot merge the adapters of {self.run.task!r} ({type(error).__name__}:"
                 f" {error}): leave merge out, and they are written by themselves."
             ) from error
-        return _Merged(plain, plain.state_dict())
 
     def to_folder(self, target: Path, force: bool) -> tuple[_Taken, int]:
         """Write a folder for `from_pretrained`: the weights that were taken for it, and how many
         tensors it has."""
-        adapters = self.run.folder / ADAPTERS
+        run = self.run
+        adapters, kept = run.folder / ADAPTERS, run.folder / PRETRAINED
+        write_rest: Callable[[Path], object]  # all but the weights; of adapters, these too
         if self.merge:
             taken = self.taken()
-            write = self._writer_of(self.merged(taken))
-        elif self.step is None and self.run.has_final_weights and adapters.is_dir():
-            taken = _Taken({}, self.run.step, adapters)
-            write = self._writer_of_adapters(
-                lambda folder: shutil.copytree(adapters, folder, dirs_exist_ok=True)
-            )
-        elif is_kept(kept := self.run.folder / PRETRAINED):
+            model = self.merged(taken)
+            check_pretrained(model, run.task)
+            write_rest, state = partial(write_beside, model), model.state_dict()
+        elif self.step is None and run.has_final_weights and adapters.is_dir():
+            taken = _Taken({}, run.step, adapters)
+            write_rest, state = partial(_copy, adapters), None
+        elif is_kept(kept):
             taken = self.taken()
-            write = self._writer(
-                lambda folder: shutil.copytree(kept, folder, dirs_exist_ok=True), taken.state
-            )
+            write_rest, state = partial(_copy, kept), taken.state
         elif has_adapters(self.build()):
             taken = self.taken()
-            model = self._with_weights(taken)
-            write = self._writer_of_adapters(lambda folder: save_adapters(model, folder))
+            write_rest, state = partial(save_adapters, self._with_weights(taken)), None
         else:
-            check_pretrained(self.build(), self.run.task)
+            check_pretrained(self.build(), run.task)
             taken = self.taken()
-            write = self._writer_of(_Merged(self.build(), taken.state))
-        with whole_folder(target, "the model", replaces=force) as partial:
-            return taken, write(partial)
+            write_rest, state = partial(write_beside, self.build()), taken.state
+        with whole_folder(target, "the model", replaces=force) as folder:
+            write_rest(folder)
+            if state is None:
+                return taken, self._convert_adapters(folder)
+            return taken, self._write_weights(state, folder)
 
     def in_dtype(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """`state` in the dtype that is asked for."""
         return dict(state) if self.dtype is None else converted(state, self.dtype)
 
-    def _writer_of(self, made: _Merged) -> Callable[[Path], int]:
-        check_pretrained(made.model, self.run.task)
-        return self._writer(lambda folder: write_beside(made.model, folder), made.state)
-
-    def _writer(
-        self, write_rest: Callable[[Path], object], taken: Mapping[str, Any]
-    ) -> Callable[[Path], int]:
-        """Writes a whole model into a folder; `write_rest` writes all but the weights."""
+    def _write_weights(self, taken: Mapping[str, Any], folder: Path) -> int:
+        """Write all weights of a model into `folder`. Returns how many tensors they are."""
         state = self.in_dtype(taken)
         values = [value for value in state.values() if isinstance(value, Tensor)]
         dtypes = {value.dtype for value in values if value.is_floating_point()}
+        set_dtype(folder, dtypes.pop() if len(dtypes) == 1 else None)
+        write_state(state, folder / WEIGHTS)
+        return _num_tensors(state)
 
-        def write(folder: Path) -> int:
-            write_rest(folder)
-            set_dtype(folder, dtypes.pop() if len(dtypes) == 1 else None)
-            write_state(state, folder / WEIGHTS)
-            return _num_tensors(state)
-
-        return write
-
-    def _writer_of_adapters(self, write_all: Callable[[Path], object]) -> Callable[[Path], int]:
-        """Writes adapters into a folder; `write_all` writes them as they are."""
-
-        def write(folder: Path) -> int:
-            write_all(folder)
-            count = 0
-            for path in sorted(folder.rglob(ADAPTER_WEIGHTS)):
-                state = weights_of_file(path)
-                count += _num_tensors(state)
-                if self.dtype is not None:
-                    write_state(self.in_dtype(state), path)
-            return count
-
-        return write
+    def _convert_adapters(self, folder: Path) -> int:
+        """Give adapters in `folder` the dtype that is asked for. Returns how many tensors they are."""
+        count = 0
+        for path in sorted(folder.rglob(ADAPTER_WEIGHTS)):
+            state = weights_of_file(path)
+            count += _num_tensors(state)
+            if self.dtype is not None:
+                write_state(self.in_dtype(state), path)
+        return count
 
     def _with_weights(self, taken: _Taken) -> nn.Module:
         model = self.build()
@@ -331,6 +308,10 @@ def _check_free(run: PastRun, target: Path, form: Format, force: bool) -> None:
             f"{target} is there already: name another, or replace it with --force (in Python,"
             " force=True)."
         )
+
+
+def _copy(source: Path, folder: Path) -> None:
+    shutil.copytree(source, folder, dirs_exist_ok=True)
 
 
 def _make_folder(folder: Path) -> None:

@@ -43,7 +43,6 @@ from anybatch.planner import (
 from anybatch.plans import (
     Balancing,
     Choice,
-    Compile,
     Exchange,
     Link,
     Norms,
@@ -63,7 +62,7 @@ from anybatch.process.cuda_driver import context_bytes
 from anybatch.rank import REHEARSED_PASSES, can_rehearse
 from anybatch.runs.session import Session, joined
 from anybatch.task import JointLoss, Task, check_task
-from anybatch.units import format_bytes
+from anybatch.units import check_count, format_bytes
 
 _MOST_REHEARSED_SECONDS = 30.0
 """A try that is predicted to take longer is not made unless it is asked for."""
@@ -83,7 +82,7 @@ class PlanOptions:
     norms: Norms | None = None
     sharding: Sharding | None = None
     balance: Balancing | None = None
-    compile: Compile = False
+    compile: bool = False
     rehearsal: bool | None = None
 
     def given(self) -> dict[str, Any]:
@@ -107,7 +106,7 @@ def plan(
     norms: Norms | None = None,
     sharding: Sharding | None = None,
     balance: Balancing | None = None,
-    compile: Compile = False,
+    compile: bool = False,
     frontier: bool = False,
     rehearsal: bool | None = None,
     watch: Callable[[str], None] | None = None,
@@ -152,8 +151,7 @@ def plan(
         balance: `"measured"`: shares follow the ranks' measured speed; `"fixed"`: they stay; None:
             measured on GPUs, but for local steps.
         compile: compile the blocks of the model by `torch.compile`. Then a budget on a CPU is planned
-            with and not enforced. `"if-faster"`: the run decides, by passes before its first step; a
-            budget on a CPU that is given stays enforced, and nothing is compiled.
+            with and not enforced.
         frontier: look at ways that cannot win, too, so that the plan tells what memory buys in time.
         rehearsal: whether the plan is rehearsed, where it can be: not for a described `machine`, for
             a divided model, a stream, or a model to be compiled. True: and no plan is remembered from
@@ -221,7 +219,7 @@ class _Planning:
             self._devices = devices_of(self._machine, options.memory, self._ranks, options.parallel)
             self._link = None
             if self._together and options.parallel != "single":
-                held = options.memory is not None and options.compile is not True
+                held = options.memory is not None and not options.compile
                 self._link = _measured_link(self._watch, held)
             # As the run will compute, so that what is predicted is what is run.
             on_cpu = any(device.kind == "cpu" for device in self._devices)
@@ -274,10 +272,10 @@ class _Planning:
                 asked = asdict(replace(options, memory=None)) | {"vary": wishes.shapes_vary}
                 key = key_of(subject, devices, self._limited, asked)
                 passing = tuple(budget_notices(subject, leanest, self._limited))
-                self._remembered = Remembered(key, self._frontier, passing)
+                self._remembered = Remembered(key, passing)
                 if not anew:
-                    before, is_complete = self._remembered.recall(leanest)
-                    if before is not None and is_complete:
+                    before = self._remembered.recall(leanest)
+                    if before is not None and not self._frontier:
                         return before
             is_reproducible = self._task.grains is not None
             # Ranks that meet inside passes exchange exactly, and nothing else there.
@@ -425,9 +423,8 @@ def _refuse(why: Mapping[str, tuple[bool, object, str]], since: str) -> None:
 
 def _is_rehearsed(task: Task, plan: Plan, wanted: bool | None) -> bool:
     """Whether to rehearse `plan`; `wanted`: see `plan`. A stream may give each sample but once."""
-    compiles = plan.kernels.compile or plan.kernels.compile_if_faster == "open"
     elsewhere = plan.num_ranks != (dist.get_world_size() if are_several() else 1)
-    if wanted is False or compiles or elsewhere:
+    if wanted is False or plan.kernels.compile or elsewhere:
         return False
     if not can_rehearse(plan) or not is_map_style(task.train):
         return False
@@ -520,7 +517,7 @@ def serves_again(before: Plan, task: Task, ranks: int | None, options: PlanOptio
     memory, compile = options.memory, options.compile
     devices = devices_of(None, memory, ranks, options.parallel)
     leanest = min(devices, key=lambda device: device.budget_bytes)
-    kernels, on_cpu = before.kernels, before.device == "cpu"
+    on_cpu = before.device == "cpu"
     return (
         before.task.name == task.name
         and before.task.global_batch == largest_batch(task)
@@ -528,11 +525,10 @@ def serves_again(before: Plan, task: Task, ranks: int | None, options: PlanOptio
         and (before.task.grain, before.task.part) == _grains(task, before)
         and len(before.shares) == len(devices)
         and before.device_name == leanest.name
-        and before.enforced == (memory is not None and not (compile is True and on_cpu))
+        and before.enforced == (memory is not None and not (compile and on_cpu))
         and (memory is None or before.budget_bytes == leanest.budget_bytes)
         and parse_open_precision(options.precision) in (None, before.choice.precision)
-        and (kernels.compile_if_faster == "no") == (compile != "if-faster")
-        and (compile == "if-faster" or kernels.compile == compile)
+        and before.kernels.compile == compile
         and (options.parallel is None or before.parallel == options.parallel)
         and before.exchange == (options.exchange or Exchange())
         and options.norms in (None, before.norms)
@@ -555,8 +551,7 @@ def checked_ranks(ranks: int | None, parallel: Parallel | None) -> None:
     """Raises `InputError` for a number of ranks that cannot be."""
     if ranks is None:
         return
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise InputError(f"ranks is {ranks!r}: give a whole number of at least 1.")
+    check_count(ranks, "ranks")
     if parallel == "single" and ranks > 1:
         raise InputError(
             f"ranks is {ranks}, but parallel is 'single', which is one rank: leave one of them out."

@@ -111,7 +111,7 @@ def _run(task: Task, count: int, steps: int, **wishes: object) -> Scaled:
         samples=None,
         valid=None,
     )
-    result = train(short, ranks=count, progress=False, trial=False, **wishes)  # pyright: ignore[reportArgumentType]
+    result = train(short, ranks=count, progress=False, **wishes)  # pyright: ignore[reportArgumentType]
     ended = result.ended
     assert ended.step_seconds is not None
     parts = dict(ended.step_parts) or {COMPUTING: ended.step_seconds}

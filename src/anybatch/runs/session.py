@@ -41,7 +41,6 @@ from anybatch.data import (
 )
 from anybatch.engine import (
     Committed,
-    CompileTrial,
     Evaluation,
     Keyed,
     KeyedByGrain,
@@ -53,7 +52,6 @@ from anybatch.engine import (
     Skips,
     Together,
     Transactions,
-    Trial,
     Watchdog,
     at_work,
     checked_seconds,
@@ -87,7 +85,6 @@ from anybatch.rank.checks import (
     check_alike,
     check_can_compare,
     check_can_skip,
-    compilable,
     single_sample,
     versions,
 )
@@ -98,6 +95,7 @@ from anybatch.rank.record import Position, Record, parts_of
 from anybatch.rank.rehearsing import REHEARSED_PASSES, Rehearsing, can_rehearse
 from anybatch.state import Checkpoints, TrainingState, frozen_checksums, load_weights
 from anybatch.task import Progress, Task
+from anybatch.units import check_count
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -140,9 +138,6 @@ class Session:
             and ended if it was started as one of several. None: 300 s, or 20 times the longest that
             it ever stood still before it went on, and half an hour for what is done for the first
             time.
-        trial: before the first step, try the plan and its rivals on the samples of that step, and
-            follow the fastest, if that takes at most a fiftieth of the run. Else the plan is followed
-            as it is. On one device, or where each rank has the whole model.
 
     Attributes:
         plan: as it is now: leaner than the one given if memory ran out.
@@ -159,15 +154,12 @@ class Session:
         checkpoints: str | Path | None = None,
         keep: int = 3,
         stall_seconds: float | None = None,
-        trial: bool = False,
     ) -> None:
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise InputError(f"keep is {keep!r}: give a whole number of at least 1.")
+        check_count(keep, "keep")
         self._folder = None if checkpoints is None else Path(checkpoints)
         self._keep = keep
         self._task = task
         self._planned = plan
-        self._trial = trial
         self._sinks = tuple(sinks)
         self._stall_seconds = checked_seconds(stall_seconds)
         self._model: nn.Module | None = None
@@ -176,7 +168,7 @@ class Session:
 
     def __enter__(self) -> Self:
         self._constructed = dict(vars(self))
-        plan = self._given = self._planned
+        plan = self._planned
         with ExitStack() as stack:
             undo = stack.enter_context(ExitStack())
             undo.callback(self._let_go)
@@ -329,7 +321,7 @@ class Session:
         nothing fits the budget, `InputError` if ranks cannot run passes by themselves (of a divided
         model), and what the data, the model or the loss raises.
         """
-        if not can_rehearse(self._given):
+        if not can_rehearse(self._planned):
             raise InputError(
                 "a rehearsal is for ranks that hold the whole model each and meet once per step."
             )
@@ -525,12 +517,12 @@ class Session:
 
     def started(self) -> RunStarted:
         """The event that opens a run; `train` emits it."""
-        return self._opened._record.started(self._given)
+        return self._opened._record.started(self._planned)
 
     @_at_work("ending")
     def ended(self, seconds: float, finished: bool, reason: str = "") -> RunEnded:
         """The event that closes a run; `train` emits it. If `finished`, all ranks must call it."""
-        return self._record.ended(self._given, self.plan, seconds, finished, reason)
+        return self._record.ended(self._planned, self.plan, seconds, finished, reason)
 
     def to_be_evaluated(self) -> AbstractContextManager[None]:
         """Around what evaluates or saves `model` by itself, between two steps: an optimizer that has
@@ -553,7 +545,7 @@ class Session:
         """A watchdog of this process, which ends it only if somebody waits for its end."""
         awaited, group = find() is not None, self._group
         # Threads that come and go would be taken for memory that training uses.
-        counts = self._given.enforced and self._given.device == "cpu"
+        counts = self._planned.enforced and self._planned.device == "cpu"
         watchdog = Watchdog(
             self._stall_seconds,
             open_board(group.rank, group.size),
@@ -581,9 +573,7 @@ class Session:
 
     def _set_up(self, checkpoints: Checkpoints | None) -> None:
         """Everything between the ranks and the first step; undone if a part of it fails."""
-        task, plan, group, device = self._task, self._given, self._group, self._device
-        # A ramp begins with its smallest steps, which tell little of the largest.
-        self._tries = self._trial and not isinstance(task.global_batch, Ramp)
+        task, plan, group, device = self._task, self._planned, self._group, self._device
         self._last_evaluation: Evaluated | None = None
         self._wished = Wish.NOTHING
         check_can_skip(task, plan)
@@ -591,10 +581,9 @@ class Session:
         here = Machine.here(device=str(device)).device
         together(group, lambda: check_available(plan.choice.precision, here))
         check_alike(task, plan, group)
-        self._given = compilable(plan, group, device)
-        together(group, lambda: kernel_choices.check_available(self._given.kernels, device))
+        together(group, lambda: kernel_choices.check_available(plan.kernels, device))
         # From here on memory counts, so that what speaks to the other ranks was made before.
-        self._limit = make_limit(self._given, device, counted=(task.model,))
+        self._limit = make_limit(plan, device, counted=(task.model,))
         with ExitStack() as undo:  # what was done so far is undone if the rest fails
             undo.callback(self._limit.leave)
             self._meter: Meter = self._limit.enter()
@@ -609,7 +598,7 @@ class Session:
             self._undo = undo.pop_all()
 
     def _make_parts(self, checkpoints: Checkpoints | None, undo: ExitStack) -> None:
-        task, plan, group, device = self._task, self._given, self._group, self._device
+        task, plan, group, device = self._task, self._planned, self._group, self._device
         frozen: dict[str, int] = {}
         self._replica = self._build(undo, None if checkpoints is None else frozen)
         self._model = self._replica.model
@@ -691,7 +680,7 @@ class Session:
     def _build(self, undo: ExitStack, frozen: dict[str, int] | None) -> Replica:
         """The replica of this rank, with the same weights as on all others; `undo` closes it. On rank 0
         `frozen` is filled with checksums of the parameters that nothing trains."""
-        task, plan, group, device = self._task, self._given, self._group, self._device
+        task, plan, group, device = self._task, self._planned, self._group, self._device
 
         def build_model() -> nn.Module:
             take_workspaces(device)
@@ -721,7 +710,7 @@ class Session:
     def _check_single_sample(self) -> None:
         """Raises `InputError` if there will be a step of one sample, and BatchNorm cannot do it: now
         rather than at the end of an epoch. Seen where ranks can run passes by themselves."""
-        index, plan, group = self._steps.first_of_one, self._given, self._group
+        index, plan, group = self._steps.first_of_one, self._planned, self._group
         meets = group.lockstep or group.diverges
         if index is None or plan.task.ghost_batch is None or plan.norms != "ghosts" or meets:
             return
@@ -800,9 +789,6 @@ class Session:
         )
         follows = self._steps.rate_factor(data.index, data.first_sample)
         source = self._source(data)
-        tried = self._tried(data.index, source)
-        if tried:
-            begun, reading, source.waited_seconds = time.perf_counter(), 0.0, 0.0
         watch = Stopwatch()
         before_update = partial(self._rates.before_update, progress, follows)
         with ExitStack() as whole:
@@ -814,7 +800,7 @@ class Session:
                 return None
             event, moved = self._counted(data, source, done, begun, reading, idle)
             grown = self._engine.grow()  # on all ranks, or on none if the interrupt comes first
-        if grown or moved or tried:
+        if grown or moved:
             self._begin()  # workers fetch ahead by the old choice or shares
         self._evaluate_if_due(data)
         return event
@@ -870,41 +856,6 @@ class Session:
 
     def _source(self, data: StepData) -> GlobalStep:
         return GlobalStep(self._loader, data, self._cutting.passes, self._device, self._pulse)
-
-    def _tried(self, index: int, source: GlobalStep) -> bool:
-        """Before the first step, follow the fastest of the plan and its rivals from now on, if a trial
-        pays; then decide whether to compile, where the plan leaves that open. Whether anything was
-        run for it."""
-        due, self._tries = self._tries, False
-        is_open = self._given.kernels.compile_if_faster == "open"
-        if not due and not is_open:
-            return False
-        total = self._steps.total_steps
-        left = None if total is None else total - self._position.step
-        tried = False
-        if due:
-            trial = Trial(self._given, self._engine, self._group, left, self.emit)
-            if trial.pays:
-                self._given, tried = trial.run(index, source), True
-        if is_open:
-            tried |= self._decide_on_compiling(index, source, left)
-        return tried
-
-    def _decide_on_compiling(self, index: int, source: GlobalStep, left: int | None) -> bool:
-        """With `left` steps to go. Whether anything was run for it."""
-        replica = self._replica
-        on_device = self._engine.plan.choice.optimizer_states == "device"
-        states = 0 if replica.optimizer.state or not on_device else replica.state_bytes()
-        trial = CompileTrial(self._engine, self._group, self._device, left, states, self.emit)
-        before = self._archive.plan_before if self._archive else {}
-        kernels = before.get("kernels", {})
-        # On another device it is another question.
-        same = before.get("device_name") == self._given.device_name
-        if same and kernels.get("compile_if_faster") == "decided":
-            self._given = trial.keep(index, bool(kernels.get("compile")))
-        else:
-            self._given = trial.run(index, source)
-        return trial.was_made
 
     def _pass_over(self, data: StepData, num_kept: int, reason: str) -> None:
         """The step is left out whole: its samples are taken, the schedule goes on, that is all."""

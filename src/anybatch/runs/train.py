@@ -41,7 +41,6 @@ from anybatch.parallel import exchange as tell
 from anybatch.parallel import leads
 from anybatch.plans import (
     Balancing,
-    Compile,
     Exchange,
     Norms,
     Parallel,
@@ -87,7 +86,7 @@ from anybatch.state import (
     whole_state,
 )
 from anybatch.task import Task, check_task
-from anybatch.units import format_bytes
+from anybatch.units import check_count, format_bytes
 
 
 @dataclass(frozen=True)
@@ -158,9 +157,8 @@ def train(
     norms: Norms | Literal["as-written"] | None = None,
     sharding: Sharding | None = None,
     balance: Balancing | None = None,
-    compile: Compile = False,
+    compile: bool = False,
     rehearsal: bool | None = None,
-    trial: bool | None = None,
     resume: bool = False,
     checkpoint_every: int | str | None = DEFAULT_EVERY,
     keep: int = 3,
@@ -194,8 +192,6 @@ def train(
         norms: see `plan`; or `"as-written"`: BatchNorm normalises over the whole global batch, as it
             does in a plain loop with such batches. It is the same as `ghost_batch=global_batch` in the
             task, and needs the memory for it, on one rank or divided over all.
-        trial: whether the plan, and choices that are predicted to be nearly as fast, are tried before
-            the first step, see `Session`. None: unless `plan` is given.
         resume: go on with the run in `out`, from its newest intact checkpoint; at the beginning where
             there is none. On another number of ranks, under another plan or precision, if you like.
         checkpoint_every: steps (`500`), or time (`"10min"`), between checkpoints; None: only when
@@ -250,9 +246,8 @@ def train(
             f"plan and {' and '.join(given)} are both given, but the plan says all of it: leave one"
             " of them out, or change the plan."
         )
-    tries = plan is None if trial is None else trial
     folder = None if out is None else Path(out)
-    job = _Job(task, plan, folder, log, options, keeping, tries, _command())
+    job = _Job(task, plan, folder, log, options, keeping, _command())
     here = find()
     wanted = num_processes(plan, ranks, parallel)
     least, most = (nodes, nodes) if isinstance(nodes, int) else nodes
@@ -282,9 +277,8 @@ class Keeping:
     def check(self, out: str | Path | None) -> None:
         """Raises `InputError` for what cannot be."""
         self.every  # noqa: B018 - raises
-        for name, value, least in (("keep", self.keep, 1), ("restarts", self.restarts, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InputError(f"{name} is {value!r}: give a whole number of at least {least}.")
+        check_count(self.keep, "keep")
+        check_count(self.restarts, "restarts", 0)
         checked_seconds(self.stall_seconds)
         if self.resume and out is None:
             raise InputError("resume is given without out: name the folder of the run to resume.")
@@ -340,7 +334,6 @@ class _Job:
     tensorboard: Path | None
     options: PlanOptions
     keeping: Keeping
-    tries: bool
     command: str
 
     def start(
@@ -432,7 +425,7 @@ class _Job:
         task, out, keeping, noise = self.task, self.out, self.keeping, Series()
         checkpoints = None if out is None else out / CHECKPOINTS
         survival = keeping.keep, keeping.stall_seconds
-        with Session(task, plan, readers, checkpoints, *survival, self.tries) as session:
+        with Session(task, plan, readers, checkpoints, *survival) as session:
             if out is not None:
                 check_can_be_written(session.model)
             # A checkpoint that cannot be gone on from ends the call before anything is written.
@@ -517,19 +510,15 @@ def _is_first_here() -> bool:
 
 def _learn(plan: Plan, result: Result) -> None:
     """Remember for the next plans how what was measured differs from what `plan` predicted."""
-    plans = (plan, *(plan.taking(rival) for rival in plan.rivals))
-    followed = next((one for one in plans if one.choice == result.plan.choice), None)
     # Else what was measured is of another choice, or of a compiler too.
-    kernels = plan.kernels
-    ours = kernels.compile or kernels.compile_if_faster == "open"
-    compiler = ours or is_compiled(result.model)
-    told = None if followed is None else followed.prediction
-    measured_before = told is not None and told.rehearsed
-    if followed is not None and followed.is_predicted and not compiler and not measured_before:
+    compiler = plan.kernels.compile or is_compiled(result.model)
+    measured_before = plan.prediction is not None and plan.prediction.rehearsed
+    is_followed = plan.choice == result.plan.choice and plan.is_predicted
+    if is_followed and not compiler and not measured_before:
         ended = result.ended
         # How long samples are waited for is not predicted.
         seconds = None if ended.step_seconds is None else ended.step_seconds - ended.data_seconds
-        remember(followed, seconds, ended.idle_seconds)
+        remember(plan, seconds, ended.idle_seconds)
 
 
 def _report(folder: Path, tells: bool = True) -> None:

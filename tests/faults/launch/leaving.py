@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from anybatch.errors import Stopped
-from anybatch.launch import first_failure
+from anybatch.launch import exits
 
 heard: list[int] = []
 
@@ -25,7 +25,7 @@ def main() -> None:
         time.sleep(0.05)
     (folder / f"{rank}.saved").write_text(signal.Signals(heard[0]).name)
     # As it is on the way out of a group.
-    first_failure.note(Stopped("the run has stopped after step 4."))
+    exits.note(Stopped("the run has stopped after step 4."))
     sys.exit(75)
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from anybatch.errors import PeerLost
-from anybatch.launch import first_failure
+from anybatch.launch import exits
 
 
 def main() -> None:
@@ -17,12 +17,12 @@ def main() -> None:
     noted = [Path(sys.argv[1], f"{rank}.noted") for rank in (0, 1)]
     if os.environ["RANK"] == "1":
         error = ValueError("the cause")
-        first_failure.note(error)
+        exits.note(error)
         noted[1].touch()
         wait_for(noted[0])
         raise error
     wait_for(noted[1])
-    first_failure.note(PeerLost("rank 1 is gone"))
+    exits.note(PeerLost("rank 1 is gone"))
     noted[0].touch()
     while True:
         time.sleep(1)

@@ -18,8 +18,7 @@ from tests.bad_input.conftest import Outcome
 import anybatch
 from anybatch.cli import run
 from anybatch.events import RunEnded, RunStarted, StepDone
-from anybatch.machine import can_enforce
-from anybatch.plans import KernelChoices, Plan
+from anybatch.plans import Plan
 from anybatch.report import last_plan, read
 
 FILES = {"plan.json", "events.jsonl", "checkpoints", "model.safetensors", "report.html"}
@@ -404,7 +403,7 @@ def test_memory_tells_where_the_bytes_go(
     for title in ("By layer", "When most is in use, by kind", "Over one step"):
         assert title in outcome.out
     found = json.loads((folder / "m.json").read_text())
-    assert found.keys() == {"plan", "ledger", "knobs", "in_use"}
+    assert found.keys() == {"plan", "ledger", "knobs"}
     assert sum(found["ledger"]["by_kind"].values()) == found["ledger"]["totals"]["total"]
     page = (folder / "m.html").read_text()
     assert page.count("<svg") == 3
@@ -419,59 +418,11 @@ def test_memory_as_json_prints_that_and_nothing_else(
     outcome = command("memory", "task.py", *last)
     assert outcome.status == 0, outcome.err
     found = json.loads(outcome.out)
-    assert found.keys() == {"plan", "ledger", "knobs", "in_use"}
+    assert found.keys() == {"plan", "ledger", "knobs"}
     assert found["plan"]["kernels"]["compile"] == ("--compile" in last)
     sizes = list(bytes_in(found["ledger"])) + [knob["peak_bytes"] for knob in found["knobs"]]
     assert len(sizes) > 20
     assert {type(size) for size in sizes} == {int}
-
-
-def test_whether_compiling_pays_is_left_to_the_run(
-    folder: Path, write_task: Callable[..., Path], command: Callable[..., Outcome]
-):
-    write_task()
-    for other, budget, expected in (
-        ("plan", (), "open"),
-        ("memory", (), "open"),
-        ("memory", ("--memory", "1GiB"), "decided" if can_enforce("cpu") else "open"),
-    ):
-        outcome = command(other, "task.py", "--compile-if-faster", "--json", *budget)
-        assert outcome.status == 0, outcome.err
-        found = json.loads(outcome.out)
-        kernels = found.get("plan", found)["kernels"]
-        assert (kernels["compile"], kernels["compile_if_faster"]) == (False, expected)
-    outcome = command("train", "task.py", "--compile-if-faster")
-    assert outcome.status == 0, outcome.err
-    words = " ".join(outcome.out.split())
-    assert "blocks compiled if a trial shows it is faster" in words
-    assert "The blocks are not compiled: what is left of the run takes about" in words
-    page = (folder / "runs" / "task-1" / "report.html").read_text()
-    assert "The blocks are not compiled: what is left of the run" in page
-    kept = last_plan(folder / "runs" / "task-1")
-    assert kept is not None
-    assert kept.kernels == KernelChoices(compile_if_faster="decided")
-
-
-@pytest.mark.parametrize("name", ["train", "plan", "memory"])
-def test_compiling_in_any_case_and_only_if_faster_exclude_each_other(
-    write_task: Callable[..., Path], command: Callable[..., Outcome], name: str
-):
-    write_task()
-    outcome = command(name, "task.py", "--compile", "--compile-if-faster")
-    assert outcome.status == 2
-    told = " ".join(outcome.err.split())
-    assert "--compile and --compile-if-faster are both given" in told
-    assert "leave one of them out" in told
-
-
-def test_a_plan_says_already_whether_compiling_is_left_to_the_run(
-    write_task: Callable[..., Path], command: Callable[..., Outcome]
-):
-    write_task()
-    assert command("plan", "task.py", "--out", "p.json").status == 0
-    outcome = command("train", "task.py", "--plan", "p.json", "--compile-if-faster")
-    assert outcome.status == 2
-    assert "--plan and --compile-if-faster are both given" in " ".join(outcome.err.split())
 
 
 def bytes_in(data: Any) -> Iterator[Any]:

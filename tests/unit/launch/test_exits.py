@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from anybatch.errors import InputError, NoPlanFits, PeerLost, Stopped, Stuck
-from anybatch.launch import first_failure
+from anybatch.launch import exits
 from anybatch.launch.exits import End, first, mended, read, write_word
 
 SECOND = 10**9
@@ -90,9 +90,9 @@ def test_a_death_without_a_word_is_mended_unless_its_status_speaks(
 def test_what_a_rank_says_counts_from_when_it_told(
     status: int, error: BaseException | None, mended: bool, what: str, word: Path
 ):
-    first_failure.forget()
-    failure = first_failure.note(error)
-    first_failure.forget()
+    exits.forget()
+    failure = exits.note(error)
+    exits.forget()
     write_word(word, status, failure)
     found = read_end(word, status)
     assert (found.status, found.spoke, found.mended) == (status, True, mended)
@@ -119,9 +119,9 @@ def test_what_a_rank_says_counts_from_when_it_told(
 def test_what_is_told_of_an_end_and_by_whom(
     error: BaseException, sentence: str, stack: str, stopped: str, by_agent: bool, word: Path
 ):
-    first_failure.forget()
-    write_word(word, 1, first_failure.note(error))
-    first_failure.forget()
+    exits.forget()
+    write_word(word, 1, exits.note(error))
+    exits.forget()
     found = read_end(word, 1)
     assert (found.sentence, found.stack, found.was_stopped) == (sentence, stack, stopped)
     assert found.is_told_by_agent == by_agent
@@ -129,16 +129,14 @@ def test_what_is_told_of_an_end_and_by_whom(
 
 
 def test_what_was_noted_stands_for_a_word_that_never_came(word: Path):
-    write_word(
-        word.with_suffix(".noted"), 1, first_failure.Failure(5 * SECOND, False, "ValueError: a")
-    )
+    write_word(word.with_suffix(".noted"), 1, exits.Failure(5 * SECOND, False, "ValueError: a"))
     for code in (-signal.SIGTERM, -signal.SIGSEGV):
         found = read_end(word, code, ended=None)
         assert (found.when, found.spoke, found.what) == (3 * SECOND, False, "ValueError: a")
 
 
 def test_a_good_word_does_not_hide_a_death_after_it(word: Path):
-    write_word(word, 0, first_failure.Failure(5 * SECOND, False, ""))
+    write_word(word, 0, exits.Failure(5 * SECOND, False, ""))
     assert read_end(word, 0).is_good
     assert not read_end(word, KILLED).is_good
     assert read_end(word, KILLED).mended

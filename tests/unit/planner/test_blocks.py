@@ -56,7 +56,6 @@ def test_no_other_set_is_much_cheaper(drawn: list[tuple[int, int]], part: float)
         return
     assert level(kept, set(found)) <= most
     best = min(sum(seconds[i] for i in s) for s in enough)
-    # The last block is kept at no cost in bytes, which the knapsack does not use to the full.
     assert sum(seconds[i] for i in found) <= best + max(seconds) + 0.2 * sum(seconds)
 
 

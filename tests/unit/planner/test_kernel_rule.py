@@ -94,27 +94,11 @@ def test_compiling_is_done_on_request_and_told():
     assert "only planned with" not in told(cuda)
 
 
-def test_compiling_is_left_to_the_run_on_request_and_told():
-    plan = ab.plan(task_of(), compile="if-faster")
-    assert plan.kernels == KernelChoices(compile_if_faster="open")
-    assert "passes that are tried before the first step" in told(plan)
-    assert "the measured peak has the compiler in it" in told(plan)
-    assert Plan.from_json(plan.to_json()) == plan
-    for compiled in (False, True):  # a resumed run goes on under what was decided
-        kernels = KernelChoices(compile=compiled, compile_if_faster="decided")
-        served = {
-            wish: serves_again(plan.running(kernels), task_of(), None, PlanOptions(compile=wish))
-            for wish in ("if-faster", True, False)
-        }
-        assert served == {"if-faster": True, True: False, False: False}
-    assert not serves_again(ab.plan(task_of()), task_of(), None, PlanOptions(compile="if-faster"))
-    cuda = ab.plan(task_of(), GPU, compile="if-faster")
-    assert cuda.kernels == KernelChoices(
-        channels_last=True, autotune=True, compile_if_faster="open"
-    )
-    held = ab.plan(task_of(), memory="1GiB", compile="if-faster")
-    assert held.enforced
-    assert held.kernels == KernelChoices(compile_if_faster="decided")
-    assert "Without --memory it is tried" in told(held)
-    with pytest.raises(ab.InputError, match="compile is 'always': give True, False or"):
+def test_a_run_does_not_try_whether_compiling_is_faster():
+    plan = ab.plan(task_of(), compile=True)
+    assert serves_again(plan, task_of(), None, PlanOptions(compile=True))
+    assert not serves_again(plan, task_of(), None, PlanOptions())
+    with pytest.raises(ab.InputError, match="Runs no longer try whether compiling is faster"):
+        ab.plan(task_of(), compile="if-faster")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ab.InputError, match="compile is 'always': give True or False"):
         ab.plan(task_of(), compile="always")  # pyright: ignore[reportArgumentType]

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from anybatch.process import threads
-from anybatch.process.threads import SMALL_STACK_BYTES, Stopwatch, begin, small_stacks
+from anybatch.process.threads import Stopwatch, begin
 
 
 def test_work_is_done_in_another_thread():
@@ -47,18 +47,6 @@ def test_a_thread_that_dies_or_comes_late_does_nothing(monkeypatch, late):
     if late:
         held[0]()
     assert not seen
-
-
-def test_stacks_are_small_for_a_while():
-    before = threading.stack_size(2 << 20)
-    try:
-        with small_stacks() as outside:
-            assert outside == 2 << 20
-            with small_stacks() as inside:
-                assert inside == SMALL_STACK_BYTES
-        assert threading.stack_size(2 << 20) == 2 << 20
-    finally:
-        threading.stack_size(before)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from anybatch.engine import Rehearsed
 from anybatch.errors import NoPlanFits
 from anybatch.planner import kernel_rule
 from anybatch.planner.ranks import reserve_of
-from anybatch.plans import KernelChoices, Prediction, Recompute
+from anybatch.plans import KernelChoices, Prediction, Recompute, Rival
 from anybatch.rank.rehearsing import Rehearsing
 
 WIDTH = 64
@@ -41,7 +41,7 @@ def task_of(global_batch: int, ghost: int | None) -> ab.Task:
     )
 
 
-def rehearsed(plan, peak_of, task, in_default_layout=None, **options):
+def rehearsed(plan, peak_of, task, in_default_layout=None, seconds=None, **options):
     """What is planned where passes under a choice take `peak_of` it, and which choices were tried."""
     model = task.build_model()
     replica = Replica(
@@ -59,7 +59,8 @@ def rehearsed(plan, peak_of, task, in_default_layout=None, **options):
         if kernels is not None:
             return in_default_layout
         used = peak_of(choice)
-        return None if used is None else Rehearsed(0.01, used)
+        took = (seconds or {}).get(choice.micro_batch, 0.01)
+        return None if used is None else Rehearsed(took, used)
 
     try:
         return Rehearsing(plan, replica, rehearse, PARAMETERS, **options).plan(), tried
@@ -252,6 +253,43 @@ def test_images_are_channels_last_unless_torch_s_layout_is_measured_to_be_faster
         (notice,) = found.notices
         assert "default layout" in notice
         assert "take 320 ms in it and 640 ms on channels-last images" in notice
+
+
+@pytest.mark.parametrize(
+    ("seconds", "taken"),
+    [
+        ({8: 0.0097, 4: 0.02}, 16),  # too little faster to be sure of
+        ({8: 0.008, 4: 0.02}, 8),
+        ({8: 0.008, 4: 0.0079}, 8),
+        ({8: 0.008, 4: 0.007}, 4),
+        ({8: 0.02, 2: 0.001}, 16),  # 2 does not fit
+    ],
+)
+def test_of_rivals_the_one_that_is_measured_to_be_faster_is_taken(seconds, taken):
+    task, plan = traced()
+    rivals = [
+        Rival(
+            choice=(choice := plan.choice.model_copy(update={"micro_batch": size})),
+            ladder=plan.ladder[-1:],
+            prediction=plan.prediction.model_copy(update={"choice": choice}),
+        )
+        for size in (8, 4, 2)
+    ]
+    plan = plan.model_copy(update={"rivals": tuple(rivals)})
+    found, tried = rehearsed(
+        plan,
+        lambda choice: 200 << 20 if choice.micro_batch == 2 else 92 << 20,
+        task,
+        seconds=seconds,
+    )
+    assert [choice.micro_batch for choice in tried] == [16, 8, 4, 2]
+    assert found.choice.micro_batch == taken
+    assert not found.rivals
+    assert found.prediction.choice == found.choice
+    # 64 samples, and the update as it was predicted.
+    assert found.prediction.step_seconds == pytest.approx(0.1 + 64 * seconds.get(taken, 0.01))
+    if taken != 16:
+        assert found.ladder == plan.ladder[-1:]
 
 
 def test_no_time_decides_the_layout_of_a_reproducible_run():

@@ -202,16 +202,6 @@ def test_the_most_bytes_of_each_phase_are_told():
     assert text.index("\n  input") < text.index("\n  forward") < text.index("\n  update")
 
 
-def test_what_is_in_use_stands_with_what_it_saves(tmp_path: Path):
-    raw = io.StringIO()
-    used = (Knob("recompute nothing", 116 * MIB, 0.25, ""),)
-    print_ledger(Console(file=raw, width=80), PLAN, ledger(), KNOBS, used)
-    assert re.search(r"recompute nothing +116 MiB +\+100% +250 ms", raw.getvalue())
-    page = write_ledger(tmp_path / "m.html", PLAN, ledger(), KNOBS, used).read_text()
-    assert "recompute nothing" in page
-    assert "+100%" in page
-
-
 # ----------------------------------------------------------------------------------- the pages
 
 
