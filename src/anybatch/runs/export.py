@@ -183,14 +183,15 @@ class _Job:
 
     def merged(self, taken: _Taken) -> nn.Module:
         """The model with the adapters added to its weights."""
-        model = self._with_weights(taken)
+        model: Any = self._with_weights(taken)
         if not has_adapters(model):
             raise InputError(
                 f"merge is asked for, but the model of {self.run.task!r} has no adapters of peft: leave"
                 " it out."
             )
         try:
-            return dequantize(model).merge_and_unload()
+            dequantize(model)
+            return model.merge_and_unload()
         except Exception as error:  # of every kind of adapters that cannot be
             raise InputError(
                 f"peft cannot merge the adapters of {self.run.task!r} ({type(error).__name__}:"
