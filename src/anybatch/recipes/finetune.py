@@ -142,7 +142,9 @@ def finetune(
             lora_rank,
             Range("a whole number above zero, or 0 for no adapters", lambda rank: rank >= 0)
             if base is None
-            else Range("above zero with base, which is not trained itself", lambda rank: rank > 0),
+            else Range(
+                "a rank above zero with base, whose weights are not trained", lambda rank: rank > 0
+            ),
         ),
     }
     if lora_rank > 0:

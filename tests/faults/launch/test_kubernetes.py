@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from tests.docs.reading import blocks
-from tests.faults.launch.test_exits import wait_until
 from tests.ports import free_port
 
 import anybatch as ab
@@ -147,8 +147,7 @@ def check(pods: Pods, folder: Path) -> None:
     assert status == 0, text
     both = [torch.nn.Linear(3, 1).double() for _ in range(2)]
     for model, run in zip(both, ("mine", "alone"), strict=True):
-        [path] = (folder / run).glob("weights*")
-        ab.load_weights(model, path)
+        ab.load_weights(model, folder / run / "model.safetensors")
     wanted = both[1].state_dict()
     for name, value in both[0].state_dict().items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-12)
@@ -156,7 +155,10 @@ def check(pods: Pods, folder: Path) -> None:
 
 def evict(pods: Pods, folder: Path) -> list[tuple[int, str]]:
     """SIGTERM to the first pod, amid training; what becomes of all."""
-    wait_until((folder / "waiting").exists)
+    deadline = time.monotonic() + SECONDS
+    while not (folder / "waiting").exists():
+        assert time.monotonic() < deadline, "no pod came as far as training"
+        time.sleep(0.02)
     pods.running[0].send_signal(signal.SIGTERM)
     return pods.ends()
 
@@ -182,7 +184,7 @@ def test_pods_of_the_training_operator_save_and_go_on_in_another_number(pods: Po
 def test_pods_of_an_indexed_job_save_and_go_on(pods: Pods, tmp_path: Path):
     job = manifests()["Job"]["spec"]
     assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [Stopped.exit_status]
-    command = container_of(job["template"])["command"]
+    command: list[str] = container_of(job["template"])["command"]
     [variable] = container_of(job["template"])["env"]
 
     def here(port: int) -> list[str]:

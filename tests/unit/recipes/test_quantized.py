@@ -221,10 +221,11 @@ def test_merged_weights_are_those_that_were_trained_over(task_of: Any, family: s
 
 @pytest.mark.parametrize(("base", "bytes_each"), [("int8", 1), ("int4", 0.5)])
 def test_the_plan_counts_the_bits(task_of: Any, base: str, bytes_each: float):
-    found = {
-        name: ab.plan(task_of(base=name), micro_batch=4).prediction.by_kind["parameters"]
-        for name in (None, base)
-    }
+    found = {}
+    for name in (None, base):
+        prediction = ab.plan(task_of(base=name), micro_batch=4).prediction
+        assert prediction is not None
+        found[name] = prediction.by_kind["parameters"]
     whole = sum(4 * p.numel() for p in task_of().build_model().parameters())
     in_groups = 2 * 4 * WEIGHTS // GROUP  # a scale and an offset each
     assert found[None] == whole
