@@ -34,7 +34,7 @@ _LITTLE = 0.1
 _MISSING = "not installed"
 _GET_STARTED = "https://pytorch.org/get-started/locally"
 _REINSTALL = f"reinstall torch ({_GET_STARTED})"
-_LOOPBACK_SECONDS, _GLOO_SECONDS = 3.0, 20.0
+_LOOPBACK_SECONDS, _GLOO_SECONDS = 3.0, 60.0
 
 
 def first_line(error: BaseException) -> str:

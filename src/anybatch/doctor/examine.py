@@ -51,7 +51,7 @@ CHECKS = {
     "cores_and_memory": Check(
         "Processor and memory", 10, "warning", "do without --memory on the CPU"
     ),
-    "gloo": Check("Several ranks", 60, "problem", "check whether a firewall blocks 127.0.0.1"),
+    "gloo": Check("Several ranks", 100, "problem", "check whether a firewall blocks 127.0.0.1"),
     "network": Check("Several ranks", 20, "warning", "check the name server"),
     "folders": Check("Folders", 15, "problem", "check the disk of this folder (df)"),
     "environment": Check("Environment", 10, "warning", "report it, with what --json prints"),

@@ -351,7 +351,15 @@ def _path(points: Sequence[_Point], color: str, width: float, dotted: bool = Fal
 
 
 def _moves(points: Sequence[_Point]) -> str:
-    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    """A path through `points`, without those in the middle of a horizontal line."""
+    told = [(f"{x:.1f}", f"{y:.1f}") for x, y in points]
+    ends = [(None, None), *told, (None, None)]
+    kept = [
+        f"{x} {y}"
+        for (_, before), (x, y), (_, after) in zip(ends, told, ends[2:], strict=False)
+        if not before == y == after
+    ]
+    return "M" + "L".join(kept)
 
 
 def _symbol(x: float, y: float, trace: Trace, title: str) -> str:

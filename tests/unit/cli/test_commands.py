@@ -406,7 +406,7 @@ def test_memory_tells_where_the_bytes_go(
     assert found.keys() == {"plan", "ledger", "knobs"}
     assert sum(found["ledger"]["by_kind"].values()) == found["ledger"]["totals"]["total"]
     page = (folder / "m.html").read_text()
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 6
     assert len(page) < 400_000
 
 
