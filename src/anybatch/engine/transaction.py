@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -53,13 +53,6 @@ from anybatch.process.interrupts import held
 LEAST_LOSS_SCALE = 2.0**-14
 """Below this scale, which is that of float16's smallest normal number, gradients that still overflow
 do so of themselves, not because they were scaled up."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Steep:
-    """An update that was not made, since the gradient has this norm."""
-
-    norm: float
 
 
 class Transactions:
@@ -252,7 +245,7 @@ class Transactions:
                 if isinstance(voted, Again):
                     return voted
                 means, agreed = voted
-                done: Committed | Again | _Steep | None = None
+                done: Committed | Again | float | None = None
                 if self._judge.accepts(means):
                     done = self._commit(means, before_update, agreed)
                 if isinstance(done, Committed):
@@ -268,7 +261,7 @@ class Transactions:
             self._put_back()
             if done is None:
                 return self._judge.totals(means, staged)
-            return self._judge.gradient(done.norm, means.loss, staged)
+            return self._judge.gradient(done, means.loss, staged)
         except BaseException as error:
             self._put_back()
             failure = as_memory_failure(error)
@@ -353,12 +346,14 @@ class Transactions:
 
     def _commit(
         self, means: Means, before_update: Callable[[], None], agreed: Agreed
-    ) -> Committed | Again | _Steep:
+    ) -> Committed | Again | float:
+        """Make the update. Where it was not made: the norm of a gradient that is not finite, or `Again`
+        with a smaller loss scale."""
         replica, room = self._replica, self._room
         norm = float(replica.finish(means.weight, self._clip_norm))
         scale = replica.loss_scale
         if scale is None and not math.isfinite(norm):
-            return _Steep(norm)
+            return norm
         is_first = not room.has_updated and self._group.rank == 0
         # A hook may have updated already, and cleared.
         if norm == 0.0 and is_first and not replica.gradients_are_hooked:
