@@ -127,7 +127,9 @@ def test_what_others_hold_in_the_group_is_no_part_of_the_budget():
 
         def look() -> tuple[int, int]:
             words = group.command(sys.executable, "-c", LOOK)
-            done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=True)
+            done = subprocess.run(
+                words, capture_output=True, text=True, timeout=SECONDS, check=True
+            )
             total, free, budget, limit = done.stdout.split(maxsplit=3)
             assert int(total) == LIMIT
             assert str(group.folder) in limit
