@@ -7,11 +7,18 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.equivalence.reference import assert_equal, plan_for, train, train_plainly
+from tests.equivalence.reference import (
+    assert_equal,
+    plan_for,
+    samples_of,
+    train,
+    train_plainly,
+)
 from tests.equivalence.worlds import World, loss_of, task_of
 from torch import nn
 
 import anybatch as ab
+from anybatch.data import steps_of
 from anybatch.events import StepDone
 
 RAGGED = World(data="ragged", lengths=True, loss="pair", optimizer="adamw", clip_norm=0.1)
@@ -164,3 +171,19 @@ def test_ranks_that_meet_in_every_pass_run_as_many(crew):
     plain = train_plainly(long_and_short(dataclasses.replace(RAGGED, steps=8)))
     for losses in crew(2, sharded):
         assert losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def test_a_rehearsal_begins_with_the_longest_samples(capsys):
+    """Not with those by which the noise of gradients is measured, which stand before them."""
+
+    def loss(model, batch):
+        print(tuple(batch[0].shape))  # what a loss keeps is put back after a rehearsal
+        return loss_of("counted", model, batch)
+
+    task = long_and_short(dataclasses.replace(RAGGED, global_batch=36), loss=loss)
+    first = samples_of(task, steps_of(task), 0)
+    assert 0 in first[3:]  # the long one, and not among the first of 16 each
+    with ab.Session(task, plan_for(task, 1)) as session:
+        capsys.readouterr()
+        session.rehearsed(is_fixed=True)
+        assert capsys.readouterr().out.startswith("(1, 60)\n")

@@ -147,13 +147,13 @@ def longest_first(lengths: Tensor, steps: Steps, order: Tensor, epoch: int) -> T
     return order[by_length[torch.argsort(torch.from_numpy(step)[by_length], stable=True)]]
 
 
-_PART_DRAWN = 16
+_ONE_OF = 16
 
 
 def least_drawn(num_samples: int) -> int:
     """Samples by which the noise of a step of `num_samples` is measured: few, since their padding is
     that of any samples, but one of 16 of a step, so that single outliers do not decide."""
-    return -(-num_samples // _PART_DRAWN) if num_samples > 1 else 0
+    return -(-num_samples // _ONE_OF) if num_samples > 1 else 0
 
 
 def num_drawn(index: int, steps: Steps, by_length: bool) -> int:

@@ -247,10 +247,8 @@ class Loader(StepLoader):
         lengths = lengths_of_step(index, self._lengths, self._steps, self._order)
         drawn = num_drawn(index, self._steps, self._by_length)
         if gaps:
-            lengths, drawn = (
-                np.delete(lengths, list(gaps)),
-                drawn - sum(gap < drawn for gap in gaps),
-            )
+            lengths = np.delete(lengths, list(gaps))
+            drawn -= sum(gap < drawn for gap in gaps)
         return Extent(len(lengths), lengths, drawn)
 
     def places(self, part: range) -> list[Place]:

@@ -213,11 +213,13 @@ class Rehearsal:
 
 
 def _again_and_again(source: Source, choice: Choice) -> Iterator[MicroBatch]:
-    """The micro-batches of a step, and then the same ones; none if there are none."""
-    is_empty = True
-    for micro in source.micro_batches(choice):
-        is_empty = False
-        yield micro
-        del micro
+    """The micro-batches of a step, and then the same ones; none if there are none. Where samples are in
+    order of length they begin with the longest."""
+    is_empty = False
     while not is_empty:
-        yield from source.micro_batches(choice)
+        is_empty = True
+        for micro in source.micro_batches(choice):
+            if not micro.is_drawn:
+                is_empty = False
+                yield micro
+            del micro

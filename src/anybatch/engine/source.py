@@ -23,8 +23,9 @@ class MicroBatch:
         ghosts: its cut into ghost batches.
         last: whether it is this rank's last one of the step.
         padded: its padded size, in samples of the longest, where they differ in length; else None.
-        ends_drawn: whether samples as they were drawn end with it, and those in order of length begin,
-            where they differ in it.
+        is_drawn: whether its samples are some of all lengths, as they were drawn, where those after
+            them are in order of length.
+        ends_drawn: whether it is the last one of these.
         grain: its number in the global batch, where that is cut into grains; else None.
         part: the part of the step that it belongs to, where steps are cut into parts.
         ends_part: whether it is the last one of that part.
@@ -38,6 +39,7 @@ class MicroBatch:
     grain: int | None = None
     part: int = 0
     ends_part: bool = False
+    is_drawn: bool = False
     ends_drawn: bool = False
 
     @property

@@ -177,7 +177,8 @@ class Passes:
             self._cut(number) if real else (),
             last=last,
             padded=self._padded(part) if self._padded is not None else None,
-            ends_drawn=bool(self._num_drawn) and part.stop == self._num_drawn,
+            is_drawn=part.start < self._num_drawn,
+            ends_drawn=part.start < self._num_drawn == part.stop,
         )
         if self._places is None:
             return micro
