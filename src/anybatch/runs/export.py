@@ -198,7 +198,8 @@ class _Job:
                 " it out."
             )
         try:
-            plain = dequantize(model).merge_and_unload()
+            plain: Any = dequantize(model)
+            plain = plain.merge_and_unload()
         except Exception as error:  # of every kind of adapters that cannot be
             raise InputError(
                 f"peft cannot merge the adapters of {self.run.task!r} ({type(error).__name__}:"
