@@ -28,7 +28,12 @@ def run(folder: Path, workers: int, max_failures: int) -> subprocess.CompletedPr
     words = [str(folder), str(workers), str(max_failures)]
     return subprocess.run(
         [sys.executable, "-m", "tests.equivalence.ray_run", *words],
-        env={**os.environ, "RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0"},
+        env={
+            **os.environ,
+            "RAY_TRAIN_V2_ENABLED": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "400",  # on a busy machine
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -180,5 +180,6 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        weight = dequantized(*ctx.saved_tensors, ctx.bits, gradient.dtype)
-        return gradient @ weight, None, None, None, None, None
+        weight, scale, offset = ctx.saved_tensors
+        whole = dequantized(weight, scale, offset, ctx.bits, gradient.dtype)
+        return gradient @ whole, None, None, None, None, None

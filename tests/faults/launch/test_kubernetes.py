@@ -1,4 +1,4 @@
-"""The manifests of docs/howto/kubernetes.md, as far as they can be tried without a cluster: each pod is
+"""The PyTorchJob of docs/howto/kubernetes.md, as far as it can be tried without a cluster: each pod is
 a process here, with the command of its container and the environment that the operator gives it."""
 
 from __future__ import annotations
@@ -178,28 +178,4 @@ def test_pods_of_the_training_operator_save_and_go_on_in_another_number(pods: Po
     pods.start(command, of_operator(0, 1, free_port()))
     [(status, text)] = pods.ends()
     assert status == 0, text
-    check(pods, tmp_path)
-
-
-def test_pods_of_an_indexed_job_save_and_go_on(pods: Pods, tmp_path: Path):
-    job = manifests()["Job"]["spec"]
-    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [Stopped.exit_status]
-    command: list[str] = container_of(job["template"])["command"]
-    [variable] = container_of(job["template"])["env"]
-
-    def here(port: int) -> list[str]:
-        """With one rank in each pod, and all pods on this machine."""
-        other = {"8": "1", "train-0.train:29400": f"127.0.0.1:{port}"}
-        return [other.get(word, word) for word in command]
-
-    secret = {variable["name"]: "of these pods"}
-    for is_first in (True, False):
-        words = here(free_port())
-        for index in range(job["completions"]):
-            pods.start(words, {**secret, "JOB_COMPLETION_INDEX": str(index)})
-        if is_first:
-            ends = evict(pods, tmp_path)
-            assert [status for status, _ in ends] == [Stopped.exit_status] * 2, ends
-    for status, text in pods.ends():
-        assert status == 0, text
     check(pods, tmp_path)

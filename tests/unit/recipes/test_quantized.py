@@ -177,7 +177,7 @@ def plain_twin(model: nn.Module) -> nn.Module:
             if isinstance(layer, QuantizedLinear):
                 linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
                 linear.weight = nn.Parameter(value_of(layer), requires_grad=False)
-                linear.bias = layer.bias
+                linear.register_parameter("bias", layer.bias)
                 setattr(parent, name, linear)
     return twin
 
