@@ -79,39 +79,53 @@ class Remembered:
 
     Attributes:
         key: see `key_of`.
+        frontier: the plan is asked for with the whole frontier, which not every plan has.
         passing: notices on the state of the machine now, which are not kept.
     """
 
     key: str
+    frontier: bool
     passing: tuple[str, ...]
 
-    def recall(self, device: Device) -> Plan | None:
-        """The plan, in the budget that `device` has now."""
-        found = read(self._path, _PLAN)
-        if found is None:
-            return None
-        with contextlib.suppress(OSError):
-            self._path.touch()
-        return found.model_copy(
-            update={
-                "budget_bytes": device.budget_bytes,
-                "reserve_bytes": reserve_of(device.budget_bytes, device.kind),
-                "notices": (*found.notices, *self.passing),
-            }
-        )
+    def recall(self, device: Device) -> tuple[Plan | None, bool]:
+        """The plan, in the budget that `device` has now, and whether its frontier is what was asked
+        for."""
+        found = self.frontier and self._read("-frontier")
+        if found:
+            return self._now(found, device), True
+        found = self._read()
+        return found and self._now(found, device), not self.frontier
 
     def keep(self, plan: Plan) -> None:
         """Write the plan, if files can be written."""
         lasting = tuple(notice for notice in plan.notices if notice not in self.passing)
-        write(self._path, _PLAN, plan.model_copy(update={"notices": lasting}))
+        plan = plan.model_copy(update={"notices": lasting})
+        for kind in ("", "-frontier") if self.frontier else ("",):
+            write(self._path(kind), _PLAN, plan)
         with contextlib.suppress(OSError):
-            files = self._path.parent.glob("*.json")
+            files = self._path().parent.glob("*.json")
             for file in sorted(files, key=lambda file: file.stat().st_mtime)[:-_MOST]:
                 file.unlink(missing_ok=True)
 
-    @property
-    def _path(self) -> Path:
-        return cache_folder() / "plans" / f"{self.key}.json"
+    def _now(self, plan: Plan, device: Device) -> Plan:
+        return plan.model_copy(
+            update={
+                "budget_bytes": device.budget_bytes,
+                "reserve_bytes": reserve_of(device.budget_bytes, device.kind),
+                "notices": (*plan.notices, *self.passing),
+            }
+        )
+
+    def _read(self, kind: str = "") -> Plan | None:
+        path = self._path(kind)
+        found = read(path, _PLAN)
+        if found is not None:
+            with contextlib.suppress(OSError):
+                path.touch()
+        return found
+
+    def _path(self, kind: str = "") -> Path:
+        return cache_folder() / "plans" / f"{self.key}{kind}.json"
 
 
 def _version() -> str:

@@ -272,10 +272,10 @@ class _Planning:
                 asked = asdict(replace(options, memory=None)) | {"vary": wishes.shapes_vary}
                 key = key_of(subject, devices, self._limited, asked)
                 passing = tuple(budget_notices(subject, leanest, self._limited))
-                self._remembered = Remembered(key, passing)
+                self._remembered = Remembered(key, self._frontier, passing)
                 if not anew:
-                    before = self._remembered.recall(leanest)
-                    if before is not None and not self._frontier:
+                    before, is_complete = self._remembered.recall(leanest)
+                    if before is not None and is_complete:
                         return before
             is_reproducible = self._task.grains is not None
             # Ranks that meet inside passes exchange exactly, and nothing else there.
