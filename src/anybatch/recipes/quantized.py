@@ -49,7 +49,8 @@ class QuantizedLinear(nn.Module):
         self, weight: Tensor, bias: Tensor | None, bits: int, was_transposed: bool = False
     ) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
+        self.out_features: int = weight.shape[0]
+        self.in_features: int = weight.shape[1]
         self.bits = bits
         self.was_transposed = was_transposed
         groups = weight.detach().unflatten(1, (-1, group_of(self.in_features))).float()
@@ -63,10 +64,12 @@ class QuantizedLinear(nn.Module):
         q = q.round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).to(torch.int8).flatten(1)
         if bits == 4:
             q = (q[:, ::2] & 15) | (q[:, 1::2] << 4)
-        self.weight = nn.Parameter(q, requires_grad=False)
-        self.scale = nn.Parameter(scale, requires_grad=False)
-        self.offset = nn.Parameter(offset, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.weight: nn.Parameter = nn.Parameter(q, requires_grad=False)
+        self.scale: nn.Parameter = nn.Parameter(scale, requires_grad=False)
+        self.offset: nn.Parameter = nn.Parameter(offset, requires_grad=False)
+        self.bias: nn.Parameter | None = None
+        if bias is not None:
+            self.bias = nn.Parameter(bias.detach(), requires_grad=False)
 
     def plain(self) -> nn.Module:
         """The plain layer, of the kind that it was, with the weight that this one stands for."""

@@ -130,10 +130,10 @@ class Writer(StorageWriter):
     ) -> None:
         self.step: int = step
         self.started: float = time.monotonic()
-        self.held_seconds = 0.0
+        self.held_seconds: float = 0.0
         self.ended: threading.Event | None = None
-        self.written = threading.Event()
-        self.wrong = ""
+        self.written: threading.Event = threading.Event()
+        self.wrong: str = ""
         self.partial: Path | None = None
         self.pending: list[Tensor] | None = None
         self.release: Callable[[], object] = lambda: None
