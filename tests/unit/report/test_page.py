@@ -401,12 +401,12 @@ def test_it_is_in_tokens_where_the_batch_is(tmp_path):
     task = plan.task.model_copy(update={"batch_rule": "81920tokens"})
     plan = plan.model_copy(update={"task": task})
     page = page_of(tmp_path / "tokens", [make_start(), *steps, make_end()], plan)
-    layout = page.specs["noise-scale"]["layout"]
-    assert layout["yaxis"]["title"] == "tokens (logarithmic)"
-    assert layout["marks"][0]["value"] == 81_920
+    spec = page.specs["noise-scale"]
+    assert spec["y"]["title"] == "tokens (logarithmic)"
+    assert spec["marks"][0]["value"] == 81_920
     plain = page_of(tmp_path / "samples", [make_start(), *noisy(200), make_end()])
-    samples = plain.specs["noise-scale"]["data"][1]["y"]
-    assert page.specs["noise-scale"]["data"][1]["y"] == pytest.approx(
+    samples = plain.specs["noise-scale"]["traces"][1]["y"]
+    assert spec["traces"][1]["y"] == pytest.approx(
         [20 * value for value in samples], rel=1e-3
     )
     assert "81,920 tokens on average" in page.text
