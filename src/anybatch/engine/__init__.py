@@ -6,6 +6,7 @@ from anybatch.engine.balance import Stragglers as Stragglers
 from anybatch.engine.evaluation import Evaluation as Evaluation
 from anybatch.engine.evaluation import Measured as Measured
 from anybatch.engine.evaluation import Together as Together
+from anybatch.engine.garbage import SetAside as SetAside
 from anybatch.engine.learning_rate import LearningRate as LearningRate
 from anybatch.engine.limit import Limit as Limit
 from anybatch.engine.limit import at_work as at_work

@@ -49,6 +49,7 @@ from anybatch.engine import (
     OneByOne,
     PassedOver,
     Rehearsed,
+    SetAside,
     Skips,
     Together,
     Transactions,
@@ -595,6 +596,7 @@ class Session:
             undo.callback(self._randomness.close)
             self._make_parts(checkpoints, undo)
             self._check_single_sample()
+            undo.callback(SetAside().end)
             self._undo = undo.pop_all()
 
     def _make_parts(self, checkpoints: Checkpoints | None, undo: ExitStack) -> None:

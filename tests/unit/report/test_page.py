@@ -406,9 +406,7 @@ def test_it_is_in_tokens_where_the_batch_is(tmp_path):
     assert spec["marks"][0]["value"] == 81_920
     plain = page_of(tmp_path / "samples", [make_start(), *noisy(200), make_end()])
     samples = plain.specs["noise-scale"]["traces"][1]["y"]
-    assert spec["traces"][1]["y"] == pytest.approx(
-        [20 * value for value in samples], rel=1e-3
-    )
+    assert spec["traces"][1]["y"] == pytest.approx([20 * value for value in samples], rel=1e-3)
     assert "81,920 tokens on average" in page.text
 
 
