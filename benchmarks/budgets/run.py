@@ -2,7 +2,7 @@
 
     python benchmarks/budgets/run.py [--large] [--pairs 100] [--seeds 3,7] [--dry]
 
-Random tasks under random budgets that the operating system holds (`pairs.py`), each in a fresh process:
+Random tasks under random budgets (`pairs.py`), each in a fresh process:
 three steps and, in half of them, an evaluation. Counts what ran out of memory, checks what the planner
 refuses, and compares the measured peak with the budget. Prints the tables, writes them to
 `benchmarks/results/budgets.md` and `.json` (`budgets-large.*` of `--large`), and ends with status 1 if
