@@ -42,8 +42,8 @@ class Extent:
     Attributes:
         num_samples: in it.
         lengths: of them, in their order: int64, shape `[num_samples]`; None: they are alike.
-        num_drawn: so many of the first ones are in the order in which they were drawn, whatever their
-            length, and serve to measure the noise of gradients. Known where they differ in length.
+        num_drawn: number of leading samples in the order in which they were drawn, regardless of their
+            length. The noise of gradients is measured with them. 0 if samples do not differ in length.
     """
 
     num_samples: int

@@ -84,7 +84,8 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
 
     Raises `DataError` as `batch_size` does.
     """
-    return _sliced(batch, batch_size(batch), start, stop)
+    size = batch_size(batch)
+    return _sliced(batch, size, has_records(batch, size), start, stop)
 
 
 def shows_samples(batch: Any) -> bool:
@@ -168,15 +169,18 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
         )
     if len(sizes) == 1:
         return [batch]
-    stops = accumulate(sizes)
-    return [_sliced(batch, total, stop - n, stop) for n, stop in zip(sizes, stops, strict=True)]
+    stops, among_records = accumulate(sizes), has_records(batch, total)
+    return [
+        _sliced(batch, total, among_records, stop - n, stop)
+        for n, stop in zip(sizes, stops, strict=True)
+    ]
 
 
-def _sliced(batch: Any, size: int, start: int, stop: int) -> Any:
+def _sliced(batch: Any, size: int, among_records: bool, start: int, stop: int) -> Any:
     def rows(leaf: Any) -> Any:
         return _rows(leaf, start, stop)
 
-    return _mapped(batch, size, has_records(batch, size), rows, lambda some: some[start:stop])
+    return _mapped(batch, size, among_records, rows, lambda some: some[start:stop])
 
 
 def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
@@ -375,7 +379,7 @@ def has_records(batch: Any, size: int) -> bool:
 def _mapped(
     node: Any,
     size: int,
-    beside: bool,
+    among_records: bool,
     rows: Callable[[Any], Any],
     samples: Callable[[Sequence[Any]], Iterable[Any]],
 ) -> Any:
@@ -384,16 +388,16 @@ def _mapped(
         return node
     if isinstance(node, Tensor | np.ndarray | PackedSequence):
         return rows(node)
-    if is_samples(node, size, beside):
+    if is_samples(node, size, among_records):
         return type(node)(samples(node))
-    values = [_mapped(value, size, beside, rows, samples) for _, value in parts_of(node) or ()]
+    values = [_mapped(value, size, among_records, rows, samples) for _, value in parts_of(node) or ()]
     return rebuilt(node, values)
 
 
-def is_samples(node: Any, size: int, beside: bool = False) -> bool:
-    """Whether `node` is a list or tuple of `size` samples, in a batch of that size; `beside`: that
-    has a list of mappings, see `has_records`."""
-    if beside and _is_sequence(node) and 0 < len(node) == size and _are_of_one_kind(node):
+def is_samples(node: Any, size: int, among_records: bool = False) -> bool:
+    """Whether `node` is a list or tuple of `size` samples, in a batch of that size. `among_records`:
+    whether that batch has a list of mappings, see `has_records`."""
+    if among_records and _is_sequence(node) and 0 < len(node) == size and _are_of_one_kind(node):
         return True
     for as_samples in _readings(node) if _is_sequence(node) else ():
         if size in ({len(node)} if as_samples else _common(node)):

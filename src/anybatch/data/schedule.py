@@ -36,8 +36,8 @@ from anybatch.errors import DataError, InputError
 Last = Literal["keep", "drop", "wrap"]
 
 ALL_MEASURED, MEASURED_EVERY = 256, 4
-"""The noise of gradients is measured in each of so many steps at first, then in one of so many: it
-costs some percent of a step that does little else."""
+"""The noise of gradients is measured in each of the first `ALL_MEASURED` steps, and in every
+`MEASURED_EVERY`-th step after that, since it costs some percent of a small step."""
 
 
 def measures_noise(index: int) -> bool:

@@ -594,7 +594,7 @@ def gloo() -> Iterator[Finding]:
     fault, over = _meet()
     if fault:
         meaning = f"two processes here could not meet and add up a tensor ({fault.rstrip('.')})"
-        remedy = "see the rows below, and whether a firewall stands in the way of 127.0.0.1"
+        remedy = "see the rows below, and whether a firewall blocks 127.0.0.1"
         yield Finding("gloo", "does not work here", "problem", meaning, remedy)
     else:
         yield Finding("gloo", f"two processes met{over} and added up a tensor")

@@ -56,9 +56,9 @@ class UpdateRoom:
 
 
 def try_out(num_bytes: int, pieces: Sequence[int], device: torch.device) -> None:
-    """Allocate so many bytes and free them, in pieces as large as the tensors of an update, which then
-    find their places where the pieces were: one piece would be taken from the driver, beside all that
-    the allocator has free. Raises a memory error if they cannot be had."""
+    """Allocate `num_bytes` in pieces of the sizes `pieces` (bytes), and free them, so that the tensors
+    of an update fit where the pieces were. CUDA's allocator would take a single piece from the driver
+    in addition to what it has free. Raises a memory error if the allocation fails."""
     held: list[torch.Tensor] = []
     sizes = itertools.cycle(tuple(filter(None, pieces)) or (num_bytes,))
     while num_bytes > 0:

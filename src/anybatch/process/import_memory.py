@@ -2,8 +2,8 @@
 
 torch maps some hundred MiB of addresses. Under a limit on these (`ulimit -v`) its import ends in what
 the loader, C++ or a pool of threads make of it: an ImportError, a MemoryError, a crash. So what the
-limit leaves is compared with what torch's files ask for before they are loaded, and what falls short
-later is told in the same words.
+limit leaves is compared with what torch's files ask for before they are loaded. An import that is
+refused memory later raises the same error.
 """
 
 from __future__ import annotations
