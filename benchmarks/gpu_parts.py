@@ -141,7 +141,7 @@ def vocabulary(rounds: int = 5) -> list[dict[str, Any]]:
 def overhead(name: str = "gpt, tied", steps: int = 20, pieces: int = 4) -> dict[str, float]:
     """Seconds of a step of `pieces` micro-batches: by a loop written by hand, by anybatch, and by
     anybatch without the noise scale. Each reads its loss once per step."""
-    from anybatch.engine import passes
+    from anybatch.data import schedule
 
     kind = KINDS[name]
     size = kind.batch // pieces
@@ -149,12 +149,12 @@ def overhead(name: str = "gpt, tied", steps: int = 20, pieces: int = 4) -> dict[
     task = replace(kind.task(name), steps=steps)
     plan = ab.plan(task, memory=BUDGET, micro_batch=size, recompute="none")
     found["anybatch"] = _by_anybatch(task, plan)
-    kept = passes.ALL_MEASURED, passes.MEASURED_EVERY
-    passes.ALL_MEASURED, passes.MEASURED_EVERY = -1, LEFT_OUT
+    kept = schedule.ALL_MEASURED, schedule.MEASURED_EVERY
+    schedule.ALL_MEASURED, schedule.MEASURED_EVERY = -1, LEFT_OUT
     try:
         found["without noise scale"] = _by_anybatch(task, plan)
     finally:
-        passes.ALL_MEASURED, passes.MEASURED_EVERY = kept
+        schedule.ALL_MEASURED, schedule.MEASURED_EVERY = kept
     return found
 
 

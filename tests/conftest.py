@@ -19,7 +19,7 @@ import psutil
 import pytest
 from tests.crew import Crew
 
-from anybatch.engine import passes
+from anybatch.engine import staging
 from anybatch.runs import planning
 
 try:
@@ -164,7 +164,7 @@ def plans_are_predicted(request: pytest.FixtureRequest) -> Iterator[None]:
 def losses_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that count what a step calls: the first one does not look at whether the loss adds
     up."""
-    monkeypatch.setattr(passes.Passes, "_check_loss", lambda *_: None)
+    monkeypatch.setattr(staging.Staging, "_check_loss", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

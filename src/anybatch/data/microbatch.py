@@ -390,7 +390,9 @@ def _mapped(
         return rows(node)
     if is_samples(node, size, among_records):
         return type(node)(samples(node))
-    values = [_mapped(value, size, among_records, rows, samples) for _, value in parts_of(node) or ()]
+    values = [
+        _mapped(value, size, among_records, rows, samples) for _, value in parts_of(node) or ()
+    ]
     return rebuilt(node, values)
 
 

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias, final
 
 import torch
 
-from anybatch.compute import Replica
 from anybatch.compute.joint import (
     Ask,
     Comparison,
@@ -25,9 +24,7 @@ from anybatch.compute.joint import (
     tensors_in,
     with_tensors,
 )
-from anybatch.engine.limit import Limit
-from anybatch.engine.randomness import Randomness
-from anybatch.engine.rollback import SavedBuffers
+from anybatch.engine.context import PassContext
 from anybatch.engine.source import MicroBatch, Source
 from anybatch.parallel import Group, PassAbandoned
 from anybatch.parallel.rows import all_rows
@@ -39,25 +36,12 @@ Naming: TypeAlias = "Callable[[int], AbstractContextManager[None]]"
 
 @final
 class JointPasses:
-    """The passes of steps with a joint loss. The arguments are those of `Transactions`, whose
-    buffers it shares."""
+    """The passes of steps with a joint loss."""
 
-    def __init__(
-        self,
-        replica: Replica,
-        group: Group,
-        *,
-        randomness: Randomness,
-        limit: Limit,
-        buffers: SavedBuffers,
-        device: torch.device,
-    ) -> None:
-        self._replica = replica
-        self._group = group
-        self._randomness = randomness
-        self._limit = limit
-        self._buffers = buffers
-        self._device = device
+    def __init__(self, context: PassContext) -> None:
+        self._replica, self._group, self._device = context.replica, context.group, context.device
+        self._randomness, self._limit = context.randomness, context.limit
+        self._buffers = context.buffers
         self._has_met = True
 
     def begin(self) -> None:

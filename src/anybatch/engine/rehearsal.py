@@ -9,26 +9,17 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
-import torch
-
-from anybatch.compute import Replica
 from anybatch.compute.joint import Ask, nobody
+from anybatch.engine.context import PassContext
 from anybatch.engine.joint import is_encoded_first
-from anybatch.engine.limit import Limit, OverBudget
-from anybatch.engine.meter import Meter
+from anybatch.engine.limit import OverBudget
 from anybatch.engine.process import trim
-from anybatch.engine.randomness import Randomness
-from anybatch.engine.rollback import SavedBuffers
 from anybatch.engine.source import MicroBatch, Source
-from anybatch.engine.step_thread import StepThread
 from anybatch.oom import MemoryFailure, as_memory_failure
-from anybatch.parallel import Group
 from anybatch.plans import Choice, KernelChoices
 from anybatch.process.threads import Stopwatch
 
@@ -53,74 +44,18 @@ class Rehearsed:
     fits: bool = True
 
 
-class ComputeTimer:
-    """Seconds between begin and end of `running`. On CUDA they are those of the device, and known one
-    step late: reading them at once would wait for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device if device.type == "cuda" else None
-        self._marks: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._seconds = 0.0
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around what is timed."""
-        if self._cuda is None:
-            begun = time.perf_counter()
-            yield
-            self._seconds = time.perf_counter() - begun
-            return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(torch.cuda.current_stream(self._cuda))
-        yield
-        end.record(torch.cuda.current_stream(self._cuda))
-        self._marks = begin, end
-
-    @property
-    def last_seconds(self) -> float:
-        """The last time that is known; 0 before there is one."""
-        if self._marks is not None and self._marks[1].query():
-            begin, end = self._marks
-            self._seconds = begin.elapsed_time(end) / 1e3
-            self._marks = None
-        return self._seconds
-
-    def wait(self) -> float:
-        """The last time; waits for the device."""
-        if self._marks is not None:
-            self._marks[1].synchronize()
-        return self.last_seconds
-
-
 @final
 class Rehearsal:
-    """Runs passes on a replica between two steps. The arguments are those of `Transactions`, whose
-    buffers, timer and thread it shares."""
+    """Runs passes on a replica between two steps."""
 
-    def __init__(
-        self,
-        replica: Replica,
-        group: Group,
-        *,
-        randomness: Randomness,
-        limit: Limit,
-        meter: Meter,
-        thread: StepThread,
-        buffers: SavedBuffers,
-        timer: ComputeTimer,
-        device: torch.device,
-    ) -> None:
-        self._replica = replica
-        self._group = group
-        self._randomness = randomness
-        self._limit = limit
-        self._meter = meter
-        self._thread = thread
-        self._buffers = buffers
-        self._timer = timer
+    def __init__(self, context: PassContext) -> None:
+        self._replica, self._group = context.replica, context.group
+        self._randomness, self._limit = context.randomness, context.limit
+        self._meter, self._thread = context.meter, context.thread
+        self._buffers, self._timer = context.buffers, context.timer
         # Among several ranks, or with a device that is waited for, idling is not want of a core.
-        self._alone_on_cpu = group.size == 1 and device.type == "cpu"
-        self._on_cuda = device.type == "cuda"
+        self._alone_on_cpu = context.group.size == 1 and context.device.type == "cpu"
+        self._on_cuda = context.device.type == "cuda"
 
     def run(
         self,

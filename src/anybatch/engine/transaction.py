@@ -28,17 +28,18 @@ from anybatch.compute import Replica
 from anybatch.compute.loss_reduction_check import warn_of_no_gradient
 from anybatch.data import Bad, BadSamples
 from anybatch.engine.bad_sample_search import OneByOne
+from anybatch.engine.context import ComputeTimer, PassContext
 from anybatch.engine.limit import Limit
 from anybatch.engine.meter import Meter
 from anybatch.engine.nonfinite_policy import NonfinitePolicy, not_applied
 from anybatch.engine.outcome import Again, Committed, PassedOver, Staged, by_rank
-from anybatch.engine.passes import Passes
 from anybatch.engine.randomness import Randomness
 from anybatch.engine.recovery import Recovery
-from anybatch.engine.rehearsal import ComputeTimer, Rehearsal
+from anybatch.engine.rehearsal import Rehearsal
 from anybatch.engine.rollback import SavedBuffers
 from anybatch.engine.skips import Skips
 from anybatch.engine.source import Source
+from anybatch.engine.staging import Staging
 from anybatch.engine.step_thread import StepThread
 from anybatch.engine.totals import Means, Names, Totals, over_parts
 from anybatch.engine.update_room import UpdateRoom
@@ -110,30 +111,20 @@ class Transactions:
         self.thread: StepThread = StepThread()
         self._buffers = SavedBuffers(replica.model, replica.loss_as_given, replica.parameter_writes)
         self._timer = ComputeTimer(device)
+        context = PassContext(
+            replica=replica,
+            group=group,
+            device=device,
+            randomness=randomness,
+            limit=limit,
+            meter=meter,
+            thread=self.thread,
+            buffers=self._buffers,
+            timer=self._timer,
+        )
         self._judge = NonfinitePolicy(group, blame, skips is not None)
-        self._passes = Passes(
-            replica,
-            group,
-            randomness=randomness,
-            limit=limit,
-            meter=meter,
-            thread=self.thread,
-            buffers=self._buffers,
-            timer=self._timer,
-            judge=self._judge,
-            device=device,
-        )
-        self.rehearsal: Rehearsal = Rehearsal(
-            replica,
-            group,
-            randomness=randomness,
-            limit=limit,
-            meter=meter,
-            thread=self.thread,
-            buffers=self._buffers,
-            timer=self._timer,
-            device=device,
-        )
+        self._staging = Staging(context, self._judge)
+        self.rehearsal: Rehearsal = Rehearsal(context)
         self._room = UpdateRoom(replica, limit, device, commit_bytes)
         self._recovery = Recovery(
             plan, replica, group, limit=limit, meter=meter, thread=self.thread, sink=sink
@@ -284,7 +275,7 @@ class Transactions:
         replica, group, buffers = self._replica, self._group, self._buffers
         buffers.forget()  # until this attempt has saved them, they are as they should be
         self._is_applied = self._has_voted = False
-        self._passes.joint.begin()
+        self._staging.joint.begin()
         try:
             group.expect(staged.source.num_samples)
             group.begin()
@@ -293,7 +284,7 @@ class Transactions:
             replica.take_edits()
             replica.drop()  # what the user's own backward passes left between two steps
             self._room.tidy()
-            self._passes.run(staged, self.plan)
+            self._staging.run(staged, self.plan)
             replica.phase = "reduction"
             group.staged(buffers.held)
             replica.phase = "update"
@@ -319,7 +310,7 @@ class Transactions:
         nothing left of this one's. Raises `wrong`, this rank's error that no plan mends."""
         begun = time.perf_counter()
         if staged.sums is None:
-            self._passes.joint.fail()
+            self._staging.joint.fail()
         try:
             self._group.gather(failed=told.failed)
             sure.enter_context(self.thread.sure())

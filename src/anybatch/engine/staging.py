@@ -1,5 +1,5 @@
-"""The passes of one rank in a step: forward and backward of its micro-batches, whose gradients, losses
-and weights are sums.
+"""Staging: the passes of one rank in a step, forward and backward of its micro-batches. Gradients,
+losses and weights are sums.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any, final
 
 import torch
 
-from anybatch.compute import Replica
 from anybatch.compute.joint import Ask
 from anybatch.compute.loss_check import LOOKED_AT
 from anybatch.compute.loss_reduction_check import warn_of_collate
@@ -19,54 +18,36 @@ from anybatch.data import BadSamples, to_device, told_samples
 from anybatch.data.evaluation import join
 from anybatch.data.generators import Borrowed
 from anybatch.data.schedule import measures_noise
+from anybatch.engine.context import PassContext
 from anybatch.engine.joint import JointPasses
-from anybatch.engine.limit import Limit, uncounted
-from anybatch.engine.meter import Meter
+from anybatch.engine.limit import uncounted
 from anybatch.engine.nonfinite_policy import NonfinitePolicy
 from anybatch.engine.outcome import Staged
-from anybatch.engine.randomness import Randomness
-from anybatch.engine.rehearsal import ComputeTimer
-from anybatch.engine.rollback import SavedBuffers
 from anybatch.engine.source import MicroBatch, Source
-from anybatch.engine.step_thread import StepThread
 from anybatch.errors import DataError
-from anybatch.parallel import Group
 from anybatch.plans import Plan
 
 
 @final
-class Passes:
-    """The passes on one replica. The arguments are those of `Transactions`, whose buffers, timer,
-    thread and judge it shares."""
+class Staging:
+    """The passes of a step on one replica.
 
-    def __init__(
-        self,
-        replica: Replica,
-        group: Group,
-        *,
-        randomness: Randomness,
-        limit: Limit,
-        meter: Meter,
-        thread: StepThread,
-        buffers: SavedBuffers,
-        timer: ComputeTimer,
-        judge: NonfinitePolicy,
-        device: torch.device,
-    ) -> None:
-        self._replica = replica
-        self._group = group
-        self._randomness = randomness
-        self._limit = limit
-        self._meter = meter
-        self._thread = thread
-        self._buffers = buffers
-        self._timer = timer
+    Args:
+        context: what they are run with.
+        judge: told of what a pass raises.
+
+    Attributes:
+        joint: those of a joint loss.
+    """
+
+    def __init__(self, context: PassContext, judge: NonfinitePolicy) -> None:
+        self._replica, self._group, self._device = context.replica, context.group, context.device
+        self._randomness, self._limit = context.randomness, context.limit
+        self._meter, self._thread = context.meter, context.thread
+        self._buffers, self._timer = context.buffers, context.timer
         self._judge = judge
-        self._device = device
         self._is_loss_checked = False
-        self.joint: JointPasses = JointPasses(
-            replica, group, randomness=randomness, limit=limit, buffers=buffers, device=device
-        )
+        self.joint: JointPasses = JointPasses(context)
 
     def run(self, staged: Staged, plan: Plan) -> None:
         """All of them, under `plan`, into `staged`. Raises what the data, the model and the loss raise,
