@@ -29,6 +29,10 @@ class CheckpointManager:
         meter: of the memory in use, which does not count the buffers of writing and reading.
         stages: whether there is memory for a copy, so that training goes on while it is written.
         sink: is told what comes of it.
+
+    Attributes:
+        has_failed: whether the last checkpoint that came to its end could not be written; on rank 0,
+            which is told.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class CheckpointManager:
         self._meter = meter
         self._stages = stages
         self._sink = sink
+        self.has_failed: bool = False
 
     def save(self, facts: dict[str, Any], score: float | None, at_once: bool) -> None:
         """Begin to save, with further `facts`; `score` is the lower the better. What comes of it is
@@ -66,7 +71,7 @@ class CheckpointManager:
                 }
             )
         except InputError as error:  # alike on all ranks
-            self._sink(CheckpointFailed(time=time.time(), step=at.step, reason=str(error)))
+            self._tell_failure(at.step, str(error))
             return
         with self._uncounted():
             self._checkpoints.save(
@@ -78,13 +83,13 @@ class CheckpointManager:
         if wait:
             self._checkpoints.wait()
         for outcome in self._checkpoints.finished():
-            now = time.time()
             if isinstance(outcome, Failed):
-                self._sink(CheckpointFailed(time=now, step=outcome.step, reason=outcome.reason))
+                self._tell_failure(outcome.step, outcome.reason)
                 continue
+            self.has_failed = False
             self._sink(
                 CheckpointSaved(
-                    time=now,
+                    time=time.time(),
                     step=outcome.step,
                     folder=str(outcome.folder),
                     num_bytes=outcome.num_bytes,
@@ -93,8 +98,12 @@ class CheckpointManager:
                 )
             )
 
+    def _tell_failure(self, step: int, reason: str) -> None:
+        self.has_failed = True
+        self._sink(CheckpointFailed(time=time.time(), step=step, reason=reason))
+
     def resume(self) -> Resumed | None:
-        """See `Rank.resume`."""
+        """See `Session.resume`."""
         with self._uncounted():
             found = self._checkpoints.newest()
         if found is None:
@@ -116,7 +125,7 @@ class CheckpointManager:
         )
 
     def take_weights(self, step: int | None) -> Path:
-        """See `Rank.take_checkpoint`."""
+        """See `Session.take_checkpoint`."""
         with self._uncounted():
             found = self._checkpoints.newest(step, only="weights/", touches=False)
         if found is None:

@@ -66,8 +66,8 @@ def kept(session: Session, every: Every, out: Path | None = None) -> Iterator[It
     """The steps of `session` that are left, saved at the right moments. Every rank has the same.
 
     Within the block a signal to end stops the run: `Stopped` is raised after the step, with everything
-    saved. When the block is left, by its end or by an error that all ranks have met together, what is
-    not saved yet is. A session without a folder for checkpoints has its steps alone.
+    saved if it can be. When the block is left, by its end or by an error that all ranks have met
+    together, what is not saved yet is. A session without a folder for checkpoints has its steps alone.
 
     Args:
         session: open, before its first step.
@@ -115,12 +115,15 @@ class _Keeper:
         session.saved()
         if Wish.STOP in session.wished:
             self.finish()
+            has_failed = session.last_save_failed()
+            what = ", which could not be saved" if has_failed else "; everything is saved"
             again = "resume it to go on"
             if self._out is not None:
                 again = f"--out {self._out} --resume goes on (in Python, out and resume=True)"
+            if has_failed:
+                again += ", from the newest checkpoint that is complete"
             raise Stopped(
-                f"the run was asked to stop, and has after step {event.step}; everything is saved:"
-                f" {again}."
+                f"the run was asked to stop, and has after step {event.step}{what}: {again}."
             )
         # Steps that were left out whole are passed without an event.
         due = every.steps and session.num_steps // every.steps > self._saved_step // every.steps

@@ -378,6 +378,11 @@ class Session:
         if self._archive is not None:
             self._archive.tell(wait)
 
+    @_at_work("saving")
+    def last_save_failed(self) -> bool:
+        """Whether the last save that an event tells of could not be written. All ranks call it."""
+        return self._group.exchange(self._checked_archive().has_failed)[0]
+
     def resume(self) -> bool:
         """Go on from the newest intact checkpoint, if there is one: with the parameters, the optimizer,
         the loss scale, the schedule, the samples and the random state that come next, on as many

@@ -210,7 +210,8 @@ def train(
             with an evaluation, the weights and the report.
 
     Raises:
-        Stopped: a signal has stopped training; everything is saved.
+        Stopped: a signal has stopped training; everything is saved, or the message says that it could
+            not be.
         NoPlanFits: no plan fits, or memory ran out under the leanest one.
         InputError: something in the task, its data, its loss or the arguments cannot be used.
         LaunchError: the ranks could not be started, or one ended without a word.

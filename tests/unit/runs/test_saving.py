@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import signal
 
 import pytest
@@ -17,6 +19,7 @@ from anybatch.events import CheckpointSaved
 from anybatch.launch.membership import Membership
 from anybatch.process import early_stop_signal
 from anybatch.runs.saving import Every, kept
+from anybatch.state import storage
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +137,27 @@ def test_a_signal_stops_after_the_step(tmp_path, number):
     with session(tmp_path, saved) as running:
         assert running.resume()
         assert [event.step for event in running.steps()] == [5, 6, 7]
+
+
+def test_a_stop_does_not_promise_what_could_not_be_saved(tmp_path, monkeypatch):
+    """As on a file system that has become read-only."""
+
+    def refused(self):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(storage.Writer, "complete", refused)
+    saved = []
+    with (
+        session(tmp_path, saved) as running,
+        pytest.raises(
+            Stopped, match="step 4, which could not be saved: resume it to go on, from the"
+        ),
+    ):
+        drive(running, [signal.SIGTERM])
+    assert saved == []
+    monkeypatch.undo()
+    with session(tmp_path, saved) as running:
+        assert not running.resume()
 
 
 def test_a_run_with_a_folder_says_how_to_go_on(tmp_path):
