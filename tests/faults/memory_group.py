@@ -31,7 +31,7 @@ class MemoryGroup:
         killed before others."""
         join = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
         if is_victim:
-            join = f"echo 500 > /proc/self/oom_score_adj && {join}"
+            join = f"echo 1000 > /proc/self/oom_score_adj && {join}"
         return ["/bin/sh", "-c", join, str(self.folder), *arguments]
 
     @property
