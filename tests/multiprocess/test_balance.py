@@ -34,7 +34,7 @@ def slowed(rank, size, seconds, balance):
         pytest.MonkeyPatch.context() as patch,
         ab.Session(task, plan, [events.append]) as session,
     ):
-        patch.setattr("anybatch.engine.rehearsal.time", clock)
+        patch.setattr("anybatch.engine.context.time", clock)
         session.model.body.register_forward_hook(goes_on)
         samples = []
         for _ in session.steps():
