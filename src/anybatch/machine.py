@@ -18,7 +18,7 @@ from anybatch.errors import InputError
 from anybatch.process.cuda_driver import beside_bytes
 from anybatch.process.host_memory import host_memory
 from anybatch.process.threads import num_cores
-from anybatch.units import format_bytes, parse_bytes
+from anybatch.units import check_count, format_bytes, parse_bytes
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -163,7 +163,7 @@ class Machine:
             InputError: if `memory` is no size or more than the device has, or there is no such
                 device.
         """
-        _check_count(count)
+        check_count(count, "the number of devices")
         first = _detect(device)
         if first.kind == "cpu":
             # Ranks on one CPU share its memory.
@@ -198,7 +198,7 @@ class Machine:
                 f"machine is {text!r}, which has no device: write at least '1 x {what}'."
             )
         num_devices = number or (1 if count is None else count)
-        _check_count(num_devices)
+        check_count(num_devices, "the number of devices")
         if _is_size(what):
             size = _parse_memory(what, "the machine's memory")
             name = f"any {format_bytes(size)} GPU"
@@ -226,11 +226,6 @@ class Machine:
     def device(self) -> Device:
         """The first device: the one that a plan for a single device uses."""
         return self.devices[0]
-
-
-def _check_count(count: int) -> None:
-    if count < 1:
-        raise InputError(f"the number of devices is {count}: give a whole number of at least 1.")
 
 
 def _is_size(text: str) -> bool:

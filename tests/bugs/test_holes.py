@@ -16,7 +16,7 @@ import pytest
 SCRIPT = """
 import torch
 from anybatch.engine.step_thread import StepThread
-from anybatch.engine.process import return_freed_memory, status
+from anybatch.process.process_memory import return_freed_memory, status
 from anybatch.oom import MemoryFailure
 
 MIB = 1 << 20

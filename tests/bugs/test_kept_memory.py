@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.engine.limit import warm_up
-from anybatch.engine.process import status, trim
 from anybatch.events import Event, OutOfMemory
+from anybatch.process.process_memory import status, trim
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux only")
 

@@ -34,7 +34,6 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import anybatch as ab
-from anybatch.engine.process import return_freed_memory, status
 from anybatch.errors import PeerLost
 from anybatch.estimate import identify
 from anybatch.events import (
@@ -48,6 +47,7 @@ from anybatch.events import (
 )
 from anybatch.parallel import SingleDevice
 from anybatch.plans import Choice, Plan, Prediction, Recompute
+from anybatch.process.process_memory import return_freed_memory, status
 from anybatch.state import storage
 from anybatch.state.checkpoints import Checkpoints
 

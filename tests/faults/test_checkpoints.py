@@ -22,9 +22,9 @@ from hypothesis import given
 from tests.heap import fill_heap
 
 import anybatch.parallel as parallel
-from anybatch.engine.process import status
 from anybatch.errors import InputError, PeerLost
 from anybatch.parallel import SingleDevice
+from anybatch.process.process_memory import status
 from anybatch.state import Checkpoints, Content, Failed, Saved, storage
 from anybatch.state.manifest import Manifest, read_manifest
 

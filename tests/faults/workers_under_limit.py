@@ -19,9 +19,9 @@ from torch.utils.data import Dataset
 
 import anybatch as ab
 from anybatch.data import Loader, Steps
-from anybatch.engine.process import status
 from anybatch.errors import DataError
 from anybatch.events import Evaluated, Event, OutOfMemory, StepDone
+from anybatch.process.process_memory import status
 
 MIB = 1 << 20
 

@@ -13,10 +13,10 @@ from tests.crew import Crew
 from tests.equivalence.worlds import World, task_of
 
 import anybatch as ab
-from anybatch.engine.process import status, trim
 from anybatch.errors import PeerLost, RankLost
 from anybatch.machine import Machine
 from anybatch.parallel import link as measuring
+from anybatch.process.process_memory import status, trim
 from anybatch.runs import planning
 
 CPU = torch.device("cpu")

@@ -488,31 +488,25 @@ def _shm() -> Finding:
     return Finding("/dev/shm", value)
 
 
-def _enforcement(left: int = 32 << 20, asked: int = 256 << 20) -> Finding:
-    """Whether the kernel refuses memory beyond a limit on data, by which budgets on a CPU are enforced:
-    set one that has `left` bytes, ask for more, and set it back."""
-    fault = f"no limit on the data of a process is enforced by {sys.platform}"
-    if sys.platform == "linux":
-        import resource
+def _enforcement(num_bytes: int = 32 << 20) -> Finding:
+    """Whether the kernel measures peaks, by which budgets on a CPU are enforced: begin a new peak, fill
+    `num_bytes`, free them, and read it."""
+    from anybatch.process.process_memory import reset_peak, status
 
-        before = resource.getrlimit(resource.RLIMIT_DATA)
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-        counted = re.search(r"^VmData:\s+(\d+)", status, re.MULTILINE)
-        limit = (int(counted[1]) << 10 if counted else 0) + left
-        if before[1] != resource.RLIM_INFINITY:
-            limit = min(limit, before[1])
-        try:
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
-            bytearray(asked)
-            fault = f"{asked >> 20} MiB were had under a limit that left {left >> 20} MiB"
-        except MemoryError:
-            fault = ""
-        finally:
-            resource.setrlimit(resource.RLIMIT_DATA, before)
-    name, value = "budget on the CPU", "enforced: memory beyond a limit was refused"
+    fault = "the kernel does not begin a new peak of the memory of a process when it is asked to"
+    if reset_peak():
+        before = status("VmRSS")
+        filled = b"a" * num_bytes
+        del filled
+        grown = status("VmHWM") - before
+        fault = ""
+        if grown < 0.9 * num_bytes:
+            fault = f"a peak of {num_bytes >> 20} MiB was measured as {grown >> 20} MiB"
+    name, value = "budget on the CPU", "enforced: the kernel measures the peak of each pass"
     if fault:
-        meaning = f"{fault}: --memory is planned with, and nothing holds a run to it"
-        return Finding(name, "cannot be enforced", "warning", meaning)
+        meaning = f"{fault}, so a run may go beyond --memory"
+        remedy = "use Linux, and let this process write to /proc/self/clear_refs"
+        return Finding(name, "cannot be enforced", "warning", meaning, remedy)
     return Finding(name, value)
 
 

@@ -35,10 +35,15 @@ from torch.optim import Optimizer
 from anybatch.compute.low_bit_optimizers import parts_of
 from anybatch.data import map_leaves
 from anybatch.engine.meter import CpuMeter, CudaMeter, Meter
-from anybatch.engine.process import keep_freed_memory, return_freed_memory, trim, use_one_heap
 from anybatch.errors import InputError
 from anybatch.plans import FreedMemory, Plan
 from anybatch.process.cuda_driver import release_unused
+from anybatch.process.process_memory import (
+    keep_freed_memory,
+    return_freed_memory,
+    trim,
+    use_one_heap,
+)
 from anybatch.units import format_bytes
 
 

@@ -11,8 +11,8 @@ from typing import final
 import psutil
 import torch
 
-from anybatch.engine.process import filled_addresses, free_in_heap, reset_peak, status
 from anybatch.process.cuda_driver import beside_bytes, release_unused, release_workspaces
+from anybatch.process.process_memory import filled_addresses, free_in_heap, reset_peak, status
 
 
 class Meter(ABC):

@@ -6,14 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import final
 
-from anybatch.compute import Replica
+from anybatch.engine.context import PassContext
 from anybatch.engine.ladder import Ladder, Leak, nothing_leaner
-from anybatch.engine.limit import Limit
-from anybatch.engine.meter import Meter
-from anybatch.engine.step_thread import StepThread
 from anybatch.errors import NoPlanFits
 from anybatch.events import Replanned, Sink
-from anybatch.parallel import Group
 from anybatch.parallel.failures import RankReport, first_error, memory_events
 from anybatch.plans import Plan
 
@@ -23,32 +19,24 @@ _SETTLED_AFTER = 4
 
 @final
 class Recovery:
-    """Follows a plan on all ranks alike. The arguments are those of `Transactions`, whose thread it
-    shares.
+    """Follows a plan on all ranks alike.
+
+    Args:
+        plan: followed first.
+        context: what passes are run with.
+        sink: gets the events of recovery.
 
     Attributes:
         plan: the one that is followed now.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        replica: Replica,
-        group: Group,
-        *,
-        limit: Limit,
-        meter: Meter,
-        thread: StepThread,
-        sink: Sink,
-    ) -> None:
+    def __init__(self, plan: Plan, context: PassContext, sink: Sink) -> None:
         self.plan: Plan = plan
-        limit.follow(plan.choice.freed_memory)
-        self._replica = replica
-        self._group = group
-        self._limit = limit
-        self._meter = meter
-        self._thread = thread
+        self._replica, self._group = context.replica, context.group
+        self._limit, self._meter = context.limit, context.meter
+        self._thread = context.thread
         self._sink = sink
+        self._limit.follow(plan.choice.freed_memory)
         self._ladder = Ladder()
         self._settled: tuple[int, int] | None = None  # a step, and bytes in use after it
 

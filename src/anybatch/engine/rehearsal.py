@@ -17,10 +17,10 @@ from anybatch.compute.joint import Ask, nobody
 from anybatch.engine.context import PassContext
 from anybatch.engine.joint import is_encoded_first
 from anybatch.engine.limit import OverBudget
-from anybatch.engine.process import trim
 from anybatch.engine.source import MicroBatch, Source
 from anybatch.oom import MemoryFailure, as_memory_failure
 from anybatch.plans import Choice, KernelChoices
+from anybatch.process.process_memory import trim
 from anybatch.process.threads import Stopwatch
 
 _CUDA_PASSES, _CUDA_SECONDS = 10, 1.0

@@ -31,9 +31,9 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from anybatch.engine.process import trim
 from anybatch.oom import MemoryFailure
 from anybatch.process.interrupts import held
+from anybatch.process.process_memory import trim
 from anybatch.process.threads import begin
 
 T = TypeVar("T")

@@ -125,10 +125,8 @@ class Transactions:
         self._judge = NonfinitePolicy(group, blame, skips is not None)
         self._staging = Staging(context, self._judge)
         self.rehearsal: Rehearsal = Rehearsal(context)
-        self._room = UpdateRoom(replica, limit, device, commit_bytes)
-        self._recovery = Recovery(
-            plan, replica, group, limit=limit, meter=meter, thread=self.thread, sink=sink
-        )
+        self._room = UpdateRoom(context, commit_bytes)
+        self._recovery = Recovery(plan, context, sink)
         replica.guard_outside_gradients()
         self.wish: Wish = Wish.NOTHING
         self.stops: bool = False

@@ -10,8 +10,7 @@ from typing import final
 
 import torch
 
-from anybatch.compute import Replica
-from anybatch.engine.limit import Limit
+from anybatch.engine.context import PassContext
 from anybatch.oom import is_limited
 from anybatch.plans import Plan
 from anybatch.process.cuda_driver import release_unused
@@ -19,21 +18,22 @@ from anybatch.process.cuda_driver import release_unused
 
 @final
 class UpdateRoom:
-    """The arguments are those of `Transactions`.
+    """Checks, in each step, that the update will have room.
+
+    Args:
+        context: what passes are run with.
+        commit_bytes: most that the update allocates: (in the first step, in later ones).
 
     Attributes:
         has_updated: whether there was an update.
     """
 
-    def __init__(
-        self, replica: Replica, limit: Limit, device: torch.device, commit_bytes: tuple[int, int]
-    ) -> None:
+    def __init__(self, context: PassContext, commit_bytes: tuple[int, int]) -> None:
         self.has_updated: bool = False
-        self._replica = replica
-        self._limit = limit
-        self._device = device
+        self._replica, self._limit = context.replica, context.limit
+        self._device = context.device
         self._commit_bytes = commit_bytes
-        self._is_tidy = device.type != "cuda"
+        self._is_tidy = context.device.type != "cuda"
 
     def tidy(self) -> None:
         """Before the passes of a step. The second one begins with parameters and optimizer states alone

@@ -31,8 +31,8 @@ class CheckpointManager:
         sink: is told what comes of it.
 
     Attributes:
-        has_failed: whether the last checkpoint that came to its end could not be written; on rank 0,
-            which is told.
+        has_failed: whether the last checkpoint that came to its end could not be written. Set on rank 0
+            only.
     """
 
     def __init__(

@@ -104,8 +104,8 @@ class Cutting:
         return lambda part: padded_size(lengths, part) / self._longest
 
     def _num_drawn(self, extent: Extent, num_passes: int) -> int:
-        """So many of the first samples are given passes of their own, so that noise can be measured by
-        their gradient. None where the step is a single pass, which has nothing to be compared with."""
+        """Number of leading samples that have passes of their own, by whose gradient noise is measured.
+        0 where the step is a single pass, which has nothing to be compared with."""
         unit, part = self._ghost or 1, self._share(extent, self._group.shares, self._group.rank)
         count = -(-least_drawn(extent.num_samples) // unit) * unit
         fits = part.start == 0 and count <= extent.num_drawn and count + unit <= part.stop
@@ -136,7 +136,7 @@ class Passes:
         padded: of a part, in samples of the longest, where they differ in length.
         places: from the first position of a pass to the numbers of its grain and of its part, where
             steps are cut into these.
-        num_drawn: so many of the first samples are passes by themselves, see `Extent`.
+        num_drawn: number of leading samples that have passes of their own, see `Extent`.
     """
 
     def __init__(

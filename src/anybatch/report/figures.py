@@ -44,14 +44,14 @@ def memory_parts(plan: Plan) -> list[tuple[str, int, str]]:
 
 
 def memory(plan: Plan, measured_bytes: int | None) -> Figure | None:
-    """The predicted peak by kind, beside the measured one and the budget."""
+    """The predicted peak by kind, the measured peak, and the budget."""
     parts = memory_parts(plan)
     if not parts and not measured_bytes:
         return None
     budget = plan.budget_bytes or 0
     name = f"{'budget' if plan.enforced else 'free'} {format_bytes(budget)}"
     largest = max(sum(size for _, size, _ in parts), measured_bytes or 0)
-    is_shown = 0 < budget <= 5 * largest  # else what is used would not be seen beside it
+    is_shown = 0 < budget <= 5 * largest  # a larger budget would make the bars invisible
     most = max(largest, budget) if is_shown else largest
     scale, unit = byte_scale(most)
     traces: list[Trace] = []

@@ -97,7 +97,7 @@ def describe(event: Event) -> str:
 
 
 def severity(event: Event) -> Literal["plain", "warn", "bad"]:
-    """How much `event` matters to whoever watches the run."""
+    """Whether `event` is shown as usual, as a warning, or as a failure."""
     warned = (
         *(Replanned, Overflowed, CheckpointFailed, Skipped),
         *(Straggler, Stalled, Starved),
@@ -273,9 +273,9 @@ class Comparison:
 
 
 def compare(ended: RunEnded) -> list[Comparison]:
-    """Predicted beside measured: peak memory, by each account of it that was measured, then the time of
-    a step, by part where several ranks shared it, or without what nobody predicts: waiting for samples,
-    and for a core that other processes had."""
+    """Compare predicted with measured: peak memory, by each account of it that was measured, then the
+    time of a step, by part where several ranks shared it. Waiting for samples, and for a core that
+    other processes had, is not predicted and left out."""
     seconds, told, parts = ended.step_seconds, ended.predicted_totals, ended.predicted_step_parts
     waits: dict[str, float] = {}
     if seconds and not ended.step_parts:
@@ -310,7 +310,7 @@ def compare(ended: RunEnded) -> list[Comparison]:
 def compare_peak(
     predicted_bytes: int | None, measured_bytes: int | None, budget_bytes: int | None
 ) -> Comparison:
-    """Predicted beside measured: peak memory. None or 0: not known."""
+    """Compare the predicted peak memory with the measured one. None or 0: not known."""
     row = _compared("peak memory", predicted_bytes or None, measured_bytes or None, format_bytes)
     return replace(row, budget=format_bytes(budget_bytes) if budget_bytes else MISSING)
 

@@ -189,7 +189,7 @@ def _samples(ended: RunEnded) -> str:
 
 
 def comparison_table(rows: Iterable[Comparison]) -> Table:
-    """Predicted beside measured."""
+    """Predicted and measured values, one row each."""
     titles = ("predicted", "measured", "error", "budget")
     cells = [(row.what, row.predicted, row.measured, row.error, row.budget) for row in rows]
     return Table([("", "whole"), *((it, "number") for it in titles)], cells)

@@ -22,7 +22,6 @@ from anybatch.batch_rule import rule_text
 from anybatch.compute.determinism import one_thread
 from anybatch.compute.precision import check_available, precision_notices
 from anybatch.data import is_map_style, largest_batch, num_samples_of
-from anybatch.engine.process import keep_freed_memory, return_freed_memory, use_one_heap
 from anybatch.errors import InputError, NoPlanFits, PeerFailed
 from anybatch.estimate import Subject, allocator_notices, few_collections, subject_of
 from anybatch.launch import find
@@ -59,6 +58,7 @@ from anybatch.plans import (
     parse_parallel,
 )
 from anybatch.process.cuda_driver import context_bytes
+from anybatch.process.process_memory import keep_freed_memory, return_freed_memory, use_one_heap
 from anybatch.rank import REHEARSED_PASSES, can_rehearse
 from anybatch.runs.session import Session, joined
 from anybatch.task import JointLoss, Task, check_task

@@ -22,7 +22,7 @@ import torch
 
 from anybatch.doctor import checks
 from anybatch.doctor.finding import Finding
-from anybatch.process import control_group, threads
+from anybatch.process import control_group, process_memory, threads
 from anybatch.process.control_group import Group
 
 ROOT = Path(__file__).parents[3]
@@ -380,11 +380,15 @@ def test_little_shared_memory_is_told(monkeypatch: pytest.MonkeyPatch):
     told(checks.cores_and_memory, "/dev/shm", "ok")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux enforces it")
-def test_the_kernel_refuses_memory_and_the_limit_is_put_back():
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux measures it")
+def test_whether_the_kernel_measures_peaks(monkeypatch: pytest.MonkeyPatch):
     before = resource.getrlimit(resource.RLIMIT_DATA)
     told(checks.cores_and_memory, "budget on the CPU", "ok")
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    monkeypatch.setattr(process_memory, "status", lambda field: 1 << 30)  # a peak that stays
+    told(checks.cores_and_memory, "budget on the CPU", "warning", "32 MiB was measured as 0 MiB")
+    monkeypatch.setattr(process_memory, "reset_peak", lambda: False)
+    told(checks.cores_and_memory, "budget on the CPU", "warning", "does not begin a new peak")
 
 
 def test_folders_are_written_to_and_left_as_they_were(tmp_path: Path, monkeypatch):

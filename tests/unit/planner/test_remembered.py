@@ -14,9 +14,9 @@ from torch.utils.data import TensorDataset
 
 import anybatch as ab
 from anybatch.engine import limit
-from anybatch.engine.process import return_freed_memory
 from anybatch.plans import Plan
 from anybatch.process.files import cache_folder
+from anybatch.process.process_memory import return_freed_memory
 
 pytestmark = pytest.mark.rehearsed
 

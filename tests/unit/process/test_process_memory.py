@@ -10,7 +10,7 @@ import pytest
 
 COMMON = """
 import torch
-from anybatch.engine.process import status, trim
+from anybatch.process.process_memory import status, trim
 
 torch.set_num_threads(1)
 torch.ones(4).sum()
@@ -68,7 +68,7 @@ assert faults() < 10, faults()
 """
 
 HOLES = """
-from anybatch.engine.process import free_in_heap, keep_freed_memory, return_freed_memory
+from anybatch.process.process_memory import free_in_heap, keep_freed_memory, return_freed_memory
 
 MIB = 1 << 20
 keep_freed_memory()

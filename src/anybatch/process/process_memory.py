@@ -1,4 +1,4 @@
-"""This process in the books of its kernel and of its C library.
+"""Memory of this process, as its kernel counts it and its C library manages it.
 
 Linux counts what a process has mapped and what is resident, and can begin a new peak on request; glibc
 can be told when to give memory back. Elsewhere these say so, or do nothing.
