@@ -43,6 +43,7 @@ from anybatch.compute import (
     DEFAULT_GHOST_BATCH,
     Replica,
     find_chains,
+    find_mlps,
     find_recomputable,
     kernel_choices,
 )
@@ -843,6 +844,7 @@ class Step:
     def _subject(self, batch: Any, num_samples: int) -> Subject:
         outline = self._outline
         model = outline.model
+        blocks = tuple(find_recomputable(model))
         trained = parameters_in(self._optimizer.param_groups)
         return Subject(
             identity=TaskIdentity(
@@ -860,8 +862,9 @@ class Step:
             template=batch,
             num_valid=0,
             clip_norm=self._clip_norm,
-            blocks=tuple(find_recomputable(model)),
+            blocks=blocks,
             chains=tuple(find_chains(model)),
+            mlps=tuple(find_mlps(model, blocks)),
             compiled=kernel_choices.is_compiled(self._model),
             # The others' parts are not known here: taken to be as large.
             compared=num_samples * self._group.size if self._is_joint else 0,

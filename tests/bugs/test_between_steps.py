@@ -57,6 +57,7 @@ def assert_held(step: ab.Step, loss: Greedy, free_mib: int = 64) -> None:
     loss.num_mib = 0
 
 
+@pytest.mark.slow
 @alone
 def test_the_script_takes_and_keeps_what_it_wants_and_a_step_has_its_budget():
     loss, events = Greedy(), list[Event]()
@@ -112,6 +113,7 @@ def leave_free_heaps() -> None:
         thread.join()
 
 
+@pytest.mark.slow
 @alone
 def test_heaps_of_threads_that_have_ended_widen_no_budget():
     leave_free_heaps()

@@ -15,8 +15,8 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width, dtype=dtype)
         self.qkv = nn.Linear(width, 3 * width, dtype=dtype)
         self.out = nn.Linear(width, width, dtype=dtype)
-        self.up = nn.Linear(width, 4 * width, dtype=dtype)
-        self.down = nn.Linear(4 * width, width, dtype=dtype)
+        up = nn.Linear(width, 4 * width, dtype=dtype)
+        self.mlp = nn.Sequential(up, nn.GELU(), nn.Linear(4 * width, width, dtype=dtype))
 
     def forward(self, x):
         batch, length, width = x.shape
@@ -25,7 +25,7 @@ class Block(nn.Module):
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
-        return x + self.down(F.gelu(self.up(x)))
+        return x + self.mlp(x)
 
 
 class Decoder(nn.Module):

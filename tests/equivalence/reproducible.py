@@ -90,8 +90,8 @@ def loss(model: nn.Module, batch: Any) -> ab.Loss:
 
 
 def task_of(norm: bool = True, stream: bool = False, **changes: Any) -> ab.Task:
-    """24 steps, the last of each epoch smaller, in 6 parts of two grains of 4."""
-    length = {"steps": 24} if "epochs" not in changes else {}
+    """16 steps, the last of each epoch smaller, in 6 parts of two grains of 4."""
+    length = {"steps": 16} if "epochs" not in changes else {}
     return ab.Task(
         **{
             "model": partial(Model, norm),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.equivalence.decoder import Decoder, next_word
 from tests.equivalence.reference import assert_equal, deviation, plan_for, train, train_plainly
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -109,6 +110,24 @@ def test_dropout_draws_the_same_masks_again(way):
     assert deviation(again.model, kept.model) < 1e-12
     other = train(dataclasses.replace(task, seed=1, model=own(task)), 4)
     assert deviation(other.model, kept.model) > 1e-3  # the masks do matter
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"keep": "matmuls"}, {"to_host": True}, {"blocks": ()}, {"blocks": (".",)}]
+)
+@pytest.mark.parametrize("length", [9, 21])
+def test_mlps_in_tiles_train_as_the_plain_loop(length, more):
+    draw = torch.Generator().manual_seed(0)
+    task = ab.Task(
+        model=Decoder,
+        loss=next_word,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
+        train=TensorDataset(torch.randint(0, 23, (20, length), generator=draw)),
+        global_batch=5,
+        steps=8,
+    )
+    tiled = Recompute(**{"blocks": ("layers.*",), "tiled": ("layers.*.mlp",), **more})
+    assert_equal(train(task, 2, recompute=tiled), train_plainly(task), 1e-9)
 
 
 def own(task):

@@ -92,6 +92,7 @@ def test_any_number_of_ranks(crew, shares):
     assert run(crew, shares)[:2] == alone()
 
 
+@pytest.mark.slow
 def test_more_ranks_than_parts(crew):
     options = {"reproducible": ab.Grains(samples=8, parts=3), "steps": 12}
     one = trained(options, (1.0,), {"grain": 8})
@@ -100,7 +101,7 @@ def test_more_ranks_than_parts(crew):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_any_way_to_recompute(crew, way, num_ranks):
     assert run(crew, (1.0,) * num_ranks, knobs={"recompute": WAYS[way]})[:2] == alone()
 

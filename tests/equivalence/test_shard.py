@@ -134,6 +134,9 @@ def trained_plainly(**options):
     return train_plainly(decoder_task(**options))
 
 
+TILED = Recompute(blocks=("layers.*",), tiled=("layers.*.mlp",))
+
+
 @pytest.mark.parametrize("repeated", [1, 2])
 @pytest.mark.parametrize("size", [2, 3])
 def test_tied_decoder_with_blocks_run_more_than_once(crew, size, repeated):
@@ -145,7 +148,15 @@ def test_tied_decoder_with_blocks_run_more_than_once(crew, size, repeated):
     assert all(run.state == {} for run in others)  # whole values only where they are used
 
 
-@pytest.mark.parametrize("recompute", [None, Recompute(blocks=("layers.*",))])
+@pytest.mark.parametrize("repeated", [1, 2])
+def test_mlps_in_tiles_are_gathered_with_their_block(crew, repeated):
+    first, _ = crew(2, decoder_as_ranks, {"repeated": repeated}, {"recompute": TILED})
+    plain = trained_plainly(repeated=repeated)
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(first.state[name], value, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("recompute", [None, Recompute(blocks=("layers.*",)), TILED])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-weights"])
 def test_half_precision_is_that_of_one_rank(crew, precision, recompute):
     """Float32 masters are kept in parts, weights gathered in half precision, those of norms not. What

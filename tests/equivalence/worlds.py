@@ -38,7 +38,7 @@ class World:
     frozen: bool = False
     groups: bool = False
     ghost_batch: int | None = None
-    steps: int = 20
+    steps: int = 12
     seed: int = 0
     dtype: torch.dtype = torch.float64
 

@@ -98,7 +98,11 @@ def check(folder: Path, num_servers: int, num_ranks: int = 2) -> None:
         assert len(found) >= 2 + num_servers, found
 
 
-@pytest.mark.parametrize("rendezvous", [[], [f"{os.uname().nodename}:29400"]], ids=["", "named"])
+@pytest.mark.parametrize(
+    "rendezvous",
+    [[], pytest.param([f"{os.uname().nodename}:29400"], marks=pytest.mark.slow)],
+    ids=["", "named"],
+)
 def test_ranks_of_a_call(rendezvous: list[str], tmp_path: Path):
     run([sys.executable, "-c", CALL, str(tmp_path), *rendezvous], tmp_path)
     check(tmp_path, num_servers=1)
@@ -180,10 +184,10 @@ def by_mpi(rank: int) -> dict[str, str]:
     ("variables", "rendezvous", "num_servers"),
     [
         (by_hand, None, 1),
-        (by_name, None, 1),
+        pytest.param(by_name, None, 1, marks=pytest.mark.slow),
         (by_slurm, None, 1),
-        (by_mpi, None, 1),
-        (by_hand, "tcp://127.0.0.1:{port}", 1),
+        pytest.param(by_mpi, None, 1, marks=pytest.mark.slow),
+        pytest.param(by_hand, "tcp://127.0.0.1:{port}", 1, marks=pytest.mark.slow),
         (by_hand, "file://{folder}/meeting", 0),
     ],
     ids=["env", "env with a name", "Slurm", "MPI", "tcp", "file"],
@@ -220,6 +224,7 @@ survey(sys.argv[1])
     assert set(json.loads((tmp_path / "0.json").read_text())) == {"127.0.0.1"}
 
 
+@pytest.mark.slow
 def test_ranks_of_mpirun(tmp_path: Path):
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (Debian: openmpi-bin)")

@@ -42,12 +42,23 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@settings(max_examples=450)
-@given(case=cases)
-def test_sessions_train_as_nano_does(case):
+def check_session(case):
     ours = by_session(case, case.failures)
     theirs = by_nano(case, () if case.ghosts else case.failures)
     assert_alike(ours, theirs, case.dtype)
+
+
+@settings(max_examples=50)
+@given(case=cases)
+def test_sessions_train_as_nano_does(case):
+    check_session(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=400)
+@given(case=cases)
+def test_many_sessions_train_as_nano_does(case):
+    check_session(case)
 
 
 @settings(max_examples=50)

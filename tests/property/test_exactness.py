@@ -1,6 +1,7 @@
 """Any cut of any task gives the update of the plain loop."""
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from tests.equivalence.reference import assert_equal, samples_of, train, train_plainly
@@ -47,7 +48,14 @@ def learnable(world: World, task) -> bool:
     return all(sum(counts[i] for i in samples_of(task, steps, s)) for s in range(world.steps))
 
 
-@settings(max_examples=120)
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(world=worlds, micro_batch=st.integers(1, 24))
+def test_any_cut_of_many_tasks(world, micro_batch):
+    check(world, micro_batch)
+
+
+@settings(max_examples=20)
 @given(world=worlds, micro_batch=st.integers(1, 24))
 @example(world=World(sometimes=True, optimizer="adamw", global_batch=5), micro_batch=2)
 @example(world=World(optimizer="adagrad", tied=True, data="lists", loss="pair"), micro_batch=3)
@@ -55,6 +63,10 @@ def learnable(world: World, task) -> bool:
 @example(world=World(data="ragged", lengths=True, last="wrap", loss="pair"), micro_batch=2)
 @example(world=World(loss="counted on device", data="ragged", clip_norm=0.05), micro_batch=1)
 def test_any_cut_gives_the_update_of_the_plain_loop(world, micro_batch):
+    check(world, micro_batch)
+
+
+def check(world, micro_batch):
     if world.last == "drop" and world.num_samples < world.global_batch:
         return
     task = task_of(world)

@@ -1,5 +1,6 @@
 """What a plan does to a model, and the arithmetic of one step on one device."""
 
+from anybatch.compute.along_sequence import find_mlps as find_mlps
 from anybatch.compute.blocks import find_blocks as find_blocks
 from anybatch.compute.blocks import find_chains as find_chains
 from anybatch.compute.blocks import find_recomputable as find_recomputable

@@ -11,7 +11,8 @@ same for plain attributes of modules, and for generators of random numbers: torc
 `checkpoint`, Python's, NumPy's, and others that the blocks use by what is here. What else makes the two
 runs differ is found, and is an error.
 
-Recurrent layers are cut along time, see `along_time`.
+Recurrent layers are cut along time, see `along_time`, and MLPs inside of blocks along the sequence if
+the plan says so, see `along_sequence`.
 
 Nested recompute is a tree over the layers of a sequence (Chen et al. 2016, "Training Deep Nets with
 Sublinear Memory Cost", section 4.3). For layers a b c d:
@@ -40,6 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from anybatch.compute.along_sequence import Tiled
 from anybatch.compute.along_time import run_along_time
 from anybatch.compute.blocks import match_blocks
 from anybatch.compute.module_state import ModuleState
@@ -84,6 +86,7 @@ def install(model: nn.Module, recompute: Recompute) -> Callable[[], None]:
     an `nn.Sequential`.
     """
     blocks = match_blocks(model, recompute.blocks)
+    tiled = match_blocks(model, recompute.tiled)
     chains = [name for name, block in blocks.items() if isinstance(block, nn.Sequential)]
     if recompute.nested and not chains:
         raise InputError(
@@ -101,9 +104,11 @@ def install(model: nn.Module, recompute: Recompute) -> Callable[[], None]:
             undos.append(
                 replace_forward(block, partial(_Checkpointed, block, recompute.keep, kept))
             )
+    for name, mlp in tiled.items():
+        undos.append(replace_forward(mlp, partial(Tiled, name)))
 
     def undo() -> None:
-        for one in undos:
+        for one in reversed(undos):
             one()
 
     return undo

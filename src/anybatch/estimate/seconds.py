@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from anybatch.compute.along_sequence import NUM_TILES
 from anybatch.estimate.calibration import Speeds
 from anybatch.estimate.cuda import is_overlaid
 from anybatch.estimate.head import Head
@@ -75,6 +76,10 @@ class _Spent:
     def __add__(self, other: _Spent) -> _Spent:
         """Both."""
         return _Spent(self.work + other.work, self.calls + other.calls)
+
+    def times(self, factor: float) -> _Spent:
+        """So much of both."""
+        return _Spent(factor * self.work, factor * self.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +192,11 @@ class Pace:
     def blocks_have_products(self) -> bool:
         """Whether the policy that keeps matrix products keeps anything."""
         return any(o.block >= 0 and o.flops > 0 for o in self._low.operations)
+
+    @property
+    def tileable(self) -> tuple[str, ...]:
+        """Names of MLPs inside of blocks that can run in tiles along the sequence."""
+        return self._low.tileable
 
     def has_logits(self, num_samples: int, least: int) -> bool:
         """Whether a pass over so many samples takes the softmax of more than `least` numbers at once,
@@ -329,11 +339,13 @@ class Pace:
         if not numbers:  # blocks of the user's own naming: as much of forward as there are names
             part = min(1.0, len(asked) / max(1, len(names) or len(asked)))
             return part * self._in_a_row(forward + _checkpoints(len(names)))
-        again = _checkpoints(len(numbers))
+        again = _checkpoints(len(numbers) + NUM_TILES * len(recompute.tiled))
         for (phase, block, is_product), spent in places.items():
             kept = recompute.keep == "matmuls" and is_product
             if phase == "forward" and block in numbers and not kept:
                 again += spent
+                if recompute.tiled:  # in the second run of their block, and once more by themselves
+                    again += spent.times(self._low.tiled_part)
         return self._in_a_row(again)
 
     def _in_a_row(self, spent: _Spent) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from anybatch.compute import Replica
+from anybatch.compute.along_sequence import is_sequence, treats_alike
 from anybatch.compute.joint import Share, nobody, rows_like
 from anybatch.compute.low_bit_optimizers import is_compiled, parts_of, uncompiled
 from anybatch.compute.optimizer_update import can_part, fuses_divided, leanest_update
@@ -137,6 +139,8 @@ class Work:
             memory, were it not for small ones.
         state_bytes: of what the optimizer remembers in the shapes of parameters.
         tree_levels: how often a tree of checkpoints computes each layer of the longest chain again.
+        tileable: names of MLPs that can run in tiles along the sequence, none inside another.
+        tiled_part: of the arithmetic in blocks, what those do.
     """
 
     micro_batch: int
@@ -146,6 +150,8 @@ class Work:
     saved_bytes: float
     state_bytes: int
     tree_levels: int
+    tileable: tuple[str, ...]
+    tiled_part: float
 
 
 def work_of(subject: Subject, choice: Choice, device: Device) -> Work:
@@ -208,8 +214,9 @@ class Counting:
             self._make_gradients()
             batch = subject.batch(micro_batch, self.target)
             blocks = _Blocks(self._model, subject.blocks, watch)
+            mlps = _Mlps(self._model, subject.mlps, watch)
             watch.begin("forward")
-            with blocks:
+            with blocks, mlps:
                 ask = self._blank if replica.is_joint else None
                 replica.accumulate(batch, micro_batch, cut_of(subject, micro_batch), ask)
             del batch
@@ -234,6 +241,8 @@ class Counting:
                 if isinstance(value, Tensor) and value.shape == param.shape
             ),
             tree_levels=math.ceil(math.log2(max(2, *map(_length, chains), 1))),
+            tileable=mlps.tileable(),
+            tiled_part=mlps.part(passes),
         )
 
     def comparison(self) -> list[Operation]:
@@ -319,6 +328,8 @@ class Watch(TorchDispatchMode):
         """Forget what was recorded."""
         self.phase: str = ""
         self.block: int = -1
+        self.mlps: list[str] = []  # that are running
+        self.unlike: set[str] = set()  # of those, what does not treat positions alike
         self.operations: list[Operation] = []
 
     def begin(self, phase: str) -> None:
@@ -335,6 +346,8 @@ class Watch(TorchDispatchMode):
             return self._op_cache.number(args[0])
         kwargs = kwargs or {}
         result = self._op_cache.run(self._fake, func, args, kwargs)
+        if self.mlps and not treats_alike(func, args):
+            self.unlike.update(self.mlps)
         if self.phase and not func.is_view:
             self._record(func, args, kwargs, result)
         return result
@@ -344,6 +357,59 @@ class Watch(TorchDispatchMode):
         operation = operation_of(func, args, kwargs, result, self.phase, block)
         if operation is not None:
             self.operations.append(operation)
+
+
+class _Mlps:
+    """Sees which of the modules `names` treat the positions of a sequence alike, and what they do."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], watch: Watch) -> None:
+        self._modules = {name: model.get_submodule(name) for name in names}
+        self._watch = watch
+        self._done: dict[str, float] = {}  # arithmetic of those that were given a sequence
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> None:
+        for name, module in self._modules.items():
+            enter, leave = partial(self._enter, name), partial(self._leave, name)
+            self._handles += [
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave, with_kwargs=True, always_call=True),
+            ]
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def tileable(self) -> tuple[str, ...]:
+        """They, the outer ones."""
+        found: list[str] = []
+        for name in self._modules:
+            inside = any(name.startswith(f"{outer}.") for outer in found)
+            if not inside and name in self._done and name not in self._watch.unlike:
+                found.append(name)
+        return tuple(found)
+
+    def part(self, operations: Sequence[Operation]) -> float:
+        """Of the arithmetic in blocks among `operations`, what those do."""
+        whole = sum(o.flops for o in operations if o.block >= 0)
+        return sum(self._done[name] for name in self.tileable()) / whole if whole else 0.0
+
+    def _enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._watch.mlps.append(name)
+        self._done[name] = self._done.get(name, 0.0) - self._flops()
+        if not is_sequence(args, kwargs):
+            self._watch.unlike.add(name)
+
+    def _leave(self, name: str, _module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        self._watch.mlps.pop()
+        self._done[name] += self._flops()
+        (given, *_) = (*args, None)
+        alike = isinstance(result, Tensor) and isinstance(given, Tensor)
+        if not alike or result.shape[:-1] != given.shape[:-1]:
+            self._watch.unlike.add(name)
+
+    def _flops(self) -> float:
+        return sum(o.flops for o in self._watch.operations)
 
 
 class _Blocks:

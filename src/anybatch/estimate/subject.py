@@ -20,7 +20,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from anybatch.batch_rule import rule_text
-from anybatch.compute import DEFAULT_GHOST_BATCH, find_blocks, find_chains, find_recomputable
+from anybatch.compute import (
+    DEFAULT_GHOST_BATCH,
+    find_blocks,
+    find_chains,
+    find_mlps,
+    find_recomputable,
+)
 from anybatch.compute.building import optimizer_for, unhooked
 from anybatch.compute.ghost_norm import cut_norms, depends_on_cut
 from anybatch.compute.kernel_choices import is_compiled
@@ -62,6 +68,7 @@ class Subject:
         num_valid: samples to evaluate; 0: none; None: a stream.
         clip_norm: see `Task`.
         blocks, chains: names of what can be recomputed block by block, and as a tree.
+        mlps: names of what may be an MLP inside of a block.
         flat: gradients are kept in buckets, for several ranks.
         sums: what is held of gradients beside the buckets of a reproducible run, or None.
         division: how the model is divided over ranks, or None.
@@ -91,6 +98,7 @@ class Subject:
     clip_norm: float | None
     blocks: tuple[str, ...]
     chains: tuple[str, ...]
+    mlps: tuple[str, ...] = ()
     flat: bool = False
     sums: Sums | None = None
     division: Division | None = None
@@ -224,6 +232,7 @@ def subject_of(task: Task) -> Subject:
     if identity.grain is None and (padded := padded_of(task, identity.ghost_batch)) is not None:
         identity = identity.model_copy(update={"padded": padded})
     template, uneven = template_of(task)
+    blocks = tuple(find_blocks(model) if task.grains else find_recomputable(model))
     return Subject(
         identity=identity,
         build_model=lambda: into_training(build()),
@@ -233,8 +242,10 @@ def subject_of(task: Task) -> Subject:
         template=template,
         num_valid=_num_valid(task),
         clip_norm=task.clip_norm,
-        blocks=tuple(find_blocks(model) if task.grains else find_recomputable(model)),
+        blocks=blocks,
         chains=tuple(find_chains(model)),
+        # Sums over tiles round otherwise, so a reproducible run has none.
+        mlps=() if task.grains else tuple(find_mlps(model, blocks)),
         op_cache=op_cache,
         long=_told_lengths(task),
         samples=samples_of(task, template),

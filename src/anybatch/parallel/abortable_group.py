@@ -29,7 +29,6 @@ takes the process down. It looks no more where an abort has begun.
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import stat
@@ -129,7 +128,6 @@ class AbortableGroup:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
-            gc.collect()  # its threads end, and its sockets close, with the last reference to it
 
     def connect(self, module: FSDPModule) -> None:
         """Let the collectives of `module` go through this wire."""

@@ -203,14 +203,18 @@ def _told_of_time(setting: Setting) -> str:
     return f"{way}, corrected by {setting.correction.seconds:.2f} from {runs} on this machine"
 
 
-def ways_of(costs: Costs) -> Iterator[Recompute]:
-    """Every way that a model offers as a whole, from the least recompute to the most."""
+def ways_of(costs: Costs, compiled: bool) -> Iterator[Recompute]:
+    """Every way that a model offers as a whole, from the least recompute to the most. Where blocks are
+    `compiled`, nothing in them is run in tiles."""
     subject, pace = costs.subject, costs.setting.pace
+    tiled = () if compiled or subject.compiled else pace.tileable
     yield Recompute()
     if blocks := subject.blocks:
         if pace.blocks_have_products:
             yield Recompute(blocks=blocks, keep="matmuls")
         yield Recompute(blocks=blocks)
+        if tiled:
+            yield Recompute(blocks=blocks, tiled=tiled)
     if subject.chains:
         yield Recompute(blocks=subject.chains, nested=True)
     if pace.has_host:
@@ -234,7 +238,14 @@ def leaner(chosen: Choice, ways: Sequence[Recompute], costs: Costs) -> Iterator[
         )
 
 
-def order(choice: Choice) -> tuple[int, bool, str, str, int]:
+def order(choice: Choice) -> tuple[int, bool, bool, str, str, int]:
     """Choices in the order in which a table shows them."""
     way = choice.recompute
-    return len(way.blocks), way.nested, way.keep, choice.chunked_head, -choice.micro_batch
+    return (
+        len(way.blocks),
+        bool(way.tiled),
+        way.nested,
+        way.keep,
+        choice.chunked_head,
+        -choice.micro_batch,
+    )

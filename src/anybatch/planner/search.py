@@ -165,7 +165,9 @@ class _Search:
         self.costs = costs
         self._wishes = wishes
         wished = wishes.recompute
-        self.ways: list[Recompute] = list(ways_of(costs)) if wished is None else [wished]
+        self.ways: list[Recompute] = (
+            list(ways_of(costs, wishes.compile)) if wished is None else [wished]
+        )
         self.taken: Choice | None = None
         self.fits: bool = False
         self._untraceable: list[Untraceable] = []

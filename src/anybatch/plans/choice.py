@@ -47,12 +47,15 @@ class Recompute(Frozen):
         nested: a block that is an `nn.Sequential` becomes a tree of checkpoints, so a chain of n equal
             layers keeps O(log n) activations.
         to_host: what is kept is kept in host memory.
+        tiled: names of MLPs inside the blocks, which run in tiles along the sequence, each computed
+            again by itself.
     """
 
     blocks: tuple[str, ...] = ()
     keep: Literal["nothing", "matmuls"] = "nothing"
     nested: bool = False
     to_host: bool = False
+    tiled: tuple[str, ...] = ()
 
     def describe(self, named: bool = False) -> str:
         """A few words for a table; with the names of several blocks if they are to be `named`."""
@@ -66,6 +69,7 @@ class Recompute(Frozen):
         more = [
             "nested" if self.nested else "",
             "matrix products kept" if self.keep == "matmuls" else "",
+            "MLPs in tiles" if self.tiled else "",
             "kept in host memory" if self.to_host else "",
         ]
         return ", ".join([names, *filter(None, more)])

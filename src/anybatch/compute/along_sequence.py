@@ -1,0 +1,151 @@
+"""MLPs, run in tiles along the sequence.
+
+What an MLP keeps for backward is several times as wide as its input. It treats positions of a sequence
+alike and apart from each other, so it can run on a few of them at a time, each tile a checkpoint: then
+backward holds what belongs to one tile. The same is known as a tiled MLP (Bekman et al. 2025, "Arctic
+Long Sequence Training").
+
+    x    |  x1  |  x2  |  x3  |  x4  |
+            |      |      |      |          each tile by itself
+    y    |  y1  |  y2  |  y3  |  y4  |
+
+Attention needs no tiles of its own: torch's kernels for `scaled_dot_product_attention` hold no scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from anybatch.errors import InputError
+
+NUM_TILES = 8
+
+_aten = torch.ops.aten
+_ALIKE = {
+    torch.ops.prim.device.default,
+    # Products with a weight, after leading dims were made one.
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.t.default,
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    # Copies.
+    _aten._to_copy.default,
+    _aten.copy_.default,
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.empty_like.default,
+    _aten.native_layer_norm.default,
+    _aten.glu.default,
+}
+_BY_DIM = {_aten.split.Tensor: 2, _aten.slice.Tensor: 1}
+"""Where their argument `dim` stands: alike if it is the last one."""
+
+
+def find_mlps(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """The names of modules inside `blocks` that may be MLPs: with at least two layers that have a
+    matrix, and nothing that keeps or draws. Whether they treat positions alike only a pass tells."""
+    found: list[str] = []
+    for block in blocks:
+        prefix = "" if block == "." else f"{block}."
+        for name, module in model.get_submodule(prefix.removesuffix(".")).named_modules():
+            if name and _may_be_mlp(module):
+                found.append(f"{prefix}{name}")
+    return found
+
+
+def _may_be_mlp(module: nn.Module) -> bool:
+    matrices = sum(any(p.dim() == 2 for p in child.parameters()) for child in module.children())
+    return (
+        matrices > 1
+        and not any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p for m in module.modules())
+        and next(module.buffers(), None) is None
+        and not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    )
+
+
+def treats_alike(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operation computes each position of a sequence by itself, whichever it is."""
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if func in _BY_DIM:
+        place = _BY_DIM[func]
+        dim = args[place] if len(args) > place else 0
+        return dim % args[0].dim() == args[0].dim() - 1
+    return torch.Tag.pointwise in func.tags or func in _ALIKE
+
+
+def is_sequence(args: Sequence[Any], kwargs: Any) -> bool:
+    """Whether a module was given one tensor of shape (..., T, features), B and T of them, and nothing
+    else."""
+    return len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() > 2
+
+
+@final
+class Tiled:
+    """The `forward` of an MLP, in tiles.
+
+    Raises `InputError` when it is called if the module does not treat positions alike.
+    """
+
+    def __init__(self, name: str, run: Callable[..., Any]) -> None:
+        self._name = name
+        self._run = run
+        self._is_checked = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or not is_sequence(args, kwargs):
+            return self._run(*args, **kwargs)
+        (whole,) = args
+        tiles = list(self._tiles(whole))
+        first = tiles[0]
+        if not isinstance(first, Tensor) or first.shape[:-1] != (*whole.shape[:-2], _size(whole)):
+            raise self._refused(
+                "returns something else than one tensor with a row for each position"
+            )
+        return first if len(tiles) == 1 else torch.cat(tiles, -2)
+
+    def _tiles(self, whole: Tensor) -> Iterator[Any]:
+        for tile in whole.split(_size(whole), -2):
+            if self._is_checked or torch.compiler.is_compiling():
+                yield checkpoint(self._run, tile, use_reentrant=False, preserve_rng_state=False)
+                continue
+            with _Checking() as checking:
+                result = checkpoint(self._run, tile, use_reentrant=False, preserve_rng_state=False)
+            if checking.found:
+                raise self._refused(f"calls {checking.found}")
+            self._is_checked = True
+            yield result
+
+    def _refused(self, why: str) -> InputError:
+        return InputError(
+            f"the plan runs {self._name!r} in tiles along the sequence, which needs a module that"
+            f" computes each position by itself, and this one {why}: take it out of"
+            " recompute.tiled, or plan with recompute='all'."
+        )
+
+
+def _size(whole: Tensor) -> int:
+    return max(1, -(-whole.shape[-2] // NUM_TILES))
+
+
+class _Checking(TorchDispatchMode):
+    """Runs operations, and notes one that does not treat positions alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """See the class."""
+        if not treats_alike(func, args):
+            self.found = self.found or str(func)
+        return func(*args, **(kwargs or {}))
