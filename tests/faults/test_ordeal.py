@@ -17,8 +17,6 @@ def test_whatever_happens_to_a_run_its_end_is_the_same(tmp_path: Path):
     story = ordeal.run(seed=1, num_faults=2, most_ranks=2, pace=(0.0, 1.0))
     assert not story.wrong, story
     assert sum(story.faults.values()) >= 1
-    story = ordeal.run(seed=2, kinds=KILLS, num_faults=1, most_ranks=3, pace=(0.0, 1.0))
-    assert not story.wrong, story
 
 
 @pytest.mark.slow

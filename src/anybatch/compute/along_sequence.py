@@ -15,6 +15,7 @@ Attention needs no tiles of its own: torch's kernels for `scaled_dot_product_att
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -100,7 +101,7 @@ class Tiled:
         self._is_checked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not is_sequence(args, kwargs):
+        if not is_sequence(args, kwargs):
             return self._run(*args, **kwargs)
         (whole,) = args
         tiles = list(self._tiles(whole))
@@ -112,12 +113,15 @@ class Tiled:
         return first if len(tiles) == 1 else torch.cat(tiles, -2)
 
     def _tiles(self, whole: Tensor) -> Iterator[Any]:
+        run = self._run
+        if torch.is_grad_enabled():
+            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
         for tile in whole.split(_size(whole), -2):
             if self._is_checked or torch.compiler.is_compiling():
-                yield checkpoint(self._run, tile, use_reentrant=False, preserve_rng_state=False)
+                yield run(tile)
                 continue
             with _Checking() as checking:
-                result = checkpoint(self._run, tile, use_reentrant=False, preserve_rng_state=False)
+                result = run(tile)
             if checking.found:
                 raise self._refused(f"calls {checking.found}")
             self._is_checked = True

@@ -64,7 +64,7 @@ class _Sums:
 def check_adds_up(
     function: LossFunction,
     evaluate: Evaluate,
-    explained: Callable[[Any, int], bool],
+    explained: Callable[[], bool],
     take: Callable[[int, int], Any],
     num_samples: int,
     cut: int,
@@ -118,7 +118,7 @@ def check_adds_up(
         known = False
         if not parts.adds_up:
             with _not_for_few_samples():
-                known = explained(some, count)
+                known = explained()
             warnings.append(None if known else parts.doubt(twice))
     except _NotForFew:
         return None

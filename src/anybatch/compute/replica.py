@@ -409,10 +409,13 @@ class Replica:
             found = read_loss(returned, left, training=False)
         return replace(found, sum=found.sum.detach())
 
-    def check_loss(self, take: Callable[[int, int], Any], num_samples: int, cut: int) -> bool:
+    def check_loss(
+        self, take: Callable[[int, int], Any], num_samples: int, cut: int, fits: int
+    ) -> bool:
         """Check that the loss is additive over samples; see `check_adds_up`. Returns whether the check
         was possible, or is not needed: joint losses need not be additive, and anybatch's own are. The
-        caller restores buffers and random generators.
+        caller restores buffers and random generators. With gradients no more than `fits` samples pass
+        at once (of a loss that is not additive, two).
 
         Warns, or raises `LossError`, as `check_adds_up` does.
         """
@@ -438,7 +441,9 @@ class Replica:
                 raise RuntimeError("the loss function has put BatchNorm into training mode")
             return found, plain
 
-        def explained(piece: Any, size: int) -> bool:
+        def explained() -> bool:
+            size = min(num_samples, max(2, fits))
+            piece = take(0, size)
             with torch.enable_grad(), self._numerics.region(), chunked_loss.active(self._chunked):
                 return warn_of_reduction(own, own(self.model, copied(piece)), size)
 
@@ -452,7 +457,7 @@ class Replica:
             self._is_loss_known |= bool(told)
             self._is_told |= bool(told)
             if told is False:
-                self._check_proportional(partial(take, 0, min(num_samples, _FEW)))
+                self._check_proportional(partial(take, 0, min(num_samples, fits, _FEW)))
             return told is not None
 
     def _check_proportional(self, take: Callable[[], Any]) -> None:

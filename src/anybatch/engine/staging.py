@@ -114,12 +114,14 @@ class Staging:
                 torch.random.fork_rng(others, enabled=bool(others)),
                 Borrowed(),
             ):
-                # Of one or two samples little can be seen; a few fit without gradients. A loss that
-                # asks for more (the hardest k) is given as many as it will be.
-                few = min(LOOKED_AT, max(4, micro.num_samples))
-                for most, cut in ((few, few // 3), (2 * micro.num_samples - 1, micro.num_samples)):
+                # Of one or two samples little can be seen; three fit without gradients where one
+                # does with them. A loss that asks for more (the hardest k) is given as many as it
+                # will be.
+                fits = micro.num_samples
+                few = min(LOOKED_AT, max(3, fits))
+                for most, cut in ((few, few // 3), (2 * fits - 1, fits)):
                     take, size = source.first_samples(most, micro.batch)
-                    if self._replica.check_loss(take, size, min(cut, size - 1)):
+                    if self._replica.check_loss(take, size, min(cut, size - 1), fits):
                         break
                 if source.is_coupled(micro.batch):
                     warn_of_collate(self._replica.loss_as_given)

@@ -276,6 +276,45 @@ def test_a_task_is_looked_at_too():
         ab.train(task, micro_batch=8, progress=False)
 
 
+@pytest.mark.parametrize("micro_batch", [1, 2, 5])
+@pytest.mark.parametrize("as_task", [False, True])
+def test_it_takes_no_more_memory_than_the_plan(
+    micro_batch: int, as_task: bool, capsys: pytest.CaptureFixture[str]
+):
+    """With gradients no more samples pass than a micro-batch has, and few more without."""
+
+    def noting(model: nn.Module, batch: Batch) -> Tensor:
+        # Printed: what a loss function keeps is put back after the check.
+        print("pass", len(batch[1]), torch.is_grad_enabled())
+        return mean(model, batch)
+
+    if as_task:
+        task = ab.Task(
+            model=lambda: nn.Linear(6, 2),
+            loss=noting,
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            train=torch.utils.data.TensorDataset(X, LABELS, R),
+            global_batch=20,
+            steps=1,
+        )
+        plan = ab.plan(task, micro_batch=micro_batch, rehearsal=False)
+        capsys.readouterr()
+        ab.train(task, plan=plan, progress=False)
+    else:
+        model = nn.Linear(6, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"micro_batch": micro_batch, "verbose": False}
+        with ab.Step(model, optimizer, noting, **options) as step:
+            step((X[:20], LABELS[:20], R[:20]))
+    sizes: dict[str, set[int]] = {"True": set(), "False": set()}
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith("pass "):
+            _, size, with_gradients = line.split()
+            sizes[with_gradients].add(int(size))
+    assert max(sizes["True"]) == micro_batch
+    assert 1 < max(sizes["False"]) <= max(3, 2 * micro_batch)
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_task_s_passes_of_one_sample_are_looked_at_several_together(streams: bool):
     """A correlation of one sample with itself is a constant, which adds up."""
