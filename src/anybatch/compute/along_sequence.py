@@ -28,11 +28,11 @@ from anybatch.errors import InputError
 NUM_TILES = 8
 
 _aten = torch.ops.aten
+PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+"""With a weight, after leading dims were made one."""
 _ALIKE = {
+    *PRODUCTS,
     torch.ops.prim.device.default,
-    # Products with a weight, after leading dims were made one.
-    _aten.mm.default,
-    _aten.addmm.default,
     _aten.t.default,
     _aten.view.default,
     _aten._unsafe_view.default,
@@ -88,11 +88,15 @@ def is_sequence(args: Sequence[Any], kwargs: Any) -> bool:
     return len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() > 2
 
 
+class NotTileable(InputError):
+    """A module that is run in tiles does not compute each position by itself."""
+
+
 @final
 class Tiled:
-    """The `forward` of an MLP, in tiles.
+    """The `forward` of an MLP, in tiles of the positions of all samples.
 
-    Raises `InputError` when it is called if the module does not treat positions alike.
+    Raises `NotTileable` when it is called if the module does not treat positions alike.
     """
 
     def __init__(self, name: str, run: Callable[..., Any]) -> None:
@@ -101,22 +105,23 @@ class Tiled:
         self._is_checked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_sequence(args, kwargs):
+        if not is_sequence(args, kwargs) or not args[0].numel():
             return self._run(*args, **kwargs)
         (whole,) = args
-        tiles = list(self._tiles(whole))
-        first = tiles[0]
-        if not isinstance(first, Tensor) or first.shape[:-1] != (*whole.shape[:-2], _size(whole)):
-            raise self._refused(
-                "returns something else than one tensor with a row for each position"
-            )
-        return first if len(tiles) == 1 else torch.cat(tiles, -2)
+        rows = whole.flatten(0, -2)
+        # With as many dims as before, whose sizes the module may ask for; contiguous, so that products
+        # with a weight are those of two matrices.
+        dims = [1] * (whole.dim() - 2)
+        given = [tile.view(*dims, *tile.shape) for tile in rows.split(-(-len(rows) // NUM_TILES))]
+        tiles = list(self._tiles(given))
+        joined = torch.cat(tiles, -2) if len(tiles) > 1 else tiles[0]
+        return joined.reshape(*whole.shape[:-1], joined.shape[-1])
 
-    def _tiles(self, whole: Tensor) -> Iterator[Any]:
+    def _tiles(self, given: Sequence[Tensor]) -> Iterator[Tensor]:
         run = self._run
         if torch.is_grad_enabled():
             run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-        for tile in whole.split(_size(whole), -2):
+        for tile in given:
             if self._is_checked or torch.compiler.is_compiling():
                 yield run(tile)
                 continue
@@ -124,19 +129,17 @@ class Tiled:
                 result = run(tile)
             if checking.found:
                 raise self._refused(f"calls {checking.found}")
+            if not isinstance(result, Tensor) or result.shape[:-1] != tile.shape[:-1]:
+                raise self._refused("returns something else than a row for each position")
             self._is_checked = True
             yield result
 
-    def _refused(self, why: str) -> InputError:
-        return InputError(
+    def _refused(self, why: str) -> NotTileable:
+        return NotTileable(
             f"the plan runs {self._name!r} in tiles along the sequence, which needs a module that"
             f" computes each position by itself, and this one {why}: take it out of"
             " recompute.tiled, or plan with recompute='all'."
         )
-
-
-def _size(whole: Tensor) -> int:
-    return max(1, -(-whole.shape[-2] // NUM_TILES))
 
 
 class _Checking(TorchDispatchMode):

@@ -119,8 +119,14 @@ def doubled(batch: Any) -> Any:
 
     def twice(leaf: Any) -> Any:
         if isinstance(leaf, PackedSequence):
-            return leaf
-        return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) else np.concatenate([leaf, leaf])
+            padded, lengths = pad_packed_sequence(leaf)
+            both = torch.cat([padded, padded], 1), torch.cat([lengths, lengths])
+            return pack_padded_sequence(*both, enforce_sorted=False)
+        if not isinstance(leaf, Tensor):
+            return np.concatenate([leaf, leaf])
+        if leaf.is_nested:
+            return torch.nested.as_nested_tensor([*leaf.unbind()] * 2, layout=leaf.layout)
+        return torch.cat([leaf, leaf])
 
     return _mapped(batch, size, has_records(batch, size), twice, lambda some: [*some, *some])
 

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from anybatch.compute import Replica
-from anybatch.compute.along_sequence import is_sequence, treats_alike
+from anybatch.compute.along_sequence import PRODUCTS, is_sequence, treats_alike
 from anybatch.compute.joint import Share, nobody, rows_like
 from anybatch.compute.low_bit_optimizers import is_compiled, parts_of, uncompiled
 from anybatch.compute.optimizer_update import can_part, fuses_divided, leanest_update
@@ -330,6 +330,7 @@ class Watch(TorchDispatchMode):
         self.block: int = -1
         self.mlps: list[str] = []  # that are running
         self.unlike: set[str] = set()  # of those, what does not treat positions alike
+        self.widest: dict[str, int] = {}  # numbers in the largest product of each of those
         self.operations: list[Operation] = []
 
     def begin(self, phase: str) -> None:
@@ -346,11 +347,18 @@ class Watch(TorchDispatchMode):
             return self._op_cache.number(args[0])
         kwargs = kwargs or {}
         result = self._op_cache.run(self._fake, func, args, kwargs)
-        if self.mlps and not treats_alike(func, args):
-            self.unlike.update(self.mlps)
+        if self.mlps:
+            self._look_into(func, args, result)
         if self.phase and not func.is_view:
             self._record(func, args, kwargs, result)
         return result
+
+    def _look_into(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        size = result.numel() if func in PRODUCTS else 0
+        for name in self.mlps:
+            self.widest[name] = max(self.widest.get(name, 0), size)
+        if not treats_alike(func, args):
+            self.unlike.update(self.mlps)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         block = self.block if self.phase == "forward" else -1
@@ -360,7 +368,8 @@ class Watch(TorchDispatchMode):
 
 
 class _Mlps:
-    """Sees which of the modules `names` treat the positions of a sequence alike, and what they do."""
+    """Sees which of the modules `names` treat the positions of a sequence alike, and are wider inside
+    than at their end, and what they do."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], watch: Watch) -> None:
         self._modules = {name: model.get_submodule(name) for name in names}
@@ -407,6 +416,8 @@ class _Mlps:
         alike = isinstance(result, Tensor) and isinstance(given, Tensor)
         if not alike or result.shape[:-1] != given.shape[:-1]:
             self._watch.unlike.add(name)
+        elif self._watch.widest.get(name, 0) < 2 * result.numel():
+            self._watch.unlike.add(name)  # there is little to free
 
     def _flops(self) -> float:
         return sum(o.flops for o in self._watch.operations)

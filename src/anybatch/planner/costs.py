@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from anybatch.compute.along_sequence import NotTileable
 from anybatch.compute.recompute import NotRepeated
 from anybatch.errors import AnybatchError
 from anybatch.estimate import Footprint, Peak, Subject, evaluation_peak, footprint
@@ -106,7 +107,8 @@ class Costs:
             try:
                 found = self._divided(footprint(self.subject, choice, self.setting.device))
             except Exception as error:  # whatever the user's code raises
-                told = isinstance(error, AnybatchError) and not isinstance(error, NotRepeated)
+                is_of_way = isinstance(error, NotRepeated | NotTileable)
+                told = isinstance(error, AnybatchError) and not is_of_way
                 if told and self.head is None:
                     raise
                 raise Untraceable(choice, error) from error

@@ -81,6 +81,18 @@ class Pair(Gated):
         return super().forward(x), x.mean()
 
 
+class Adapted(nn.Module):
+    """A linear layer with an adapter: two matrices, and nothing wider than its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.up(self.down(x))
+
+
 class Counting(Gated):
     def __init__(self) -> None:
         super().__init__()
@@ -184,6 +196,7 @@ def task_of(make: Callable[[], nn.Module], positions: int = 24, **options: objec
         (Chunked, True),
         (plain, True),
         (dropping, False),
+        (Adapted, False),
         (Counting, False),
         (Mixer, False),
         (Shifted, False),
@@ -199,6 +212,24 @@ def test_a_pass_tells_which_modules_compute_positions_by_themselves(
     found = work_of(subject_of(task_of(make)), choice, device)
     assert found.tileable == (("layers.0.mlp", "layers.1.mlp") if is_tileable else ())
     assert (found.tiled_part > 0) == is_tileable
+
+
+def test_frozen_weights_and_four_dims_are_taken():
+    """As in a first layer of adapters, whose input has no gradient, and in an MLP over images."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"block": nn.ModuleDict({"mlp": Gated()})}).double()
+    mlp = model["block"]["mlp"].requires_grad_(False)
+    mlp.down.requires_grad_(True)
+    given = torch.randn(2, 3, 5, WIDTH, dtype=torch.float64)
+    expected = mlp(given).square().sum()
+    expected.backward()
+    wanted, mlp.down.weight.grad = mlp.down.weight.grad, None
+    undo = install(model, Recompute(tiled=("block.mlp",)))
+    found = mlp(given).square().sum()
+    found.backward()
+    undo()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(mlp.down.weight.grad, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_dropout_between_layers_would_draw_in_another_order():

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 import anybatch as ab
 from anybatch.compute.loss_reduction_check import _warn
@@ -346,3 +347,15 @@ def test_a_task_s_passes_of_one_sample_are_looked_at_several_together(streams: b
 )
 def test_batches_are_doubled(batch: Any, twice: Callable[[Any], bool]):
     assert twice(doubled(batch))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_batches_of_sequences_are_doubled(layout: torch.layout):
+    first, second = X[:3], X[:2]
+    packed = pack_sequence([second, first], enforce_sorted=False)
+    nested = torch.nested.as_nested_tensor([second, first], layout=layout)
+    found, also, labels = doubled((packed, nested, LABELS[:2]))
+    wanted = [second, first, second, first]
+    for some in (unpack_sequence(found), also.unbind()):
+        assert all(torch.equal(one, other) for one, other in zip(some, wanted, strict=True))
+    assert labels.tolist() == LABELS[:2].tolist() * 2
