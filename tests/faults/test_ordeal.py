@@ -21,11 +21,8 @@ def test_whatever_happens_to_a_run_its_end_is_the_same(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.faults
-@pytest.mark.parametrize("reproducible", [False, True], ids=["two ranks", "reproducible"])
-def test_a_model_with_dropout_ends_with_the_same_bits_after_kills(
-    reproducible: bool, tmp_path: Path
-):
-    ordeal = Ordeal(tmp_path, epochs=2, dropout=0.3, reproducible=reproducible)
+def test_a_model_with_dropout_ends_with_the_same_bits_after_kills(tmp_path: Path):
+    ordeal = Ordeal(tmp_path, epochs=2, dropout=0.3, reproducible=True)
     ordeal.undisturbed()
     story = ordeal.run(seed=3, kinds=KILLS, num_faults=1, most_ranks=3, pace=(0.0, 0.5))
     assert not story.wrong, story
